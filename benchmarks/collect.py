@@ -1,0 +1,127 @@
+"""What does collecting cost beside the raw loop of ``env.step`` and the policy?
+
+Run ``python benchmarks/collect.py``. Each case is played in interleaved rounds; the ratio printed
+is the raw loop's median time for a true transition over the contender's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import (
+    Contender,
+    Result,
+    console,
+    interleave,
+    prepare,
+    print_results,
+    print_setting,
+    ratio,
+    write_json,
+)
+from loops import Case, Work, make_policy, raw_contenders, tallyroll_contenders
+from peers import peer_contenders
+
+CASES = (
+    Case("sync1", lanes=1, native=False, frames=1024),
+    Case("sync8", lanes=8, native=False, frames=2048),
+    Case("sync64", lanes=64, native=False, frames=16384),
+    Case("native64", lanes=64, native=True, frames=16384),
+)
+KNOWN = tuple(case.name for case in CASES)
+QUICK = "sync8"
+POLICIES = ("random", "sampled", "argmax")
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help=f"two tiny rounds of {QUICK}: does it run?"
+    )
+    parser.add_argument("--only", default="", help="cases, such as sync1,native64 (default: all)")
+    parser.add_argument("--policy", default="random,sampled", help=f"of {','.join(POLICIES)}")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds a contender (default: 15)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="length of a round")
+    parser.add_argument("--no-peers", action="store_true", help="the raw loop and Tallyroll only")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    args = parser.parse_args()
+    wanted = (args.only or (QUICK if args.quick else ",".join(KNOWN))).split(",")
+    args.cases = [case for case in CASES if case.name in wanted]
+    args.policies = args.policy.split(",")
+    if set(wanted) - set(KNOWN) or set(args.policies) - set(POLICIES):
+        parser.error(f"cases are {', '.join(KNOWN)}; policies are {', '.join(POLICIES)}")
+    if args.quick:
+        # Tianshou compiles helpers that collecting does not use for 9 s when first imported
+        os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+        args.rounds, args.seconds = 2, 0.01
+        args.cases = [dataclasses.replace(case, frames=16 * case.lanes) for case in args.cases]
+    return args
+
+
+def build(work: Work, args: argparse.Namespace) -> tuple[list[Contender], list[str]]:
+    """Return the contenders of this work, the raw loop first, and remarks on those left out."""
+    policy = make_policy(work.policy)
+    blocks = 1 if args.quick else max(2, 200_000 // work.case.frames)
+    contenders = raw_contenders(work, policy, blocks)
+    contenders += tallyroll_contenders(work, policy)
+    peers, remarks = ([], []) if args.no_peers else peer_contenders(work, policy)
+    return contenders + peers, remarks
+
+
+def play(work: Work, args: argparse.Namespace) -> list[Result]:
+    """Run one case with one policy and print its table."""
+    with ExitStack() as stack:
+        contenders, remarks = build(work, args)
+        for contender in contenders:
+            stack.callback(contender.close)
+        results = interleave(contenders, args.rounds, args.seconds)
+    case = work.case
+    title = f"{case.name}: {case.lanes} lanes, {work.policy}, batches of {case.frames}"
+    print_results(title, results, remarks)
+    return results
+
+
+def report(work: Work, results: list[Result]) -> list[dict[str, Any]]:
+    """Return the results as plain records."""
+    return [
+        {
+            "case": work.case.name,
+            "lanes": work.case.lanes,
+            "frames_per_batch": work.case.frames,
+            "policy": work.policy,
+            "contender": result.name,
+            "us_per_vector_step": result.vector_step_us,
+            "us_per_transition": result.transition_us,
+            "speed_to_raw": ratio(results[0], result),
+            "spread": result.spread,
+            "rounds_us_per_transition": result.per_transition,
+        }
+        for result in results
+    ]
+
+
+def main() -> None:
+    """Play every case with every policy."""
+    args = parse_args()
+    prepare()
+    print_setting()
+    console.print(f"{args.rounds} interleaved rounds of at least {args.seconds} s, one thread")
+    records: list[dict[str, Any]] = []
+    for case in args.cases:
+        for policy in args.policies:
+            with tempfile.TemporaryDirectory(prefix="tallyroll-bench-") as scratch:
+                work = Work(case, policy, Path(scratch))
+                records += report(work, play(work, args))
+            if args.json:
+                write_json(args.json, records)
+
+
+if __name__ == "__main__":
+    main()

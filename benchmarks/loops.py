@@ -1,0 +1,235 @@
+"""The raw loop, which everything is compared with, and Tallyroll's collector on the same work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import gymnasium as gym
+import numpy as np
+import torch
+from common import Contender, Tally
+from gymnasium.vector import AutoresetMode, VectorEnv
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENV_ID = "CartPole-v1"
+OBSERVATION, ACTIONS, HIDDEN = 4, 2, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """An environment to collect from: how many lanes, stepped by whom, in batches of what size."""
+
+    name: str
+    lanes: int
+    native: bool
+    frames: int
+
+    @property
+    def block(self) -> int:
+        """Vector steps in a batch; random actions are drawn for so many steps at a time."""
+        return self.frames // self.lanes
+
+
+@dataclass(frozen=True)
+class Work:
+    """A case, the kind of policy (``random``, ``sampled``, ``argmax``), and a place for files."""
+
+    case: Case
+    policy: str
+    scratch: Path
+
+
+def make_vector_env(case: Case, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> VectorEnv:
+    """Build the case's vector environment; the native one knows NEXT_STEP only."""
+    if case.native:
+        return gym.make_vec(ENV_ID, case.lanes, vectorization_mode="vector_entry_point")
+    return gym.make_vec(
+        ENV_ID, case.lanes, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
+    )
+
+
+class Mlp(torch.nn.Module):
+    """Two tanh layers of 64: observation ``[lanes, 4]`` to action ``[lanes]``."""
+
+    def __init__(self, *, sample: bool) -> None:
+        """Build the layers; ``sample`` draws the action, otherwise the best one is taken."""
+        super().__init__()
+        self.sample = sample
+        self.logits = torch.nn.Sequential(
+            torch.nn.Linear(OBSERVATION, HIDDEN),
+            torch.nn.Tanh(),
+            torch.nn.Linear(HIDDEN, HIDDEN),
+            torch.nn.Tanh(),
+            torch.nn.Linear(HIDDEN, ACTIONS),
+        )
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        """Return one action a lane, int64."""
+        logits = self.logits(observation)
+        if self.sample:
+            return torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
+        return logits.argmax(-1)
+
+
+def make_policy(kind: str) -> TensorDictModule | None:
+    """Return the policy module, or None for random actions; the same weights every time."""
+    if kind == "random":
+        return None
+    torch.manual_seed(0)
+    return TensorDictModule(
+        Mlp(sample=kind == "sampled"), in_keys=["observation"], out_keys=["action"]
+    )
+
+
+class RawLoop(Contender):
+    """``env.step`` and the policy with nothing around them; subclasses choose the actions.
+
+    The loop does not look at what it gets, so it cannot count reset slots either. Their share is
+    found beforehand, on the same work, by ``count_reset_share``.
+    """
+
+    def __init__(self, work: Work) -> None:
+        """Build and reset the environment."""
+        self.case = work.case
+        self.env = make_vector_env(work.case)
+        self.observation, _ = self.env.reset(seed=0)
+        self.reset_share = 0.0
+
+    def tally(self) -> Tally:
+        """Return the block's slots less the expected reset slots."""
+        return Tally(self.case.frames * (1 - self.reset_share), self.case.block)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+
+class RawRandom(RawLoop):
+    """Random actions, drawn a block at a time as Tallyroll draws them."""
+
+    name = "raw"
+
+    def __init__(self, work: Work) -> None:
+        """Build the environment and a generator of the loop's own."""
+        super().__init__(work)
+        self.rng = np.random.default_rng(0)
+
+    def advance(self) -> None:
+        """Step one block."""
+        step = self.env.step
+        for action in self.rng.integers(ACTIONS, size=(self.case.block, self.case.lanes)):
+            step(action)
+
+
+class RawSample(RawLoop):
+    """Random actions from ``action_space.sample()`` at every step, for reference."""
+
+    name = "raw (action_space.sample)"
+
+    def advance(self) -> None:
+        """Step one block."""
+        step, sample = self.env.step, self.env.action_space.sample
+        for _ in range(self.case.block):
+            step(sample())
+
+
+class RawPolicy(RawLoop):
+    """The policy module on one TensorDict that is used again at every step."""
+
+    name = "raw"
+
+    def __init__(self, work: Work, policy: TensorDictModule) -> None:
+        """Build the environment and the TensorDict."""
+        super().__init__(work)
+        self.policy = policy
+        self.data = TensorDict(
+            {"observation": torch.from_numpy(self.observation)}, batch_size=[work.case.lanes]
+        )
+
+    def advance(self) -> None:
+        """Step one block."""
+        step, policy, data, observation = self.env.step, self.policy, self.data, self.observation
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+            for _ in range(self.case.block):
+                data.set("observation", torch.from_numpy(observation))
+                policy(data)
+                observation, *_ = step(data.get("action").numpy())
+        self.observation = observation
+
+
+def count_reset_share(loop: RawLoop, blocks: int) -> float:
+    """Return the share of slots that are resets, looked at one by one in ``blocks`` blocks."""
+    step, ended, slots = loop.env.step, 0, 0
+
+    def counted(action: np.ndarray) -> tuple[np.ndarray, ...]:
+        nonlocal ended, slots
+        result = step(action)
+        ended += int(np.count_nonzero(result[2] | result[3]))
+        slots += loop.case.lanes
+        return result
+
+    with patch.object(loop.env, "step", counted):
+        for _ in range(blocks):
+            loop.advance()
+    return ended / slots
+
+
+class Tallyroll(Contender):
+    """``SyncCollector``, its batches dropped; with a path, every row goes to disk as well."""
+
+    def __init__(
+        self, work: Work, policy: TensorDictModule | None, storage: Path | None = None
+    ) -> None:
+        """Build a collector without an end on the same kind of environment."""
+        self.name = "tallyroll" if storage is None else "tallyroll + MemmapStorage"
+        self.lanes = work.case.lanes
+        self.collector = SyncCollector(
+            GymnasiumVectorEnv(make_vector_env(work.case)),
+            policy,
+            frames_per_batch=work.case.frames,
+            total_frames=-1,
+            seed=0,
+            storage=storage,
+        )
+        self.batches = iter(self.collector)
+        self.counted = Tally(0, 0)
+
+    def advance(self) -> None:
+        """Collect one batch."""
+        next(self.batches)
+
+    def tally(self) -> Tally:
+        """Return what the collector's own ledger has gained since the last look."""
+        ledger = self.collector.ledger
+        now = Tally(ledger.executed, ledger.slots / self.lanes)
+        before, self.counted = self.counted, now
+        return Tally(now.transitions - before.transitions, now.vector_steps - before.vector_steps)
+
+    def close(self) -> None:
+        """Shut the collector down, and the environment with it."""
+        self.collector.shutdown()
+
+
+def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> list[Contender]:
+    """Return the raw loops of this work, the reference first, with their reset slots known."""
+    loops: list[RawLoop] = (
+        [RawRandom(work), RawSample(work)] if policy is None else [RawPolicy(work, policy)]
+    )
+    share = count_reset_share(loops[0], blocks)
+    for loop in loops:
+        loop.reset_share = share
+    return list(loops)
+
+
+def tallyroll_contenders(work: Work, policy: TensorDictModule | None) -> list[Contender]:
+    """Return Tallyroll in memory and Tallyroll to disk."""
+    path = work.scratch / f"tallyroll-{work.case.name}-{work.policy}"
+    return [Tallyroll(work, policy), Tallyroll(work, policy, path)]

@@ -1,0 +1,17 @@
+"""Collect exactly N true transitions from reinforcement-learning environments."""
+
+from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.episodes import Episode
+from tallyroll.collector.errors import CollectorError
+from tallyroll.collector.ledger import Ledger
+from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.trajectories import split_trajectories
+
+__all__ = [
+    "CollectorError",
+    "Episode",
+    "GymnasiumVectorEnv",
+    "Ledger",
+    "SyncCollector",
+    "split_trajectories",
+]

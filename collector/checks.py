@@ -1,0 +1,170 @@
+"""Is what the environment returned what it declared? Whole columns at a time."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.data import Bounded, Categorical, MultiCategorical, TensorSpec
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.errors import ArgumentError, PolicyError, TransitionError
+from tallyroll.collector.keys import NEXT, TERMINATED, TRUNCATED, Key, as_key, dotted
+from tallyroll.collector.lanes import LaneState
+from tallyroll.collector.slab import Slab
+
+Validate = Literal["raise", "warn", "off"]
+
+
+class OutOfRangeWarning(UserWarning):
+    """A value lies outside its declared space, and ``validate="warn"`` lets it pass."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The first slot, in slot order, whose value is not what was declared."""
+
+    slot: int
+    error: Exception
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bounds of one column, broadcast against ``[time, lane, ...]``; NaN is outside any."""
+
+    key: Key
+    low: NDArray[Any]
+    high: NDArray[Any]
+    by_policy: bool
+
+    def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """``[time, lane]`` where values lie outside, or None if nowhere."""
+        if not values.size:
+            return None
+        low, high = values.min(axis=(0, 1)), values.max(axis=(0, 1))
+        if np.all(low >= self.low) and np.all(high <= self.high):
+            return None
+        outside = ~((values >= self.low) & (values <= self.high))
+        return outside.reshape(*outside.shape[:2], -1).any(axis=2)
+
+
+class RangeChecks:
+    """Checks of the columns of a slab against the specs of an environment.
+
+    Args:
+        env: its specs say what is allowed.
+        policy: whether actions come from a policy and have to be checked too.
+        validate: ``"raise"``, ``"warn"`` (once) or ``"off"``.
+        lost_finals: NaN stands for final observations that are lost, which is no violation.
+    """
+
+    def __init__(
+        self, env: EnvBase, *, policy: bool, validate: Validate, lost_finals: bool
+    ) -> None:
+        if validate not in ("raise", "warn", "off"):
+            raise ArgumentError(f'validate is "raise", "warn" or "off", got {validate!r}')
+        self._validate = validate
+        self._ranges: list[_Range] = []
+        if validate == "off":
+            return
+        lead = len(env.batch_size)
+        for name, spec in env.observation_spec.items(True, True):
+            self._add(as_key(name), spec, lead, by_policy=False)
+            if not lost_finals:
+                self._add((NEXT, *as_key(name)), spec, lead, by_policy=False)
+        for name, spec in env.full_reward_spec.items(True, True):
+            self._add((NEXT, *as_key(name)), spec, lead, by_policy=False)
+        if policy:
+            for name, spec in env.full_action_spec.items(True, True):
+                self._add(as_key(name), spec, lead, by_policy=True)
+
+    def _add(self, key: Key, spec: Any, lead: int, *, by_policy: bool) -> None:
+        bounds = _bounds(spec, lead)
+        if bounds is not None:
+            self._ranges.append(_Range(key, *bounds, by_policy))
+
+    def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
+        """The earliest transition in the first ``used`` slots that is not as declared."""
+        found = list(self._violations(slab, used, state))
+        first = min(found, key=lambda violation: violation.slot, default=None)
+        if first is not None and self._validate == "warn":
+            self._ranges.clear()
+            warnings.warn(str(first.error), OutOfRangeWarning, stacklevel=4)
+            return None
+        return first
+
+    def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
+        """What is wrong with the policy's actions in ``slot``, which the environment refused."""
+        for check in self._ranges:
+            if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
+                values = slab.columns[check.key][slot : slot + 1].cpu().numpy()
+                bad = check.bad(values)
+                if bad is not None:
+                    lane = int(np.argmax(bad[0]))
+                    step = _step_of(slab, slot, lane, state)
+                    return self._error(check, values[0, lane], lane, step)
+        return None
+
+    def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
+        for check in self._ranges:
+            column = slab.columns.get(check.key)
+            if column is None or column.dtype is torch.bfloat16:
+                continue
+            values = column[:used].detach().cpu().numpy()
+            bad = check.bad(values)
+            if bad is None:
+                continue
+            bad &= slab.transitions[:used]
+            if bad.any():
+                slot, lane = (int(index) for index in np.argwhere(bad)[0])
+                step = _step_of(slab, slot, lane, state)
+                yield Violation(slot, self._error(check, values[slot, lane], lane, step))
+
+    def _error(self, check: _Range, value: NDArray[Any], lane: int, step: int) -> Exception:
+        kind = PolicyError if check.by_policy else TransitionError
+        low, high = check.low.min(), check.high.max()
+        got = np.array2string(value.reshape(-1)[:8], precision=6, separator=", ")
+        what = "the action space" if check.by_policy else "its space"
+        return kind(
+            f"{dotted(check.key)} lies outside {what} at lane {lane}, step {step} of its "
+            f"trajectory: got {got}, wanted "
+            f'[{low:g}, {high:g}] and no NaN; correct it, or pass validate="warn" or "off"'
+        )
+
+
+def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
+    """Step within its trajectory of the transition at ``slot`` and ``lane``."""
+    before = slab.transitions[:slot, lane]
+    ended = slab.columns[TERMINATED][:slot, lane, 0].cpu().numpy()
+    if TRUNCATED in slab.columns:
+        ended = ended | slab.columns[TRUNCATED][:slot, lane, 0].cpu().numpy()
+    ends = np.nonzero(before & ended)[0]
+    if len(ends):
+        return int(before[ends[-1] + 1 :].sum())
+    return int(state.step[lane] + before.sum())
+
+
+def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """Lowest and highest value of a column, or None where every value is allowed."""
+    if spec.dtype is torch.bfloat16 or spec.dtype.is_complex or spec.dtype is torch.bool:
+        return None
+    kind = torch.zeros(0, dtype=spec.dtype).numpy().dtype
+    if type(spec) is Categorical:
+        return np.asarray(0, kind), np.asarray(int(spec.n) - 1, kind)
+    if type(spec) is MultiCategorical:
+        top = spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0] - 1
+        return np.zeros_like(top), top
+    if isinstance(spec, Bounded):
+        index = (0,) * lead
+        low, high = (bound.cpu().numpy()[index] for bound in (spec.low, spec.high))
+        if kind.kind in "iu":
+            limits = np.iinfo(kind)
+            if np.all(low <= limits.min) and np.all(high >= limits.max):
+                return None
+        return low, high
+    if kind.kind == "f":
+        return np.asarray(-np.inf, kind), np.asarray(np.inf, kind)
+    return None

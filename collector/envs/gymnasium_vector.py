@@ -1,0 +1,416 @@
+"""Any Gymnasium vector environment, in any autoreset mode, with every final observation true."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.envs.infos import InfoColumns
+from tallyroll.collector.envs.spaces import action_leaf, observation_leaves
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
+from tallyroll.collector.keys import VALID, dotted
+from tallyroll.collector.lanes import lane_seed
+from tallyroll.collector.slab import Array, Slot
+
+_REFUSED = {
+    "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
+    "in reset slots and loses the transitions of every other lane there; use the CPU version of "
+    "the environment",
+    "envpool": "EnvPool needs an adapter of its own, which this version does not have; use "
+    "gymnasium.make_vec",
+    "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; use gymnasium.make_vec",
+}
+
+
+class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
+    """A TorchRL environment over a ``gymnasium.vector.VectorEnv``.
+
+    Observations: Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple of them; a plain
+    space is ``"observation"``, a Dict's names are root keys, a Tuple stands under
+    ``"observation"`` as ``"0"``, ``"1"``, …. Actions: Box, Discrete, MultiDiscrete or
+    MultiBinary, under ``"action"``; discrete ones are integers ``[lanes]``, not one-hot.
+    Reward is float32 ``[lanes, 1]``; done, terminated, truncated are bool ``[lanes, 1]``.
+
+    Args:
+        env: the vector environment, its ``num_envs`` lanes. It is owned from here on.
+        reset_slots: what to do with the slots in which a NEXT_STEP environment resets itself.
+            ``"mask"`` lets them happen and marks them; ``"avoid"`` resets by mask right after
+            the end, so that no policy call is wasted (worth it for costly policies).
+        info_keys: names in ``info`` that become observation columns; 0 where absent.
+        reset_masks: whether ``reset(options={"reset_mask": …})`` resets a part of the lanes;
+            known for Sync and Async, False otherwise unless you say so.
+
+    Raises:
+        EnvironmentRefused: an environment that cannot be driven without losing transitions.
+        SpaceError: a space that no column can hold.
+
+    Source of the semantics: Gymnasium's ``AutoresetMode``, read from
+    ``env.unwrapped.autoreset_mode``, then from ``env.metadata``.
+    """
+
+    in_place: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        *,
+        reset_slots: Literal["mask", "avoid"] = "mask",
+        info_keys: Sequence[str] = (),
+        reset_masks: bool | None = None,
+    ) -> None:
+        if not isinstance(env, VectorEnv):
+            raise ArgumentError(
+                f"wanted a gymnasium.vector.VectorEnv, got {type(env).__name__}; make one with "
+                "gymnasium.make_vec(id, num_envs=…)"
+            )
+        if reset_slots not in ("mask", "avoid"):
+            raise ArgumentError(f'reset_slots is "mask" or "avoid", got {reset_slots!r}')
+        for base in type(env.unwrapped).__mro__:
+            for module, reason in _REFUSED.items():
+                if base.__module__.startswith(module):
+                    raise EnvironmentRefused(reason)
+        lanes = int(env.num_envs)
+        super().__init__(device=torch.device("cpu"), batch_size=torch.Size([lanes]))
+        self._vec = env
+        self.autoreset = autoreset_mode(env)
+        known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self.resets_by_mask = known if reset_masks is None else reset_masks
+        if self.autoreset is AutoresetMode.DISABLED and not self.resets_by_mask:
+            raise EnvironmentRefused(
+                f"{type(env.unwrapped).__name__} has autoreset disabled and no reset by mask, so "
+                "a lane whose episode ended could not be restarted alone; use SyncVectorEnv, or "
+                'pass reset_masks=True if it honours options["reset_mask"]'
+            )
+        if reset_slots == "avoid" and not self.resets_by_mask:
+            raise EnvironmentRefused(
+                f'reset_slots="avoid" resets lanes by mask, which {type(env.unwrapped).__name__} '
+                'ignores; use reset_slots="mask"'
+            )
+        self._avoid = reset_slots == "avoid" and self.autoreset is AutoresetMode.NEXT_STEP
+        self._leaves = observation_leaves(env.single_observation_space, lanes)
+        self._getters = [leaf.getter() for leaf in self._leaves]
+        self._action = action_leaf(env.single_action_space, lanes)
+        self._infos = InfoColumns(info_keys, env)
+        self._seeds: list[int] | None = None
+        self._pending = np.zeros(lanes, np.bool_)
+        self._fresh: list[Array] = []
+        self._fresh_lanes = np.zeros(lanes, np.bool_)
+        self._set_specs(lanes)
+        self._bind_step()
+
+    def _set_specs(self, lanes: int) -> None:
+        shape = torch.Size([lanes])
+        observation = Composite(shape=shape, device=self.device)
+        for leaf in self._leaves:
+            observation[leaf.key] = leaf.spec
+        for name, spec in self._infos.specs().items():
+            if (name,) in observation.keys(True, True) or name in observation:
+                raise ArgumentError(f"info key {name!r} has the name of an observation column")
+            observation[name] = spec
+        if self.marks_transitions:
+            observation[VALID] = Binary(1, shape=(lanes, 1), dtype=torch.bool)
+        self.observation_spec = observation
+        self.action_spec = self._action.spec
+        self.reward_spec = Unbounded(shape=(lanes, 1), dtype=torch.float32)
+        flag = Binary(1, shape=(lanes, 1), dtype=torch.bool)
+        self.done_spec = Composite(
+            done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=shape
+        )
+
+    @property
+    def marks_transitions(self) -> bool:
+        """Reset slots cannot be avoided, so plain steps mark them in ``("collector", "valid")``."""
+        return self.autoreset is AutoresetMode.NEXT_STEP and not self.resets_by_mask
+
+    @property
+    def has_reset_slots(self) -> bool:
+        """Some slots of an in-place rollout are reset slots."""
+        return self.autoreset is AutoresetMode.NEXT_STEP and not self._avoid
+
+    @property
+    def can_step_part(self) -> bool:
+        """Some lanes can be stepped while others wait."""
+        return (
+            type(self._vec) is SyncVectorEnv and self.autoreset is AutoresetMode.DISABLED
+        ) or self.batch_size[0] == 1
+
+    @property
+    def vector_env(self) -> VectorEnv:
+        """The Gymnasium environment underneath."""
+        return self._vec
+
+    @property
+    def observation_keys(self) -> tuple[tuple[str, ...], ...]:
+        """Columns of the observation, in the order of a slot's arrays."""
+        return tuple(leaf.key for leaf in self._leaves) + tuple((n,) for n in self._infos.names)
+
+    def seed_lanes(self, seeds: Sequence[int]) -> None:
+        """Seed every lane at the next full reset (an environment that takes one seed: the first)."""
+        if len(seeds) != self.batch_size[0]:
+            raise ArgumentError(f"wanted {self.batch_size[0]} seeds, one a lane, got {len(seeds)}")
+        self._seeds = [int(seed) for seed in seeds]
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the Gymnasium environment too."""
+        if not self.is_closed:
+            self._vec.close()
+        super().close(raise_if_closed=raise_if_closed)
+
+    # --- in place: the collector's path -------------------------------------------------------
+
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """One batched step; lanes whose episode ended start the next one.
+
+        A tensordict of a slab (it has the attribute ``slot``) is filled in place; any other is
+        treated as TorchRL's own environments treat it.
+        """
+        slot: Slot | None = getattr(tensordict, "slot", None)
+        if slot is not None:
+            self._step_into(slot)
+            return slot.td, slot.next_td
+        if self.marks_transitions:
+            tensordict = self.step(tensordict)
+            return tensordict, self._reset_flags(self._step_mdp(tensordict))
+        stepped: tuple[TensorDictBase, TensorDictBase] = super().step_and_maybe_reset(tensordict)
+        return stepped
+
+    def _bind_step(self) -> None:
+        """Choose once what would otherwise be asked at every step."""
+        self._vec_step = self._vec.step
+        # A discrete action reaches each sub-environment as a number; an array is handed over
+        # as a copy, for an environment may keep it or write to it.
+        self._copy_action = not (
+            type(self._vec) is SyncVectorEnv and len(self._action.shape) == 1
+        )
+        plain = len(self._leaves) == 1 and not self._leaves[0].path and not self._infos.names
+        self._plain = (self._leaves[0].shape, self._leaves[0].dtype) if plain else None
+        finish: dict[AutoresetMode, Callable[..., None]] = {
+            AutoresetMode.SAME_STEP: self._finish_same_step,
+            AutoresetMode.DISABLED: self._finish_by_mask,
+        }
+        self._finish = self._finish_by_mask if self._avoid else finish.get(self.autoreset)
+
+    def _step_into(self, slot: Slot) -> None:
+        action = slot.action.copy() if self._copy_action else slot.action
+        obs, reward, terminated, truncated, info = self._vec_step(action)
+        if self._plain is not None:
+            shape, dtype = self._plain
+            if obs.shape != shape or obs.dtype != dtype:
+                self._check_leaf(0, obs)
+            slot.next_obs[0][...] = obs
+        else:
+            self._write(slot.next_obs, obs, info)
+        slot.reward[...] = reward
+        slot.terminated[...] = terminated
+        slot.truncated[...] = truncated
+        if self._finish is not None:
+            for root, after in zip(slot.root_obs, slot.next_obs, strict=True):
+                root[...] = after
+            ended = terminated | truncated
+            if ended.any():
+                self._finish(slot, ended, info)
+
+    def _write(self, rows: Sequence[Array], obs: Any, info: Mapping[str, Any]) -> None:
+        for index, get in enumerate(self._getters):
+            value = get(obs)
+            self._check_leaf(index, value)
+            rows[index][...] = value
+        self._infos.write(rows[len(self._getters) :], info)
+
+    def _check_leaf(self, index: int, value: Any) -> None:
+        leaf = self._leaves[index]
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape != leaf.shape or dtype != leaf.dtype:
+            raise TransitionError(
+                f"{dotted(leaf.key)}: the space declares {leaf.dtype} {list(leaf.shape)}, the "
+                f"environment returned {dtype} {list(shape or ())} ({type(value).__name__}); "
+                "correct the environment's space, or cast in a wrapper"
+            )
+
+    def _finish_by_mask(self, slot: Slot, ended: NDArray[np.bool_], info: Any) -> None:
+        obs, info = self._vec.reset(options={"reset_mask": ended})
+        for index, get in enumerate(self._getters):
+            slot.root_obs[index][ended] = get(obs)[ended]
+        self._infos.write_reset(slot.root_obs[len(self._getters) :], info, ended)
+
+    def _finish_same_step(
+        self, slot: Slot, ended: NDArray[np.bool_], info: Mapping[str, Any]
+    ) -> None:
+        self._put_finals(slot.next_obs, ended, info)
+
+    def _put_finals(
+        self, rows: Sequence[Array], ended: NDArray[np.bool_], info: Mapping[str, Any]
+    ) -> None:
+        """Replace the first observations of the next episodes by the final ones."""
+        if "final_obs" not in info:
+            raise TransitionError(
+                f"{type(self._vec.unwrapped).__name__} reported SAME_STEP autoreset but no "
+                'info["final_obs"] at the end of an episode, so final observations are lost; '
+                "use NEXT_STEP or DISABLED"
+            )
+        finals = info["final_obs"]
+        for lane in np.nonzero(ended)[0]:
+            final = finals[lane] if not isinstance(finals, Mapping) else None
+            for index, get in enumerate(self._getters):
+                value = get(finals)[lane] if final is None else get(final)
+                self._refuse_reused(lane, index, value)
+                rows[index][lane] = value
+        self._infos.write_final(rows[len(self._getters) :], info, ended)
+
+    def _refuse_reused(self, lane: int, index: int, final: Any) -> None:
+        """A sub-environment that reuses one array has already overwritten the final observation."""
+        held = getattr(self._vec.unwrapped, "_env_obs", None)
+        if not held or not isinstance(final, np.ndarray):
+            return
+        first = self._getters[index](held[lane])
+        if isinstance(first, np.ndarray) and np.shares_memory(first, final):
+            raise EnvironmentRefused(
+                f"lane {lane} returns its observations in one array that it overwrites, so in "
+                "SAME_STEP mode the final observation is gone when the step returns; use "
+                "NEXT_STEP or DISABLED, or return copies"
+            )
+
+    def step_part(self, slot: Slot, lanes: int) -> None:
+        """Step only the first ``lanes`` lanes; the others keep what they had.
+
+        Only where :attr:`can_step_part` holds.
+        """
+        if lanes == self.batch_size[0]:
+            self._step_into(slot)
+            return
+        for after, root, seen in zip(slot.next_obs, slot.root_obs, slot.seen_obs, strict=True):
+            after[lanes:] = seen[lanes:]
+            root[lanes:] = seen[lanes:]
+        for lane, env in enumerate(self._vec.envs[:lanes]):
+            obs, reward, terminated, truncated, info = env.step(slot.action[lane].copy())
+            self._write_lane(slot.next_obs, lane, obs, info)
+            slot.reward[lane], slot.terminated[lane] = reward, terminated
+            slot.truncated[lane] = truncated
+            if terminated or truncated:
+                obs, info = env.reset()
+            self._write_lane(slot.root_obs, lane, obs, info)
+
+    def _write_lane(
+        self, rows: Sequence[Array], lane: int, obs: Any, info: Mapping[str, Any]
+    ) -> None:
+        for index, get in enumerate(self._getters):
+            rows[index][lane] = get(obs)
+        for row, name in zip(rows[len(self._getters) :], self._infos.names, strict=True):
+            row[lane] = info.get(name, 0)
+
+    # --- TorchRL's own protocol ---------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = tensordict.get("action").numpy().copy()
+        self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
+        obs, reward, terminated, truncated, info = self._vec.step(action)
+        rows = self._new_rows()
+        self._write(rows, obs, info)
+        ended = terminated | truncated
+        if self.autoreset is AutoresetMode.SAME_STEP and ended.any():
+            self._fresh, self._fresh_lanes = [row.copy() for row in rows], ended.copy()
+            self._put_finals(rows, ended, info)
+        transitions = ~self._pending
+        if self.autoreset is AutoresetMode.NEXT_STEP:
+            self._pending = ended.copy()
+        td = self._td(rows)
+        td.set("reward", torch.as_tensor(reward, dtype=torch.float32).unsqueeze(-1))
+        for name, flag in (("done", ended), ("terminated", terminated), ("truncated", truncated)):
+            td.set(name, torch.from_numpy(np.array(flag)).unsqueeze(-1))
+        if self.marks_transitions:
+            td.set(VALID, torch.from_numpy(transitions).unsqueeze(-1))
+        return td
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        lanes = None if mask is None else mask.reshape(-1).cpu().numpy()
+        if lanes is None or (lanes.all() and not self._fresh_lanes.any()):
+            return self._reset_all(kwargs)
+        rows = [row.copy() for row in self._fresh] if self._fresh else self._new_rows()
+        asked = lanes & ~self._fresh_lanes
+        if asked.any():
+            if not self.resets_by_mask:
+                raise EnvironmentRefused(
+                    f"{type(self._vec.unwrapped).__name__} ignores reset masks and would reset "
+                    "every lane; do not wrap it in TransformedEnv or reset a part of it: apply "
+                    "Gymnasium's vector wrappers underneath, or use SyncVectorEnv"
+                )
+            obs, info = self._vec.reset(options={**kwargs.get("options", {}), "reset_mask": asked})
+            reset = self._new_rows()
+            self._write(reset, obs, info)
+            for row, new in zip(rows, reset, strict=True):
+                row[~self._fresh_lanes] = new[~self._fresh_lanes]
+        self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
+        self._pending = self._pending & ~lanes
+        return self._with_flags(self._td(rows))
+
+    def _reset_all(self, kwargs: Mapping[str, Any]) -> TensorDictBase:
+        seed = kwargs.get("seed", self._seeds)
+        if isinstance(seed, list) and not self._takes_seed_list:
+            seed = seed[0]
+        self._seeds = None
+        obs, info = self._vec.reset(seed=seed, options=kwargs.get("options"))
+        rows = self._new_rows()
+        self._write(rows, obs, info)
+        self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
+        self._pending = np.zeros_like(self._pending)
+        return self._with_flags(self._td(rows))
+
+    @property
+    def _takes_seed_list(self) -> bool:
+        return isinstance(self._vec.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is None:
+            self._seeds = None
+        else:
+            self._seeds = [lane_seed(seed, lane, 0) for lane in range(self.batch_size[0])]
+
+    def _new_rows(self) -> list[Array]:
+        rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        return rows + self._infos.new_rows()
+
+    def _td(self, rows: Sequence[Array]) -> TensorDict:
+        td = TensorDict({}, self.batch_size, device=self.device)
+        for key, row in zip(self.observation_keys, rows, strict=True):
+            td.set(key, torch.from_numpy(row))
+        return td
+
+    def _with_flags(self, td: TensorDict) -> TensorDict:
+        for name in ("done", "terminated", "truncated"):
+            td.set(name, torch.zeros((*self.batch_size, 1), dtype=torch.bool))
+        if self.marks_transitions:
+            td.set(VALID, torch.ones((*self.batch_size, 1), dtype=torch.bool))
+        return td
+
+    def _reset_flags(self, td: TensorDictBase) -> TensorDictBase:
+        for name in ("done", "terminated", "truncated"):
+            td.set(name, torch.zeros((*self.batch_size, 1), dtype=torch.bool))
+        return td
+
+
+def autoreset_mode(env: VectorEnv) -> AutoresetMode:
+    """The autoreset mode that ``env`` declares.
+
+    Raises:
+        EnvironmentRefused: it declares none.
+    """
+    mode = getattr(env.unwrapped, "autoreset_mode", None)
+    if mode is None:
+        mode = (env.metadata or {}).get("autoreset_mode")
+    if mode is None:
+        raise EnvironmentRefused(
+            f"{type(env.unwrapped).__name__} does not say how it resets itself: wanted "
+            "env.unwrapped.autoreset_mode or env.metadata['autoreset_mode'] (gymnasium "
+            f"{gymnasium.__version__}: one of {[m.value for m in AutoresetMode]})"
+        )
+    return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)

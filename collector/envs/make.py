@@ -1,0 +1,216 @@
+"""What ``create_env_fn`` may be, and what is refused with the way out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import gymnasium
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from torch import nn
+from torchrl.envs import Compose, EnvBase, InitTracker, StepCounter, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.envs.transforms import AutoResetEnv
+
+from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.keys import as_key
+
+CreateEnv = str | EnvBase | Callable[[], EnvBase]
+
+
+@dataclass(frozen=True)
+class Made:
+    """An environment ready to be driven."""
+
+    env: EnvBase
+    owned: bool
+    """It was made here, so it is closed here."""
+    description: dict[str, Any]
+    """What it is, as provenance: JSON values."""
+
+
+def make_env(
+    create: CreateEnv,
+    *,
+    num_envs: int | None,
+    env_kwargs: Mapping[str, Any] | None,
+    info_keys: Sequence[str],
+    reset_slots: Literal["mask", "avoid"],
+) -> Made:
+    """Make, or accept, the environment that a collector drives.
+
+    Raises:
+        ArgumentError: an unknown id, or arguments that do not fit the kind of ``create``.
+        EnvironmentRefused: an environment that would lose or invent transitions.
+    """
+    if isinstance(create, str):
+        return _from_id(create, num_envs or 1, dict(env_kwargs or {}), info_keys)
+    if num_envs is not None or env_kwargs:
+        raise ArgumentError(
+            "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
+            "in the factory"
+        )
+    owned = not isinstance(create, (EnvBase, VectorEnv))
+    env = create() if callable(create) and owned else create
+    if isinstance(env, VectorEnv):
+        env = GymnasiumVectorEnv(env, reset_slots=reset_slots, info_keys=info_keys)
+    elif isinstance(env, gymnasium.Env):
+        raise ArgumentError(
+            f"got a single gymnasium environment, {env}; pass its id, or "
+            "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
+        )
+    elif not isinstance(env, EnvBase):
+        raise ArgumentError(
+            "create_env_fn: wanted a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
+            f"factory of one of them, got {type(env).__name__}"
+        )
+    elif info_keys:
+        raise ArgumentError(
+            "info_keys go with Gymnasium environments; for a TorchRL environment register an info "
+            "reader (env.set_info_dict_reader), or pass them to GymnasiumVectorEnv"
+        )
+    try:
+        refuse(env)
+    except EnvironmentRefused:
+        if owned:
+            env.close()
+        raise
+    return Made(env, owned, _describe(env))
+
+
+def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequence[str]) -> Made:
+    try:
+        gymnasium.spec(env_id.split(":")[-1]) if ":" not in env_id else None
+
+        def make() -> gymnasium.Env[Any, Any]:
+            return gymnasium.make(env_id, **kwargs)
+
+        # Observations are copied into the slab, so that the vector need not copy them before.
+        vector = SyncVectorEnv(
+            [make] * lanes, copy=False, autoreset_mode=AutoresetMode.DISABLED
+        )
+    except gymnasium.error.Error as error:
+        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
+    except TypeError as error:
+        raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
+    env = GymnasiumVectorEnv(vector, info_keys=info_keys)
+    return Made(env, True, {"id": env_id, "kwargs": kwargs, "type": "SyncVectorEnv"})
+
+
+def _describe(env: EnvBase) -> dict[str, Any]:
+    bases = list(chain(env))
+    base = bases[-1]
+    if isinstance(base, GymnasiumVectorEnv):
+        spec = base.vector_env.spec
+        name = type(base.vector_env.unwrapped).__name__
+        described: dict[str, Any] = {"id": spec.id if spec else None, "type": name}
+    else:
+        described = {"id": getattr(base, "env_name", None), "type": type(base).__name__}
+    transforms = [type(t).__name__ for e in bases if isinstance(e, TransformedEnv) for t in _each(e)]
+    return described | ({"transforms": transforms} if transforms else {})
+
+
+def _each(env: TransformedEnv) -> list[Any]:
+    transform = env.transform
+    return list(transform) if isinstance(transform, Compose) else [transform]
+
+
+def chain(env: EnvBase) -> Iterator[EnvBase]:
+    """``env`` and what it wraps, outermost first."""
+    yield env
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+        yield env
+
+
+def refuse(env: EnvBase) -> None:
+    """Raise :class:`EnvironmentRefused` where driving ``env`` would falsify data."""
+    if len(env.batch_size) > 1:
+        raise EnvironmentRefused(
+            f"wanted a batch size [] or [lanes], got {list(env.batch_size)}; flatten the "
+            "environment's batch"
+        )
+    if "done" not in env.done_spec.keys(True, True):
+        raise EnvironmentRefused(
+            "wanted a root-level 'done' beside the per-agent ones, got "
+            f"{sorted(str(key) for key in env.done_spec.keys(True, True))}; without it the end of a "
+            "lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
+        )
+    *outer, base = chain(env)
+    if outer and isinstance(base, GymnasiumVectorEnv) and base.marks_transitions:
+        raise EnvironmentRefused(
+            f"{type(base.vector_env.unwrapped).__name__} ignores reset masks, so a TransformedEnv "
+            "around it would count its reset slots as transitions; apply Gymnasium's vector "
+            "wrappers underneath, or use SyncVectorEnv"
+        )
+    for each in _workers(base):
+        _refuse_silent_vector(each)
+
+
+def _workers(env: EnvBase) -> list[Any]:
+    return [env, *getattr(env, "_envs", [])]
+
+
+def _refuse_silent_vector(env: Any) -> None:
+    """``GymEnv(id, num_envs=N)`` builds a vector whose final observations TorchRL zeroes."""
+    inner = getattr(env, "_env", None)
+    if not isinstance(inner, VectorEnv):
+        return
+    mode = getattr(inner.unwrapped, "autoreset_mode", None)
+    if mode is not AutoresetMode.DISABLED:
+        raise EnvironmentRefused(
+            f"{type(env).__name__} over a gymnasium vector in {mode} mode zeroes or loses final "
+            "observations and counts reset slots as transitions; pass the id and num_envs to the "
+            "collector, or GymnasiumVectorEnv(gymnasium.make_vec(id, num_envs=N))"
+        )
+
+
+def loses_finals(env: EnvBase) -> bool:
+    """The final observation of an episode is lost (TorchRL's ``auto_reset=True``)."""
+    return any(
+        isinstance(each, AutoResetEnv) or each.__dict__.get("_torchrl_native_autoreset", False)
+        for each in chain(env)
+    )
+
+
+def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
+    """``env`` whose trajectories are truncated after ``frames`` transitions."""
+    base = list(chain(env))[-1]
+    if isinstance(base, GymnasiumVectorEnv) and not base.resets_by_mask:
+        raise EnvironmentRefused(
+            f"max_frames_per_traj resets lanes by mask, which "
+            f"{type(base.vector_env.unwrapped).__name__} ignores; pass max_episode_steps to "
+            "gymnasium.make_vec, or use SyncVectorEnv"
+        )
+    return TransformedEnv(env, StepCounter(max_steps=frames))
+
+
+def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
+    """``env`` with the states that a recurrent policy reads, where it lacks them."""
+    if not isinstance(policy, nn.Module):
+        return env
+    primers = [
+        module.make_tensordict_primer()
+        for module in policy.modules()
+        if hasattr(module, "make_tensordict_primer")
+    ]
+    have = {as_key(key) for key in env.observation_spec.keys(True, True)}
+    missing = [p for p in primers if not {as_key(key) for key in p.primers.keys(True)} <= have]
+    if not missing:
+        return env
+    base = list(chain(env))[-1]
+    if isinstance(base, GymnasiumVectorEnv) and base.marks_transitions:
+        raise EnvironmentRefused(
+            "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
+            f"{type(base.vector_env.unwrapped).__name__} does not allow (it ignores reset masks); "
+            "use SyncVectorEnv"
+        )
+    tracker = [] if ("is_init",) in have else [InitTracker()]
+    return TransformedEnv(env, Compose(*tracker, *missing))
+
+
+def can_step_part(env: EnvBase) -> bool:
+    """Some lanes can be stepped while the others wait."""
+    if isinstance(env, GymnasiumVectorEnv):
+        return env.can_step_part
+    return isinstance(env, BatchedEnvBase) or env.batch_size.numel() == 1

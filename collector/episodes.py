@@ -1,0 +1,105 @@
+"""Finished episodes of a run, kept in columns that grow."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+ENDS = ("truncated", "terminated")
+_DTYPE = np.dtype(
+    [
+        ("traj_id", np.int64),
+        ("lane", np.int32),
+        ("return", np.float64),
+        ("length", np.int64),
+        ("terminated", np.bool_),
+        ("first_version", np.int64),
+        ("last_version", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode that ended. ``total_return`` and ``length`` are of the whole episode.
+
+    ``end`` is ``"terminated"`` or ``"truncated"``; where an environment reports both, it is
+    ``"terminated"``. ``policy_versions`` are those of its first and its last action.
+    """
+
+    traj_id: int
+    lane: int
+    total_return: float
+    length: int
+    end: str
+    policy_versions: tuple[int, int]
+
+
+class EpisodeLog(Sequence[Episode]):
+    """The finished episodes in the order in which they were delivered; 41 bytes each."""
+
+    def __init__(self) -> None:
+        self._rows: NDArray[np.void] = np.zeros(64, _DTYPE)
+        self._count = 0
+
+    def extend(
+        self,
+        traj_id: NDArray[np.int64],
+        lane: NDArray[np.int32],
+        returns: NDArray[np.float64],
+        lengths: NDArray[np.int64],
+        terminated: NDArray[np.bool_],
+        versions: tuple[NDArray[np.int64], NDArray[np.int64]],
+    ) -> None:
+        """Add episodes; one entry of each array an episode."""
+        stop = self._count + len(traj_id)
+        if stop > len(self._rows):
+            grown = np.zeros(max(stop, 2 * len(self._rows)), _DTYPE)
+            grown[: self._count] = self._rows[: self._count]
+            self._rows = grown
+        new = self._rows[self._count : stop]
+        columns = (traj_id, lane, returns, lengths, terminated, *versions)
+        for name, column in zip(_DTYPE.names or (), columns, strict=True):
+            new[name] = column
+        self._count = stop
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Episode]: ...
+    def __getitem__(self, index: int | slice) -> Episode | list[Episode]:
+        """One episode, or a list of them."""
+        if isinstance(index, slice):
+            return [_episode(row) for row in self._rows[: self._count][index]]
+        if not -self._count <= index < self._count:
+            raise IndexError(f"episode {index} of {self._count}")
+        return _episode(self._rows[index % self._count])
+
+    def __iter__(self) -> Iterator[Episode]:
+        return (_episode(row) for row in self._rows[: self._count])
+
+    @property
+    def returns(self) -> NDArray[np.float64]:
+        """Return of each episode, ``[episode]``."""
+        return self._rows["return"][: self._count].copy()
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Length of each episode in transitions, ``[episode]``."""
+        return self._rows["length"][: self._count].copy()
+
+
+def _episode(row: np.void) -> Episode:
+    return Episode(
+        int(row["traj_id"]),
+        int(row["lane"]),
+        float(row["return"]),
+        int(row["length"]),
+        ENDS[int(row["terminated"])],
+        (int(row["first_version"]), int(row["last_version"])),
+    )

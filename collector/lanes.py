@@ -1,0 +1,148 @@
+"""Numbering: trajectory ids, steps within a trajectory, and the seeds of lanes. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+
+def lane_seed(seed: int, lane: int, incarnation: int) -> int:
+    """The seed of one lane's environment for one of its starts.
+
+    ``incarnation`` counts the starts of the lane, so a restart never repeats data, and the
+    seed does not depend on how lanes are spread over processes.
+    Source: ``numpy.random.SeedSequence`` with ``spawn_key``.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation))
+    return int(sequence.generate_state(1, np.uint32)[0]) & 0x7FFF_FFFF
+
+
+def driver_seed(seed: int, incarnation: int) -> np.random.SeedSequence:
+    """The seed sequence of the driver's own generators (random actions, torch)."""
+    return np.random.SeedSequence(seed, spawn_key=(0xFFFF_FFFF, incarnation))
+
+
+@dataclass
+class LaneState:
+    """Where each lane stands, between two blocks of rows. All arrays are ``[lane]``.
+
+    Lane ``l``'s ``k``-th trajectory has the id ``base + k * lanes + l``.
+    """
+
+    base: int
+    trajectory: Int64
+    """``k`` of the trajectory that the lane's next row belongs to."""
+    step: Int64
+    """Step of the lane's next row within that trajectory; 0 where it has no row yet."""
+    returns: NDArray[np.float64]
+    """Sum of the rewards of that trajectory so far."""
+    first_version: Int64
+    """Policy version of its first row (meaningless where ``step`` is 0)."""
+    length: Int64
+    """Transitions of the current episode so far, discarded ones included."""
+
+    @classmethod
+    def fresh(cls, lanes: int, base: int = 0) -> "LaneState":
+        """State of ``lanes`` lanes before their first row."""
+        zeros = np.zeros(lanes, np.int64)
+        return cls(base, zeros, zeros.copy(), np.zeros(lanes), zeros.copy(), zeros.copy())
+
+    @property
+    def open(self) -> NDArray[np.bool_]:
+        """Lanes in the middle of a trajectory that has rows."""
+        return self.step > 0
+
+    def cut(self, lanes: NDArray[np.bool_]) -> int:
+        """Leave the open trajectories of ``lanes`` unfinished; returns how many there were."""
+        cut = lanes & self.open
+        self.trajectory[cut] += 1
+        self.step[cut] = 0
+        return int(cut.sum())
+
+    def restart(self, lanes: NDArray[np.bool_]) -> None:
+        """The environments of ``lanes`` start new episodes."""
+        self.returns[lanes] = 0.0
+        self.length[lanes] = 0
+
+    @property
+    def next_id(self) -> int:
+        """An id larger than any that was or is in use."""
+        return self.base + (int(self.trajectory.max(initial=0)) + 1) * len(self.trajectory)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a block of rows, and the episodes that ended in it.
+
+    ``traj_ids`` and ``step`` are ``[row]``; the rest has one entry an ended episode, in the
+    order of the rows.
+    """
+
+    traj_ids: Int64
+    step: Int64
+    end_row: Int64
+    returns: NDArray[np.float64]
+    lengths: Int64
+    first_versions: Int64
+
+
+def number(
+    state: LaneState,
+    lane: NDArray[np.int32],
+    per_lane: Int64,
+    ended: NDArray[np.bool_],
+    reward: NDArray[np.float64],
+    version: Int64,
+) -> Numbers:
+    """Number a block of rows that stands lane by lane, and move ``state`` past it.
+
+    Args:
+        state: where each lane stood before the block; updated in place.
+        lane: ``[row]``, ascending.
+        per_lane: ``[lane]``, rows of each lane.
+        ended: ``[row]``, terminated or truncated.
+        reward: ``[row]``.
+        version: ``[row]``, policy version.
+    """
+    rows = len(lane)
+    if not rows:
+        none = np.zeros(0, np.int64)
+        return Numbers(none, none, none, np.zeros(0), none, none)
+    lane_start = (np.cumsum(per_lane) - per_lane)[per_lane > 0]
+    is_start = np.empty(rows, np.bool_)
+    is_start[1:] = ended[:-1]
+    is_start[lane_start] = True
+    # From here on one entry a segment: the part of one trajectory that lies in this block.
+    begin = np.nonzero(is_start)[0]
+    size = np.diff(begin, append=rows)
+    own = lane[begin]
+    nth = np.arange(len(begin))
+    opens_lane = np.searchsorted(begin, lane_start)
+    ordinal = nth - np.repeat(opens_lane, np.diff(opens_lane, append=len(begin)))
+    carries_on = ordinal == 0
+    closes = ended[begin + size - 1]
+    trajectory = state.trajectory[own] + ordinal
+    offset = np.where(carries_on, state.step[own], 0)
+    returns = np.add.reduceat(reward, begin) + np.where(carries_on, state.returns[own], 0.0)
+    before = np.where(carries_on, state.length[own], 0)
+    lengths = size + before
+    first_version = np.where(before > 0, state.first_version[own], version[begin])
+    ids = state.base + trajectory * len(per_lane) + own
+    numbers = Numbers(
+        np.repeat(ids, size),
+        np.arange(rows) + np.repeat(offset - begin, size),
+        (begin + size - 1)[closes],
+        returns[closes],
+        lengths[closes],
+        first_version[closes],
+    )
+    last = np.append(opens_lane[1:], len(begin)) - 1
+    own, closed = own[last], closes[last]
+    state.trajectory[own] = trajectory[last] + closed
+    state.step[own] = np.where(closed, 0, (offset + size)[last])
+    state.returns[own] = np.where(closed, 0.0, returns[last])
+    state.length[own] = np.where(closed, 0, lengths[last])
+    state.first_version[own] = first_version[last]
+    return numbers

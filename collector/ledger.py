@@ -1,0 +1,106 @@
+"""The balanced count of a run. Pure: no environment, no tensor, no file."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from tallyroll.collector.errors import LedgerError
+
+
+@dataclass
+class Ledger:
+    """What happened to every slot of a run.
+
+    Two equations hold whenever a batch has been delivered (:meth:`check`)::
+
+        slots    = executed + reset_slots
+        executed = stored + discarded + carried + lost
+
+    All counts are in transitions (one lane, one executed action) unless said otherwise.
+    """
+
+    slots: int = 0
+    """Lanes of batched step calls, reset slots included."""
+    executed: int = 0
+    """Transitions that the environments really made."""
+    reset_slots: int = 0
+    """Slots in which an environment ignored the action and reset itself."""
+    stored: int = 0
+    """Transitions delivered in batches (and written, where there is a storage)."""
+    discarded: int = 0
+    """Transitions executed and thrown away: surplus, or episodes beyond an episode budget."""
+    carried: int = 0
+    """Transitions waiting to open the next batch; 0 at the end of a run."""
+    lost: int = 0
+    """Transitions executed by a worker or a process that died before they were committed."""
+    random: int = 0
+    """Of the stored ones, those whose action was drawn by ``init_random_frames``."""
+    policy_calls_on_reset_slots: int = 0
+    """Actions that the policy chose and the environment ignored."""
+    ticks: int = 0
+    """Simulator ticks inside the stored transitions (``frame_skip``)."""
+    reset_ticks: int = 0
+    """Simulator ticks spent inside resets (no-op starts), counted apart."""
+    episodes_complete: int = 0
+    """Trajectories that were delivered to their end."""
+    episodes_cut: int = 0
+    """Trajectories that were left unfinished for good."""
+    incarnation: int = 0
+    """How often the run was started again; counts since the last commit before are unknown."""
+    seed: int | None = None
+    """The seed of the run."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of the packages that made the data."""
+
+    def check(self) -> None:
+        """Raise :class:`LedgerError` unless both equations hold and no count is negative."""
+        accounted = self.stored + self.discarded + self.carried + self.lost
+        if self.slots != self.executed + self.reset_slots:
+            raise LedgerError(
+                f"slots = executed + reset_slots does not hold: {self.slots} != "
+                f"{self.executed} + {self.reset_slots}"
+            )
+        if self.executed != accounted:
+            raise LedgerError(
+                "executed = stored + discarded + carried + lost does not hold: "
+                f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + {self.lost}"
+            )
+        negative = {name: count for name, count in self.counts().items() if count < 0}
+        if negative:
+            raise LedgerError(f"negative counts: {negative}")
+
+    def counts(self) -> dict[str, int]:
+        """Every count by name."""
+        return {name: count for name, count in self.as_dict().items() if name not in _NOT_COUNTS}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts, the seed and the versions: what a report of the run needs."""
+        return asdict(self)
+
+    def load(self, counts: Mapping[str, int]) -> None:
+        """Take over what :meth:`counts` returned; unknown names are an error."""
+        known = {each.name for each in fields(self)} - _NOT_COUNTS
+        unknown = sorted(set(counts) - known)
+        if unknown:
+            raise LedgerError(f"unknown counts {unknown}; known are {sorted(known)}")
+        for name, count in counts.items():
+            setattr(self, name, int(count))
+
+
+_NOT_COUNTS = {"seed", "versions"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a run may deliver: ``total`` transitions, or no limit where it is None."""
+
+    total: int | None
+
+    def remaining(self, stored: int) -> int | None:
+        """Transitions that may still be delivered after ``stored``; None means no limit."""
+        return None if self.total is None else max(0, self.total - stored)
+
+    def batch(self, stored: int, frames_per_batch: int) -> int:
+        """Size of the next batch: ``frames_per_batch``, or what remains; 0 ends the run."""
+        remaining = self.remaining(stored)
+        return frames_per_batch if remaining is None else min(frames_per_batch, remaining)

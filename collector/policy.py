@@ -1,0 +1,202 @@
+"""The policy as the rollout sees it: checked once on a copy, then only called."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.errors import ArgumentError, PolicyError
+from tallyroll.collector.keys import NEXT, Key, as_key, dotted
+from tallyroll.collector.slab import Column
+
+PolicyFn = Callable[[TensorDictBase], TensorDictBase]
+
+
+class Policy:
+    """A policy on its device, and the version of its weights.
+
+    Args:
+        policy: a TensorDictModule, or any callable from TensorDict to TensorDict.
+        device: where it runs; a module elsewhere is copied there, and
+            :meth:`update_weights` refreshes the copy. None: wherever it is.
+        env_device: where actions are wanted.
+    """
+
+    def __init__(
+        self, policy: PolicyFn, device: torch.device | None, env_device: torch.device | None
+    ) -> None:
+        if not callable(policy):
+            raise ArgumentError(
+                "policy: wanted a TensorDictModule, a callable from TensorDict to TensorDict, or "
+                f"None for random actions; got {type(policy).__name__}"
+            )
+        if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
+            raise ArgumentError(
+                f"policy: {type(policy).__name__} is a plain nn.Module that takes tensors; wrap "
+                "it in tensordict.nn.TensorDictModule(module, in_keys=[…], out_keys=[…])"
+            )
+        self.source = policy
+        self.version = 0
+        self._device = device
+        self._move_back = env_device
+        self.module = self._on_device(policy)
+
+    def _on_device(self, policy: PolicyFn) -> PolicyFn:
+        if self._device is None or not isinstance(policy, nn.Module):
+            return policy
+        if all(tensor.device == self._device for tensor in _tensors(policy)):
+            return policy
+        moved: PolicyFn = copy.deepcopy(policy).to(self._device)
+        return moved
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Choose actions for ``td``."""
+        if self._device is None:
+            return self.module(td)
+        out = self.module(td.to(self._device))
+        return out if self._move_back is None else out.to(self._move_back)
+
+    def update_weights(self, weights: TensorDictBase | Mapping[str, Any] | None = None) -> None:
+        """Take new weights and count a version up.
+
+        Args:
+            weights: a TensorDict of parameters or a state dict; None takes those that the
+                policy given at construction has now.
+        """
+        if weights is not None:
+            if not isinstance(self.source, nn.Module):
+                raise ArgumentError("this policy is a plain callable: it has no weights to replace")
+            state = weights
+            if is_tensor_collection(weights):
+                state = dict(weights.flatten_keys(".").items())
+            self.source.load_state_dict(state, strict=not is_tensor_collection(weights))
+        if self.module is not self.source:
+            assert isinstance(self.source, nn.Module) and isinstance(self.module, nn.Module)
+            self.module.load_state_dict(self.source.state_dict())
+        self.version += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, buffers and version."""
+        module = self.source
+        weights = module.state_dict() if isinstance(module, nn.Module) else {}
+        return {"version": self.version, "weights": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` returned."""
+        if isinstance(self.source, nn.Module):
+            self.source.load_state_dict(state["weights"])
+            if self.module is not self.source:
+                assert isinstance(self.module, nn.Module)
+                self.module.load_state_dict(state["weights"])
+        self.version = int(state["version"])
+
+
+def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:
+    """Call a copy of ``policy`` once on a copy of ``td``, and check what it returns.
+
+    Random generators are restored, so that the trial leaves no trace in the data.
+
+    Returns:
+        The columns that the policy writes beside the action, in its order.
+
+    Raises:
+        PolicyError: a missing action, or one of another shape, dtype, device or range.
+    """
+    probe = copy.copy(policy)
+    try:
+        probe.module = copy.deepcopy(policy.module)
+    except (TypeError, RuntimeError, ValueError):  # some callables hold what cannot be copied
+        probe.module = policy.module
+    given = td.clone()
+    with generators_restored():
+        out = probe(given)
+    if not is_tensor_collection(out):
+        raise PolicyError(
+            f"policy: wanted a TensorDict back, got {type(out).__name__}; return the tensordict "
+            "with the action set"
+        )
+    actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
+    for key, spec in actions.items():
+        _check_action(key, spec, out, td)
+    extra: dict[Key, Column] = {}
+    for name, value in out.items(True, True):
+        key = as_key(name)
+        if key in actions or key in td.keys(True) or not isinstance(value, torch.Tensor):
+            continue
+        lead = len(env.batch_size)
+        if value.shape[:lead] != env.batch_size:
+            raise PolicyError(
+                f"policy: {dotted(key)} has shape {list(value.shape)}, wanted the batch size "
+                f"{list(env.batch_size)} in front"
+            )
+        extra[key] = Column(value.dtype, tuple(value.shape[lead:]))
+    return extra
+
+
+def _check_action(key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase) -> None:
+    action = out.get(key, None)
+    if action is None:
+        got = sorted(dotted(name) for name in out.keys(True, True) if name not in td.keys(True))
+        raise PolicyError(
+            f"policy: wanted it to write {dotted(key)}, got {got or 'no new key'}; set out_keys"
+        )
+    wanted = Column(spec.dtype, tuple(spec.shape))
+    got_column = Column(action.dtype, tuple(action.shape))
+    if wanted != got_column:
+        raise PolicyError(f"policy: {dotted(key)} is {got_column}, wanted {wanted}")
+    if spec.device is not None and action.device.type != spec.device.type:
+        raise PolicyError(
+            f"policy: {dotted(key)} is on {action.device}, wanted {spec.device}; pass policy_device"
+        )
+    if action.is_floating_point() and not bool(torch.isfinite(action).all()):
+        raise PolicyError(f"policy: {dotted(key)} holds NaN or infinity on the first observation")
+    if not spec.is_in(action):
+        raise PolicyError(
+            f"policy: {dotted(key)} lies outside the action space on the first observation: got "
+            f"{action.reshape(-1)[:8].tolist()}, wanted {describe(spec)}"
+        )
+
+
+def describe(spec: Any) -> str:
+    """The range of a spec, in a few words."""
+    if hasattr(spec, "n") and spec.shape[-1:] != (spec.n,):
+        return f"0..{int(spec.n) - 1}"
+    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
+    if low is not None and high is not None:
+        return f"{float(low.min()):g}..{float(high.max()):g}"
+    return str(type(spec).__name__)
+
+
+def next_keys(columns: Mapping[Key, Column]) -> list[Key]:
+    """Columns that the policy writes under ``"next"``: recurrent states."""
+    return [key for key in columns if key[0] == NEXT]
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
+    saved = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        np.random.set_state(saved[1])
+        random.setstate(saved[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+

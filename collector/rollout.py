@@ -1,0 +1,503 @@
+"""The loop: step a batched environment until enough transitions are there, in slot order.
+
+Two ways to drive an environment, one way to count. :class:`InPlaceRollout` hands the
+environment a tensordict of the slab, which it fills; :class:`CopyRollout` drives any TorchRL
+environment and copies what it returns.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.episode_gate import EpisodeGate
+from tallyroll.collector.errors import PolicyError, TransitionError
+from tallyroll.collector.keys import (
+    DONE,
+    RANDOM_VERSION,
+    TERMINATED,
+    TRUNCATED,
+    VALID,
+    Key,
+    dotted,
+)
+from tallyroll.collector.ledger import Ledger
+from tallyroll.collector.policy import Policy
+from tallyroll.collector.random_actions import RandomActions, block_draw
+from tallyroll.collector.slab import Array, Column, Slab
+from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major, next_step_transitions
+
+Surplus = Literal["carry", "discard", "never_step"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The transitions of one fill of the slab that enter the batch. Rows stand lane by lane."""
+
+    used: int
+    """Slots of the slab that were filled."""
+    taken: Mask
+    """``[used, lane]``, the transitions that are rows of this block."""
+    index: NDArray[np.intp]
+    """``[row]``, into the slots flattened to ``[used * lane]``."""
+    lane: NDArray[np.int32]
+    per_lane: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, transitions: Mask, count: int) -> "Block":
+        """The first ``count`` of ``transitions`` ``[used, lane]``."""
+        taken = first_in_slot_order(transitions, count)
+        return cls(len(transitions), taken, *lane_major(taken))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Rollout(ABC):
+    """What both ways of driving share: filling, counting, carrying, random frames.
+
+    Args:
+        env: batch size ``[]`` (one lane) or ``[lanes]``.
+        policy: None draws random actions.
+        extra: keys that the policy writes beside the action.
+        slab: the memory that is filled.
+        surplus: what happens to transitions of the last step beyond those asked for.
+        random_frames: that many transitions at the start have random actions.
+        ledger: counted up as slots are executed.
+        gate: an episode budget, or None.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Policy | None,
+        *,
+        extra: Sequence[Key],
+        slab: Slab,
+        surplus: Surplus,
+        random_frames: int,
+        rng: np.random.Generator,
+        ledger: Ledger,
+        gate: EpisodeGate | None,
+    ) -> None:
+        self.env, self.policy, self.slab, self.rng = env, policy, slab, rng
+        self.lanes = slab.lanes
+        self.ledger, self.gate = ledger, gate
+        self.random_frames = random_frames
+        self.stopping = False
+        self._surplus = surplus
+        self._extra = tuple(extra)
+        self._random = RandomActions(env)
+        self._actions = tuple(
+            (key,) if isinstance(key, str) else tuple(key)
+            for key in env.full_action_spec.keys(True, True)
+        )
+        self._used = 0
+        self._held: NDArray[np.bool_] | None = None
+        self._restarting = True
+        self.bind()
+
+    # --- what a way of driving supplies ---------------------------------------------------------
+
+    @abstractmethod
+    def bind(self) -> None:
+        """Build views of the slab, once."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Reset every lane; the next slot is the first of its trajectories."""
+
+    @abstractmethod
+    def _random_steps(self, start: int, stop: int) -> None:
+        """Fill slots ``[start, stop)`` with random actions."""
+
+    @abstractmethod
+    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
+
+    @abstractmethod
+    def _policy_part(self, at: int, lanes: int) -> None:
+        """Fill one slot, stepping the first ``lanes`` lanes only."""
+
+    @abstractmethod
+    def _transitions(self, start: int, stop: int) -> Mask:
+        """Which slots in ``[start, stop)`` are transitions ``[time, lane]``."""
+
+    def _upcoming(self) -> NDArray[np.bool_]:
+        """Lanes whose next slot will be a transition."""
+        return np.ones(self.lanes, np.bool_)
+
+    # --- filling ----------------------------------------------------------------------------------
+
+    def fill(self, want: int) -> Block:
+        """Step until ``want`` transitions are in the slab, or until it is full.
+
+        What a raising environment or policy left complete is in the first :attr:`used` slots.
+        """
+        self._make_room()
+        if self._restarting:
+            self._restarting = False
+            self.reset()
+        have = 0 if self._held is None else int(self._held.sum())
+        while have < want and self._used < self.slab.slots and not self._over:
+            before = self._used
+            self._advance(want - have)
+            have += int(self.slab.transitions[before : self._used].sum())
+        return self._take(want)
+
+    @property
+    def used(self) -> int:
+        """Slots of the slab that are complete."""
+        return self._used
+
+    def salvage(self, slots: int) -> Block:
+        """The transitions of the first ``slots`` slots, all of them, after an error."""
+        self._used = slots
+        return self._take(slots * self.lanes)
+
+    def last_slot(self, rewards: Sequence[Key]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Reward and end of every lane ``[lane]`` in the last slot that was filled."""
+        at = self._used - 1
+        total = np.zeros(self.lanes)
+        for key in rewards:
+            reward = self.slab.columns[key][at].to(torch.float64).cpu()
+            total += reward.reshape(self.lanes, -1).sum(dim=1).numpy()
+        return total, self.ended(at, at + 1)[0]
+
+    def restart_lanes(self) -> None:
+        """Reset every lane before the next slot; transitions already carried stay."""
+        self._restarting = True
+        if self.gate is not None:
+            self.gate.restart()
+
+    @property
+    def finished(self) -> bool:
+        """An episode budget is fulfilled and nothing waits."""
+        return self.gate is not None and self.gate.finished and self._held is None
+
+    @property
+    def _over(self) -> bool:
+        return self.stopping or (self.gate is not None and self.gate.finished)
+
+    def _make_room(self) -> None:
+        self.slab.keep_last(self._used, self._held)
+        self._used = 0 if self._held is None else 1
+
+    def _take(self, want: int) -> Block:
+        transitions = self.slab.transitions[: self._used]
+        block = Block.of(transitions, want)
+        left = transitions[-1] & ~block.taken[-1] if self._used else np.zeros(0, np.bool_)
+        self._held = left if left.any() else None
+        self.ledger.carried = int(left.sum())
+        return block
+
+    def discard_held(self) -> NDArray[np.bool_]:
+        """Throw away the transitions that wait for the next batch; returns their lanes."""
+        lanes = np.zeros(self.lanes, np.bool_) if self._held is None else self._held
+        count = int(lanes.sum())
+        if count and self.policy is not None:
+            drawn = self.slab.version[self._used - 1, lanes] == RANDOM_VERSION
+            self.random_frames += int(drawn.sum())
+        self.ledger.discarded += count
+        self.ledger.carried = 0
+        self._held = None
+        return lanes
+
+    def _advance(self, missing: int) -> None:
+        """Step at least once and at most as often as surely needed."""
+        start = self._used
+        steps = min(ceil(missing / self.lanes), self.slab.slots - start)
+        if self.gate is not None and self.gate.all_started:
+            steps = 1
+        stepped = self.lanes
+        if self._surplus == "never_step":
+            stepped = min(missing, self.lanes)
+            steps = max(1, min(steps, missing // self.lanes))
+        try:
+            if self.policy is None:
+                self._random_slots(start, start + steps, stepped)
+            elif self.random_frames > 0:
+                self._opening(start, steps, stepped)
+            else:
+                self._policy_slots(start, start + steps, stepped)
+        finally:
+            self._count(start, self._used, stepped)
+
+    def _random_slots(self, start: int, stop: int, stepped: int) -> None:
+        self.slab.version[start:stop] = RANDOM_VERSION
+        if stepped < self.lanes:
+            self._policy_part(start, stepped)
+        else:
+            self._random_steps(start, stop)
+
+    def _policy_slots(self, start: int, stop: int, stepped: int) -> None:
+        assert self.policy is not None
+        self.slab.version[start:stop] = self.policy.version
+        if stepped < self.lanes:
+            self._policy_part(start, stepped)
+        else:
+            self._policy_steps(start, stop)
+
+    def _opening(self, start: int, steps: int, stepped: int) -> None:
+        """Random frames: whole slots while they last, then one slot of both kinds."""
+        assert self.policy is not None
+        whole = min(steps, self.random_frames // stepped)
+        if whole:
+            for key in self._extra:
+                self.slab.columns[key][start : start + whole].zero_()
+            self._random_slots(start, start + whole, stepped)
+        else:
+            upcoming = self._upcoming()
+            drawn = upcoming & (np.cumsum(upcoming) <= self.random_frames)
+            self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.version)
+            self._policy_steps(start, start + 1, drawn)
+
+    def _count(self, start: int, stop: int, stepped: int) -> None:
+        """Mark and count the transitions of slots ``[start, stop)``."""
+        if stop == start:
+            return
+        transitions = self._transitions(start, stop)
+        if stepped < self.lanes:
+            transitions[:, stepped:] = False
+        executed = int(transitions.sum())
+        slots = (stop - start) * stepped
+        ledger = self.ledger
+        ledger.slots += slots
+        ledger.executed += executed
+        ledger.reset_slots += slots - executed
+        if self.policy is not None:
+            by_policy = self.slab.version[start:stop] != RANDOM_VERSION
+            ledger.policy_calls_on_reset_slots += int((by_policy & ~transitions)[:, :stepped].sum())
+            drawn = int((transitions & ~by_policy).sum()) if self.random_frames > 0 else 0
+            self.random_frames -= drawn
+        if self.gate is not None:
+            transitions = self.gate.wanted(transitions, self.ended(start, stop))
+            ledger.discarded += executed - int(transitions.sum())
+        self.slab.transitions[start:stop] = transitions
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, lane]``, the environment reported an end in this slot."""
+        terminated = self.slab.columns[TERMINATED][start:stop]
+        other = self.slab.columns.get(TRUNCATED, self.slab.columns.get(DONE))
+        assert other is not None
+        flags = terminated | other[start:stop]
+        ended: Mask = flags.reshape(stop - start, self.lanes).cpu().numpy()
+        return ended
+
+
+class InPlaceRollout(Rollout):
+    """Drives an environment that fills the tensordict it is handed, a view of the slab."""
+
+    env: GymnasiumVectorEnv
+
+    def bind(self) -> None:
+        """Build the views, once."""
+        (self._action,) = self._actions
+        self._slots = self.slab.bind(self._action)
+        self._action_array = self.slab.array(self._action)
+        self._draw = None if self._random.masked else block_draw(self.env.action_spec)
+        self._pending = np.zeros(self.lanes, np.bool_)
+        keys = (self._action, *self._extra)
+        self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
+
+    def reset(self) -> None:
+        """Reset every lane."""
+        if self._used and self.slab.shared:
+            # Slot 1 holds what the carried transitions of slot 0 led to: leave it, unused.
+            self.slab.transitions[self._used] = False
+            self._used += 1
+        self.slab.set_root(self._used, self.env.reset())
+        self._pending[:] = False
+
+    def _upcoming(self) -> NDArray[np.bool_]:
+        return ~self._pending
+
+    def _transitions(self, start: int, stop: int) -> Mask:
+        if not self.env.has_reset_slots:
+            return np.ones((stop - start, self.lanes), np.bool_)
+        ended = self.ended(start, stop)
+        transitions = next_step_transitions(ended, self._pending)
+        self._pending = ended[-1].copy()
+        return transitions
+
+    def _random_steps(self, start: int, stop: int) -> None:
+        if self._draw is None:
+            self._masked_steps(start, stop)
+            return
+        self._action_array[start:stop] = self._draw(self.rng, stop - start)
+        step, slots, at = self.env.step_and_maybe_reset, self._slots, start
+        try:
+            for at in range(start, stop):
+                step(slots[at].td)
+                if self.stopping:
+                    break
+            self._used = at + 1
+        except BaseException as error:
+            self._failed(error, at)
+            raise
+
+    def _masked_steps(self, start: int, stop: int) -> None:
+        for at in range(start, stop):
+            td = self._random(self._slots[at].td)
+            self.slab.columns[self._action][at].copy_(td.get(self._action))
+            self._step(at)
+            if self.stopping:
+                break
+
+    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        for at in range(start, stop):
+            self._act(at)
+            if random_lanes is not None:
+                self._randomise(at, random_lanes)
+            self._step(at)
+            if self.stopping:
+                break
+
+    def _policy_part(self, at: int, lanes: int) -> None:
+        if self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
+            self._act(at)
+        elif self._draw is not None:
+            self._action_array[at] = self._draw(self.rng, 1)[0]
+        else:
+            td = self._random(self._slots[at].td)
+            self.slab.columns[self._action][at].copy_(td.get(self._action))
+        self._step(at, lanes)
+
+    def _act(self, at: int) -> None:
+        assert self.policy is not None
+        td = self._slots[at].td
+        out = self.policy(td)
+        for key, views in self._outputs:
+            value, row = out.get(key), views[at]
+            if value is None or value.shape != row.shape:
+                raise _changed(key, row, value)
+            row.copy_(value)
+            if out is td:
+                td.del_(key)
+
+    def _randomise(self, at: int, lanes: Mask) -> None:
+        columns = self.slab.columns
+        if self._draw is not None:
+            drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
+        else:
+            drawn = self._random(self._slots[at].td).get(self._action)
+        chosen = torch.from_numpy(lanes)
+        columns[self._action][at][chosen] = drawn[chosen]
+        for key in self._extra:
+            columns[key][at][chosen] = 0
+
+    def _step(self, at: int, lanes: int | None = None) -> None:
+        try:
+            if lanes is None:
+                self.env.step_and_maybe_reset(self._slots[at].td)
+            else:
+                self.env.step_part(self._slots[at], lanes)
+            self._used = at + 1
+        except BaseException as error:
+            self._failed(error, at)
+            raise
+
+    def _failed(self, error: BaseException, at: int) -> None:
+        self._used = at
+        actions: Array = self._action_array[at]
+        error.add_note(f"tallyroll: raised by the step with the actions {actions.tolist()!r:.400}")
+
+
+class CopyRollout(Rollout):
+    """Drives any TorchRL environment through ``step_and_maybe_reset`` and copies the result."""
+
+    def bind(self) -> None:
+        """Find out what is copied where, once."""
+        self._squeeze = not self.env.batch_size
+        views = {
+            key: (column[:, 0] if self._squeeze else column).unbind(0)
+            for key, column in self.slab.columns.items()
+        }
+        self._views = list(views.items())
+        self._marked: list[NDArray[np.bool_]] = []
+        self._has_valid = VALID in [
+            key if isinstance(key, tuple) else (key,)
+            for key in self.env.observation_spec.keys(True, True)
+        ]
+        self._td: TensorDictBase | None = None
+
+    def reset(self) -> None:
+        """Reset every lane."""
+        self._td = self.env.reset()
+
+    def _transitions(self, start: int, stop: int) -> Mask:
+        if not self._has_valid:
+            return np.ones((stop - start, self.lanes), np.bool_)
+        marked, self._marked = np.stack(self._marked[: stop - start]), []
+        return marked
+
+    def _random_steps(self, start: int, stop: int) -> None:
+        self._steps(start, stop, self._random)
+
+    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        assert self.policy is not None
+        if random_lanes is None:
+            self._steps(start, stop, self.policy)
+            return
+        policy, lanes = self.policy, torch.from_numpy(random_lanes)
+
+        def both(td: TensorDictBase) -> TensorDictBase:
+            drawn = self._random(td.clone(False))
+            out = policy(td)
+            for key in (*self._actions, *self._extra):
+                value = out.get(key).clone()
+                value[lanes] = drawn.get(key)[lanes] if key in self._actions else 0
+                out.set(key, value)
+            return out
+
+        self._steps(start, stop, policy if self._squeeze else both)
+
+    def _policy_part(self, at: int, lanes: int) -> None:
+        assert self._td is not None
+        mask = torch.zeros(self.lanes, dtype=torch.bool)
+        mask[:lanes] = True
+        self._td.set("_step", mask)
+        random = self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION
+        self._steps(at, at + 1, self._random if random or self.policy is None else self.policy)
+
+    def _steps(self, start: int, stop: int, act: RandomActions | Policy) -> None:
+        td = self._td
+        assert td is not None
+        random = act is self._random
+        views = [view for view in self._views if not (random and view[0] in self._extra)]
+        step = self.env.step_and_maybe_reset
+        for at in range(start, stop):
+            try:
+                td, following = step(act(td))
+            except BaseException as error:
+                error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
+                raise
+            for key, rows in views:
+                value, row = td.get(key), rows[at]
+                if value is None or value.shape != row.shape:
+                    raise _changed(key, row, value)
+                row.copy_(value)
+            if self._has_valid:
+                self._marked.append(td.get(("next", *VALID)).reshape(-1).cpu().numpy().copy())
+            self._td = td = following
+            self._used = at + 1
+            if self.stopping:
+                break
+
+
+def _changed(key: Key, wanted: torch.Tensor, got: torch.Tensor | None) -> Exception:
+    kind = TransitionError if key[0] == "next" else PolicyError
+    if got is None:
+        return kind(f"{dotted(key)} is missing; it was there on the first step")
+    return kind(
+        f"{dotted(key)}: got {Column(got.dtype, tuple(got.shape))}, wanted "
+        f"{Column(wanted.dtype, tuple(wanted.shape))} as on the first step"
+    )

@@ -1,0 +1,189 @@
+"""Where delivered rows go: a storage, a TorchRL replay buffer, both, or nowhere."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.batch import Rows, as_tensordict
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.keys import DONE, TRAJ_IDS, Key, as_key
+from tallyroll.collector.slab import Column
+from tallyroll.storage import MemmapStorage, Schema
+
+StorageLike = str | Path | MemmapStorage
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a storage knows of the run that is continued."""
+
+    seed: int
+    incarnation: int
+    counts: dict[str, int]
+
+
+class Sink:
+    """Writes batches before they are yielded.
+
+    Args:
+        storage: a Tallyroll storage, or a path at which a memory-mapped one is made.
+        replay_buffer: a TorchRL replay buffer; what it stores is up to it.
+        resume: continue the last run in the storage instead of beginning another.
+
+    Raises:
+        ArgumentError: neither a path nor a storage; a storage that cannot be written.
+        StorageError: the path exists, is a file, is not writable, or is another format.
+    """
+
+    def __init__(
+        self, storage: StorageLike | None, replay_buffer: ReplayBuffer | None, resume: bool
+    ) -> None:
+        if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
+            raise ArgumentError(
+                "replay_buffer: wanted a torchrl ReplayBuffer, got "
+                f"{type(replay_buffer).__name__}; a storage goes to storage="
+            )
+        self.owned = isinstance(storage, (str, Path))
+        if isinstance(storage, (str, Path)):
+            storage = MemmapStorage(storage, mode="append" if resume else "create")
+        if storage is not None and not isinstance(storage, MemmapStorage):
+            raise ArgumentError(
+                f"storage: wanted a path or a tallyroll storage, got {type(storage).__name__}; "
+                "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer="
+            )
+        self.replay_buffer = replay_buffer
+        self._direct = storage
+        behind = None if replay_buffer is None else replay_buffer.storage
+        self.storage = storage if storage is not None else behind
+        if not isinstance(self.storage, MemmapStorage):
+            self.storage = None
+        if self.storage is not None and self.storage.mode == "read":
+            raise ArgumentError(
+                f'{self.storage.path} is open for reading; open it with mode="append" to collect'
+            )
+        if resume and self.storage is None:
+            raise ArgumentError("resume=True needs a storage that holds the run to be continued")
+        self._resume = resume
+        self._ready = False
+
+    def resumed(self) -> Resumed | None:
+        """The run to be continued, or None where a new one begins."""
+        if not self._resume or self.storage is None:
+            return None
+        runs = self.storage.manifest["runs"]
+        if not runs:
+            raise StateError(f"{self.storage.path} holds no run of a collector: append to it instead")
+        last = runs[-1]
+        if last.get("seed") is None or "first_row_of_run" not in last:
+            raise StateError(
+                f"{self.storage.path} was not written by a collector: its last run has no seed; "
+                "append to it instead"
+            )
+        return Resumed(int(last["seed"]), int(last["incarnation"]) + 1, self._counts(last))
+
+    def _counts(self, run: Mapping[str, Any]) -> dict[str, int]:
+        """The ledger of ``run`` at the last commit, brought up to the rows that are there."""
+        assert self.storage is not None
+        first, head = int(run["first_row_of_run"]), self.storage.head
+        at, counts = first, {}
+        if self.storage.record is not None:
+            written_at, payload = self.storage.record
+            record = json.loads(payload)
+            if record["first_row_of_run"] == first:
+                at, counts = written_at, record["ledger"]
+        unknown = head - at
+        ended = int(self.storage.column(DONE)[at:head].sum()) if unknown else 0
+        for name in ("slots", "executed", "stored"):
+            counts[name] = counts.get(name, 0) + unknown
+        counts["episodes_complete"] = counts.get("episodes_complete", 0) + ended
+        # What waited for the next batch when the run stopped went with its process.
+        counts["lost"] = counts.get("lost", 0) + counts.get("carried", 0)
+        counts["carried"] = 0
+        return counts
+
+    def next_id(self) -> int:
+        """One more than the largest trajectory id that is stored."""
+        ids: Any = None
+        if self.storage is not None:
+            if self.storage.head:
+                ids = self.storage.column(TRAJ_IDS)
+        elif self.replay_buffer is not None and len(self.replay_buffer):
+            held = self.replay_buffer.storage.get(slice(0, len(self.replay_buffer)))
+            ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
+        return 0 if ids is None or not len(ids) else int(ids.max()) + 1
+
+    def open(self, schema: Mapping[Key, Column], provenance: Mapping[str, Any]) -> None:
+        """Make the files, or check that the storage fits; nothing is written before it does."""
+        self._ready = True
+        if self.storage is None:
+            return
+        self._first_row = self.storage.head
+        if self._resume:
+            last = self.storage.manifest["runs"][-1]
+            self._first_row = int(last["first_row_of_run"])
+            _same_source(last, provenance)
+        empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
+        self.storage.initialise(
+            Schema.of(as_tensordict(empty, None)),
+            {**provenance, "first_row_of_run": self._first_row},
+        )
+
+    @property
+    def ready(self) -> bool:
+        """:meth:`open` was called."""
+        return self._ready
+
+    def write(self, rows: Rows, ledger: Mapping[str, int]) -> None:
+        """Commit ``rows``, and the ledger as it stands with them."""
+        if self.storage is not None:
+            self.storage.stage_record(self._record(ledger))
+        if self._direct is not None:
+            self._direct.extend(_arrays(rows))
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(as_tensordict(rows, None))
+
+    def finish(self, ledger: Mapping[str, int]) -> None:
+        """Commit the final ledger and bring what other programs read up to date."""
+        if self.storage is not None and self._ready:
+            self.storage.put_record(self._record(ledger))
+            self.storage.flush()
+
+    def close(self) -> None:
+        """Close the storage if it was opened here."""
+        if self.owned and self._direct is not None:
+            self._direct.close()
+
+    def _record(self, ledger: Mapping[str, int]) -> bytes:
+        return json.dumps({"first_row_of_run": self._first_row, "ledger": dict(ledger)}).encode()
+
+
+def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:
+    if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in rows.values()):
+        return as_tensordict(rows, None)
+    return {key: column.numpy() for key, column in rows.items()}
+
+
+def _same_source(last: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """A continued run keeps its environment."""
+    before, after = last.get("environment"), now["environment"]
+    if before != after:
+        names = sorted(
+            name for name in {*before, *after} if before.get(name) != after.get(name)
+        )
+        raise StateError(
+            "the run to be continued was made by another environment: "
+            + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
+            + "; append a new run instead"
+        )
+
+
+def columns_of(td: TensorDictBase) -> Rows:
+    """The leaves of a batch by tuple keys."""
+    return {as_key(key): leaf for key, leaf in td.items(True, True)}

@@ -1,0 +1,92 @@
+"""What is a transition, and which transitions are the first N. Pure array arithmetic.
+
+Axes are always ``[time, lane]``: one row a batched step call, one column a lane.
+
+===========  ==============================  ===========================================
+autoreset    where the final observation is  which slots are transitions
+===========  ==============================  ===========================================
+DISABLED     returned by the step            all; the driver resets by mask afterwards
+SAME_STEP    ``info["final_obs"]``           all
+NEXT_STEP    returned by the step            all but the one after an end (a reset slot)
+===========  ==============================  ===========================================
+
+Semantics: Gymnasium's ``AutoresetMode``; measured behaviour of each system stands in the
+project's design notes.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+
+
+def next_step_transitions(ended: Mask, pending: Mask) -> Mask:
+    """Which slots of a NEXT_STEP source are transitions.
+
+    Args:
+        ended: ``[time, lane]``, terminated or truncated was reported in this slot.
+        pending: ``[lane]``, lanes that ended in the slot before the first one.
+
+    Returns:
+        ``[time, lane]``, False in reset slots: those that follow an end.
+    """
+    transitions = np.empty_like(ended)
+    if len(ended):
+        np.logical_not(pending, out=transitions[0])
+        np.logical_not(ended[:-1], out=transitions[1:])
+    return transitions
+
+
+def first_in_slot_order(transitions: Mask, count: int) -> Mask:
+    """The first ``count`` transitions: earlier slot first, then the lower lane.
+
+    Args:
+        transitions: ``[time, lane]``.
+        count: how many to take; all where there are not more.
+
+    Returns:
+        ``[time, lane]`` with ``min(count, transitions.sum())`` True entries.
+    """
+    per_slot = np.cumsum(transitions.sum(axis=1))
+    if not len(per_slot) or count >= per_slot[-1]:
+        return transitions
+    taken = transitions.copy()
+    boundary = int(np.searchsorted(per_slot, count, side="left"))
+    before = int(per_slot[boundary - 1]) if boundary else 0
+    taken[boundary] &= np.cumsum(transitions[boundary]) <= count - before
+    taken[boundary + 1 :] = False
+    return taken
+
+
+def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32], NDArray[np.int64]]:
+    """Rows in layout order: lane by lane, in time within the lane.
+
+    Args:
+        taken: ``[time, lane]``.
+
+    Returns:
+        ``index`` into the flattened ``[time * lane]`` slots, the ``lane`` of each row (int32),
+        and the number of rows of each lane ``[lane]``.
+    """
+    lane, time = np.nonzero(taken.T)
+    index = time * taken.shape[1] + lane
+    return index, lane.astype(np.int32), taken.sum(axis=0)
+
+
+def starts(transitions: Mask, ended: Mask, fresh: Mask) -> Mask:
+    """Slots that hold the first transition of an episode.
+
+    Args:
+        transitions: ``[time, lane]``.
+        ended: ``[time, lane]``; only read where ``transitions`` holds.
+        fresh: ``[lane]``, lanes whose next transition is the first of an episode.
+    """
+    index, lane, per_lane = lane_major(transitions)
+    first = np.zeros(transitions.size, np.bool_)
+    if len(index):
+        is_start = np.empty(len(index), np.bool_)
+        is_start[1:] = ended.reshape(-1)[index[:-1]]
+        opening = (np.cumsum(per_lane) - per_lane)[per_lane > 0]
+        is_start[opening] = fresh[lane[opening]]
+        first[index] = is_start
+    return first.reshape(transitions.shape)

@@ -1,0 +1,168 @@
+"""The face of every storage on disk towards TorchRL: a `Storage` for its replay buffers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.storages import Storage
+
+from . import torchrl_face as face
+from .checkpoint import DiskStorageCheckpointer
+from .engine import Durability
+from .errors import NotAnAppend, NotPicklable, StateMismatch
+from .indexing import consecutive
+from .rows import Key
+from .store import Mode, RowStore
+
+__all__ = ["DiskStorage"]
+
+
+class DiskStorage(RowStore, Storage):
+    """Rows on disk that grow as they come, and survive whatever happens to the process.
+
+    A row is in the storage for good once `extend` has returned. Other processes
+    may read at any time and see committed rows only. It is a TorchRL storage:
+    ``ReplayBuffer(storage=...)`` works on a new, a reopened and a read-only one.
+
+    Args:
+        path: where it is, or will be.
+        mode: ``"create"`` refuses an existing one, and writes nothing until the
+            schema is known; ``"append"`` goes on behind the last row;
+            ``"read"`` never writes.
+        capacity: rows to reserve space for at once. It grows beyond them.
+        durability: what committed rows survive: ``"process"``, the death of any
+            process; ``"power"``, a power cut too, at the price of waiting for
+            the disk in every commit.
+
+    Raises:
+        OpenError: the path cannot be opened or created so (its subclasses say why).
+        CorruptStorage: the files are damaged.
+    """
+
+    _default_checkpointer = DiskStorageCheckpointer
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mode: Mode = "create",
+        capacity: int | None = None,
+        durability: Durability = "process",
+    ) -> None:
+        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max)
+        RowStore.__init__(self, path, mode, capacity, durability)
+
+    def extend(
+        self,
+        rows: TensorDictBase | Mapping[Key, np.ndarray],
+        *,
+        record: bytes | None = None,
+    ) -> range:
+        """Write rows behind the last one and commit them; returns their numbers.
+
+        Args:
+            rows: a TensorDict [N], on any device, or one array [N, ...] for each
+                column by its key. The first rows of a new storage decide its schema.
+            record: a payload that becomes `record` with the same commit.
+
+        Raises:
+            WriteError: refused, with nothing written (its subclasses say why).
+        """
+        span = self._append(self._arrays(rows), record)
+        if self._attached_entities_list:
+            face.tell_buffers(self, span)
+        return span
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Append ``data`` at ``cursor``, which must name the rows right behind the last one.
+
+        Raises:
+            NotAnAppend: any other cursor.
+            WriteError: as `extend`.
+        """
+        self._require_open()
+        try:
+            rows = consecutive(cursor)
+            face.check_cursor(self, rows, set_cursor)
+            data = face.as_batch(data, single=isinstance(cursor, int))
+            arrays = self._arrays(data, without=face.writers_index(self))
+            count = len(next(iter(arrays.values())))
+            if count != len(rows):
+                raise NotAnAppend(f"{len(rows)} rows were announced and {count} given.")
+            self._append(arrays)
+        except BaseException:
+            # TorchRL's writers count before they write.
+            face.seat_writers(self)
+            raise
+        if len(self._attached_entities_list) > 1:
+            face.seat_writers(self)
+
+    def attach(self, buffer: Any) -> None:
+        """Join a replay buffer: its writer goes on behind the last row."""
+        super().attach(buffer)
+        face.join(self, buffer)
+
+    def contains(self, item: Any) -> Any:
+        """Whether there is a row of that number; for a tensor, one bool for each."""
+        if isinstance(item, torch.Tensor):
+            return (item >= -len(self)) & (item < len(self))
+        return -len(self) <= int(item) < len(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which rows these are. The rows themselves are on disk already."""
+        id = self._manifest["id"] if self._manifest is not None else None
+        return {"path": str(self.path), "id": id, "head": self.head}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that the rows of a state are here. Rows that came later stay.
+
+        Raises:
+            StateMismatch: they are not.
+        """
+        mine = self.state_dict()
+        if state_dict["head"] and state_dict["id"] != mine["id"]:
+            raise StateMismatch(
+                f"this state belongs to the storage that was at {state_dict['path']}, and "
+                f"{self.path} is another one. Open that one."
+            )
+        if state_dict["head"] > mine["head"]:
+            raise StateMismatch(
+                f"this state has {state_dict['head']} rows and {self.path} has {mine['head']}. "
+                "Restore the storage from a copy that is as new as the state."
+            )
+
+    def _empty(self) -> None:
+        if self.head:
+            face.seat_writers(self)
+            raise NotAnAppend(
+                f"{self.path} holds {self.head} rows, and a storage on disk is not emptied. Delete "
+                "it, or create another one."
+            )
+
+    @property
+    def _mutation_revision(self) -> int:
+        # TorchRL's samplers drop what they remember when this changes, and want
+        # it to count writes one by one. A reader sees the writer's progress only.
+        engine = self._engine
+        if engine is None:
+            return 0
+        return engine.commits if engine.owns_lock else engine.head
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        return self.head - 1 if self.head else None
+
+    _last_cursor = _last_cursor_index
+
+    def __getstate__(self) -> NoReturn:
+        raise NotPicklable(
+            f"{self.path} cannot be sent to another process or copied: the files would have two "
+            f'owners. Open it there with {type(self).__name__}(path, mode="read").'
+        )

@@ -1,0 +1,86 @@
+"""`ReplayBuffer.dumps` and `loads` for storages on disk: a checkpoint is a storage of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+
+from .errors import NotInitialised, StateMismatch
+
+if TYPE_CHECKING:
+    from .base import DiskStorage
+
+__all__ = ["DiskStorageCheckpointer"]
+
+_CHUNK_NBYTES = 2**26
+
+
+class DiskStorageCheckpointer(StorageCheckpointerBase):
+    """Copies committed rows into a folder, and back into a new storage.
+
+    The copy is a storage with the same id. Dumping again into the same folder
+    adds the rows that came since.
+    """
+
+    def dumps(self, storage: DiskStorage, path: Any) -> None:
+        """Copy the committed rows, the record and the runs to ``path``.
+
+        Raises:
+            NotInitialised: there is nothing to copy yet.
+            StateMismatch: ``path`` holds a copy of another storage, or a newer one.
+        """
+        if storage._engine is None:
+            raise NotInitialised(f"{storage.path} has no rows to dump yet. Write some first.")
+        copy_class, path = type(storage), Path(path)
+        exists = storage._format_class(path).manifest_path.exists()
+        with copy_class(path, mode="append" if exists else "create") as copy:
+            _bring_up(copy, storage)
+
+    def loads(self, storage: DiskStorage, path: Any) -> None:
+        """Bring ``storage`` to the rows in ``path``: a new one gets them all.
+
+        Rows that came after the dump stay.
+
+        Raises:
+            StateMismatch: ``storage`` holds other rows.
+        """
+        with type(storage)(path, mode="read") as copy:
+            if storage._engine is not None:
+                _require_same(storage, copy)
+            if storage.head < copy.head or storage._engine is None:
+                _bring_up(storage, copy)
+
+
+def _bring_up(target: DiskStorage, source: DiskStorage) -> None:
+    manifest = source.manifest
+    if target._engine is None:
+        target._create(source.schema, manifest["runs"], id=manifest["id"])
+    else:
+        _require_same(target, source)
+    if target.head > source.head:
+        raise StateMismatch(
+            f"{target.path} has {target.head} rows and {source.path} {source.head}: the target is "
+            "newer. Dump to another folder."
+        )
+    _copy_rows(target, source)
+    if (record := source.record) is not None and record[0] <= target.head:
+        target.put_record(record[1])
+    target._write_runs(manifest["runs"])
+
+
+def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
+    engine, head = source._running(), source.head
+    keys, columns = engine.schema.keys, engine.committed()
+    step = max(1, _CHUNK_NBYTES // engine.schema.row_nbytes)
+    for start in range(target.head, head, step):
+        stop = min(start + step, head)
+        target._append({k: c[start:stop] for k, c in zip(keys, columns, strict=True)})
+
+
+def _require_same(one: DiskStorage, other: DiskStorage) -> None:
+    if one.manifest["id"] != other.manifest["id"]:
+        raise StateMismatch(
+            f"{one.path} and {other.path} hold rows of different storages. Use a new path."
+        )

@@ -1,0 +1,209 @@
+"""The header: how many rows are reserved and committed, and the record of the last commit.
+
+Layout, little-endian, offsets in bytes::
+
+    0      magic, format version, capacity (0: grows), CRC of the schema, CRC of all that
+    64     reserve   int64: rows that may have been written
+    128    head      int64: rows that are committed
+    4096   two record slots, each: sequence, head at write, length, CRC, payload
+
+`reserve` and `head` lie in cache lines of their own and are stored as one
+machine word each, so that a reader, or whoever opens the file after a kill,
+sees the old count or the new one and nothing else. Records are written into
+the two slots in turn; a torn one fails its CRC and leaves the older.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from .errors import CorruptStorage, FormatVersionMismatch, RecordTooLarge
+
+__all__ = ["FORMAT_VERSION", "HEADER_NBYTES", "RECORD_LIMIT", "Header", "header_bytes"]
+
+FORMAT_VERSION = 1
+RECORD_LIMIT = 65536
+"""The most bytes that a commit record may have."""
+
+_MAGIC = b"TALLYROL"
+_IDENTITY = struct.Struct("<8sqqq")
+_CHECKSUM = struct.Struct("<I")
+_RESERVE, _HEAD = 64 // 8, 128 // 8
+_SLOT = struct.Struct("<qqqI")
+_SLOTS_AT, _SLOT_NBYTES = 4096, 69632
+HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
+"""Bytes of the header, a whole number of pages."""
+
+
+def header_bytes(schema_crc: int, *, capacity: int = 0) -> bytes:
+    """A new header: no rows, no record."""
+    identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, capacity, schema_crc)
+    return (identity + _CHECKSUM.pack(zlib.crc32(identity))).ljust(HEADER_NBYTES, b"\0")
+
+
+class Header:
+    """A header mapped from the start of a file.
+
+    Args:
+        path: the file.
+        schema_crc: CRC-32 of the schema that the manifest declares.
+        writable: map it for writing.
+
+    Raises:
+        CorruptStorage: the file is missing, cut short or damaged.
+        FormatVersionMismatch: written by another version.
+    """
+
+    def __init__(self, path: Path, *, schema_crc: int, writable: bool) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise CorruptStorage(
+                f"{path} is missing, and without it nobody knows which rows are committed. "
+                "Restore it from a copy."
+            ) from error
+        try:
+            self._map = self._mapped(writable)
+            self._check(schema_crc)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._words = np.frombuffer(self._map, np.int64, count=_SLOTS_AT // 8)
+        if not 0 <= self.head <= self.reserve:
+            head, reserve = self.head, self.reserve
+            self.close()
+            raise CorruptStorage(
+                f"{path} says {head} rows committed of {reserve} reserved, which cannot be. "
+                "Restore it from a copy."
+            )
+        self._sequence = self._newest_sequence() if writable else 0
+
+    def _mapped(self, writable: bool) -> mmap.mmap:
+        size = os.fstat(self._file).st_size
+        if size < HEADER_NBYTES:
+            raise CorruptStorage(
+                f"{self._path} should have {HEADER_NBYTES} bytes and has {size}: it was cut "
+                "short. Restore it from a copy."
+            )
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return mmap.mmap(self._file, HEADER_NBYTES, access=access)
+
+    def _check(self, schema_crc: int) -> None:
+        identity = self._map[: _IDENTITY.size]
+        magic, version, _, crc = _IDENTITY.unpack(identity)
+        (checksum,) = _CHECKSUM.unpack_from(self._map, _IDENTITY.size)
+        if magic != _MAGIC or checksum != zlib.crc32(identity):
+            raise CorruptStorage(
+                f"{self._path} does not begin as a header does: its first bytes are damaged. "
+                "Restore it from a copy."
+            )
+        if version != FORMAT_VERSION:
+            raise FormatVersionMismatch(
+                f"{self._path} is of format version {version}, and this Tallyroll reads version "
+                f"{FORMAT_VERSION}. Use the Tallyroll that wrote it."
+            )
+        if crc != schema_crc:
+            raise CorruptStorage(
+                f"{self._path} was made for another schema than the manifest beside it declares. "
+                "Restore both from one copy."
+            )
+
+    @property
+    def reserve(self) -> int:
+        """Rows that may have been written, committed or not."""
+        return int(self._words[_RESERVE])
+
+    @reserve.setter
+    def reserve(self, rows: int) -> None:
+        self._words[_RESERVE] = rows
+
+    @property
+    def head(self) -> int:
+        """Rows that are committed."""
+        return int(self._words[_HEAD])
+
+    @head.setter
+    def head(self, rows: int) -> None:
+        self._words[_HEAD] = rows
+
+    def sync(self) -> None:
+        """Return when the header is on the disk."""
+        os.fdatasync(self._file)
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest intact record of committed rows, with the rows committed by it."""
+        head = self.head
+        intact = [slot for slot in map(self._read_slot, (0, 1)) if slot and slot[1] <= head]
+        if not intact:
+            return None
+        _, rows, payload = max(intact)
+        return rows, payload
+
+    def write_record(self, payload: bytes, head: int) -> None:
+        """Write ``payload``, valid from the moment that ``head`` rows are committed.
+
+        Raises:
+            RecordTooLarge: more than `RECORD_LIMIT` bytes.
+        """
+        check_record(payload)
+        sequence = self._sequence + 1
+        start = self._slot_start(sequence % 2)
+        body = start + _SLOT.size
+        self._map[body : body + len(payload)] = payload
+        crc = _slot_crc(sequence, head, payload)
+        _SLOT.pack_into(self._map, start, sequence, head, len(payload), crc)
+        self._sequence = sequence
+
+    def forget_uncommitted(self) -> None:
+        """Wipe records of rows that were never committed: other rows will take their place."""
+        head = self.head
+        for index in (0, 1):
+            slot = self._read_slot(index)
+            if slot and slot[1] > head:
+                _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
+        self._sequence = self._newest_sequence()
+
+    def _newest_sequence(self) -> int:
+        return max((slot[0] for slot in map(self._read_slot, (0, 1)) if slot), default=0)
+
+    def _slot_start(self, index: int) -> int:
+        return _SLOTS_AT + index * _SLOT_NBYTES
+
+    def _read_slot(self, index: int) -> tuple[int, int, bytes] | None:
+        start = self._slot_start(index)
+        sequence, head, length, crc = _SLOT.unpack_from(self._map, start)
+        if sequence < 1 or not 0 <= length <= RECORD_LIMIT:
+            return None
+        payload = self._map[start + _SLOT.size : start + _SLOT.size + length]
+        if _slot_crc(sequence, head, payload) != crc:
+            return None
+        return sequence, head, payload
+
+    def close(self) -> None:
+        """Close the file. The map goes when nothing refers to it."""
+        os.close(self._file)
+
+
+def check_record(payload: bytes) -> None:
+    """Refuse what does not fit into a slot.
+
+    Raises:
+        RecordTooLarge: more than `RECORD_LIMIT` bytes.
+    """
+    if len(payload) > RECORD_LIMIT:
+        raise RecordTooLarge(
+            f"a commit record may have {RECORD_LIMIT} bytes and this one has {len(payload)}. "
+            "Keep what is larger in a file of its own and its name in the record."
+        )
+
+
+def _slot_crc(sequence: int, head: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", sequence, head, len(payload))))

@@ -1,0 +1,276 @@
+"""Rows in and out of memory maps, the same for every format.
+
+A `Format` says where the rows of each column lie; the engine checks, copies and
+commits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import numpy as np
+
+from .commit import Header, check_record
+from .errors import ReadOnlyStorage, RowsMismatch, StorageFull, WriterForked
+from .format import Access, Format
+from .lock import WriterLock
+from .rows import Key, spell
+from .schema import Schema
+
+__all__ = ["Durability", "Engine"]
+
+Durability: TypeAlias = Literal["process", "power"]
+
+_FIRST_ROOM_NBYTES = 2**20
+_LARGEST_STEP_NBYTES = 2**28
+_REFRESH_SECONDS = 1.0
+
+
+class Engine:
+    """An open storage.
+
+    Args:
+        format: its files, open.
+        header: its header.
+        schema: its columns.
+        lock: the right to write, None for a reader.
+        durability: what a commit survives: the death of any process, or of the power too.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        header: Header,
+        schema: Schema,
+        *,
+        lock: WriterLock | None,
+        durability: Durability = "process",
+    ) -> None:
+        self.schema = schema
+        self._format, self._header, self._lock = format, header, lock
+        self._power = durability == "power"
+        self._access: Access = "read" if lock is None else "write"
+        self._mutex = threading.RLock()
+        self._keys = schema.keys
+        self._dtypes = [column.numpy_dtype for column in schema.columns]
+        self._count = 0
+        self._shapes: list[tuple[int, ...]] = []
+        self._views: list[np.ndarray] | None = None
+        self._refresh_at = time.monotonic() + _REFRESH_SECONDS
+        self.commits = 0
+        """Commits of rows made through this engine."""
+        self._remap(header.head)
+        if lock is not None:
+            header.forget_uncommitted()
+            header.reserve = header.head
+
+    @property
+    def owns_lock(self) -> bool:
+        """Whether this process may write."""
+        return self._lock is not None and not self._lock.lost
+
+    @property
+    def head(self) -> int:
+        """Rows committed, by whichever process."""
+        return self._header.head
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest record, with the rows committed when it was written."""
+        # A reader may look while both slots are written in turn: look again.
+        for _ in range(100):
+            if (record := self._header.record) is not None:
+                return record
+            if self._lock is not None:
+                break
+        return None
+
+    def append(self, rows: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
+        """Copy ``rows`` behind the last row and commit them, ``record`` with them.
+
+        Returns the rows' numbers. Raises a `WriteError` with nothing changed.
+        """
+        with self._mutex:
+            self.require_writer()
+            arrays = self._checked(rows)
+            if record is not None:
+                check_record(record)
+            header = self._header
+            start = header.head
+            stop = start + self._count
+            if stop == start:
+                if record is not None:
+                    self.put_record(record)
+                return range(start, stop)
+            if stop > self._room:
+                self._make_room(stop)
+            if header.reserve != start:  # an earlier append was interrupted
+                header.forget_uncommitted()
+            header.reserve = stop
+            for column, array in zip(self._columns, arrays, strict=True):
+                column[start:stop] = array
+            if record is not None:
+                header.write_record(record, stop)
+            self._commit(stop)
+        return range(start, stop)
+
+    def put_record(self, record: bytes) -> None:
+        """Commit a record without rows."""
+        with self._mutex:
+            self.require_writer()
+            self._header.write_record(record, self._header.head)
+            if self._power:
+                self._header.sync()
+
+    def _commit(self, head: int) -> None:
+        if self._power:
+            self._format.sync()
+        self._header.head = head
+        if self._power:
+            self._header.sync()
+        self.commits += 1
+        if time.monotonic() >= self._refresh_at:
+            self._refresh(head)
+
+    def _refresh(self, head: int) -> None:
+        self._refresh_at = time.monotonic() + _REFRESH_SECONDS
+        try:
+            self._format.publish(head)
+        except StorageFull:
+            # The rows are committed; what other libraries see stays as it was, which
+            # is true too. flush() and close() do raise.
+            return
+
+    def require_writer(self) -> None:
+        """Raise a `WriteError` unless this process may write."""
+        if self._lock is None:
+            raise ReadOnlyStorage(
+                f'{self._format.path} was opened with mode="read". Open it with mode="append" to '
+                "write."
+            )
+        if self._lock.lost:
+            raise WriterForked(
+                f"{self._format.path} is written by the process that opened it, and this is a "
+                "forked child of it. Write from the parent, or open the storage in the child with "
+                'mode="read".'
+            )
+
+    def _checked(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
+        try:
+            arrays = [rows[key] for key in self._keys]
+            count = len(arrays[0])
+            if count != self._count:
+                self._shapes = [(count, *column.shape) for column in self.schema.columns]
+                self._count = count
+            for array, dtype, shape in zip(arrays, self._dtypes, self._shapes, strict=True):
+                if array.dtype != dtype or array.shape != shape:
+                    self._refuse(rows)
+        except (KeyError, TypeError, AttributeError):
+            self._refuse(rows)
+        if len(rows) != len(arrays):
+            self._refuse(rows)
+        return arrays
+
+    def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
+        found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]
+        count = next((len(a) for a in rows.values() if isinstance(a, np.ndarray) and a.ndim), 0)
+        for column in self.schema.columns:
+            got = rows.get(column.key)
+            wanted = f"an array of {column.numpy_dtype}, shape {[count, *column.shape]}"
+            if got is None:
+                found.append(f"{spell(column.key)} is missing")
+            elif not isinstance(got, np.ndarray):
+                found.append(f"{spell(column.key)} is {type(got).__name__}, wanted {wanted}")
+            elif got.dtype != column.numpy_dtype or got.shape != (count, *column.shape):
+                found.append(
+                    f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, wanted {wanted}"
+                )
+        raise RowsMismatch(
+            f"these rows do not fit {self._format.path}: {'; '.join(found)}. Nothing was written; "
+            "give exactly the columns of its schema."
+        ) from None
+
+    def _make_room(self, rows: int) -> None:
+        row_nbytes = self.schema.row_nbytes
+        step = min(max(self._room, _FIRST_ROOM_NBYTES // row_nbytes), self._largest_step)
+        comfortable = max(rows, self._room + step)
+        try:
+            self._format.grow(comfortable)
+        except StorageFull:
+            if comfortable == rows:
+                raise
+            self._format.grow(rows)
+        self._remap(rows)
+
+    @property
+    def _largest_step(self) -> int:
+        return max(1, _LARGEST_STEP_NBYTES // self.schema.row_nbytes)
+
+    def reserve_rows(self, rows: int) -> None:
+        """Reserve space for ``rows`` rows in all.
+
+        Raises:
+            StorageFull: there is none.
+        """
+        if rows > self._room:
+            self._format.grow(rows)
+            self._remap(rows)
+
+    def _remap(self, rows: int) -> None:
+        columns = self._format.arrays(rows, self._access)
+        self._columns = columns
+        # After the arrays: another thread may look at the room first.
+        self._room = len(columns[0])
+
+    def committed(self) -> list[np.ndarray]:
+        """One read-only array [head, ...] a column, without a copy."""
+        head = self.head
+        if head > self._room:
+            self._remap(head)
+        arrays = [column[:head] for column in self._columns]
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+    def take(self, rows: np.ndarray) -> list[np.ndarray]:
+        """One new array [*rows.shape, ...] a column, of committed rows."""
+        return [column.take(rows, axis=0) for column in self.committed()]
+
+    def views(self) -> list[np.ndarray]:
+        """As `committed`, but writable; what is written to them stays in this process."""
+        head = self.head
+        if self._views is None or len(self._views[0]) < head:
+            self._views = self._format.arrays(head, "private")
+        return [view[:head] for view in self._views]
+
+    def flush(self) -> None:
+        """Return when all committed rows are on the disk and shown to other libraries."""
+        if not self.owns_lock:
+            return
+        with self._mutex:
+            self._format.sync()
+            self._header.sync()
+            self._format.publish(self.head)
+
+    def abandon(self) -> None:
+        """Let go of the files as they are, and keep the lock."""
+        self._header.close()
+        self._format.close()
+
+    def close(self) -> None:
+        """Trim the files to the committed rows, and let go of everything."""
+        with self._mutex, ExitStack() as exits:
+            if self._lock is not None:
+                exits.callback(self._lock.release)
+            exits.callback(self._format.close)
+            exits.callback(self._header.close)
+            if self.owns_lock:
+                self._format.trim(self.head)
+                self._format.publish(self.head)
+                if self._power:
+                    self._format.sync()
+                    self._header.sync()

@@ -1,0 +1,181 @@
+"""What can go wrong with a storage, one class a condition.
+
+::
+
+    StorageError
+    ├── OpenError                     the path cannot be opened or created as asked
+    │   ├── StorageExists             create: a storage is already there
+    │   ├── DirectoryNotEmpty         create: something else is already there
+    │   ├── PathIsFile                a file where a directory is wanted
+    │   ├── NotWritable               the file system does not let us write there
+    │   ├── StorageMissing            append, read: nothing is there
+    │   ├── NotAStorage               append, read: something else is there
+    │   ├── FormatVersionMismatch     written by another version of the format
+    │   ├── StorageLocked             another writer holds it
+    │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
+    ├── CorruptStorage                the files contradict each other
+    ├── InvalidSchema                 columns that a storage cannot hold
+    ├── SchemaMismatch                other columns than the storage has
+    ├── InvalidProvenance             not JSON
+    ├── WriteError                    a write that was refused; committed rows are as before
+    │   ├── RowsMismatch              rows that do not fit the schema
+    │   ├── NotAnAppend               a write anywhere but at the end
+    │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
+    │   ├── RecordTooLarge            a commit record beyond its slot
+    │   ├── StorageFull               the disk has no room for the rows
+    │   ├── ReadOnlyStorage           opened with mode="read"
+    │   └── WriterForked              a forked child used its parent's writer
+    ├── NotInitialised                no schema yet
+    ├── StorageClosed                 used after close()
+    ├── StateMismatch                 a state or checkpoint of other rows
+    ├── NotPicklable                  a storage was sent to another process
+    └── IndexOutOfRange               (an IndexError) no such row
+
+Every message says what was wanted, what was got and what to do. Wrong values of
+constructor arguments raise ``ValueError`` or ``TypeError``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CorruptStorage",
+    "CursorOverflow",
+    "DirectoryNotEmpty",
+    "FormatVersionMismatch",
+    "IndexOutOfRange",
+    "InvalidProvenance",
+    "InvalidSchema",
+    "NotAStorage",
+    "NotAnAppend",
+    "NotInitialised",
+    "NotPicklable",
+    "NotWritable",
+    "OpenError",
+    "PathIsFile",
+    "ReadOnlyStorage",
+    "RecordTooLarge",
+    "RowsMismatch",
+    "SchemaMismatch",
+    "StateMismatch",
+    "StorageClosed",
+    "StorageError",
+    "StorageExists",
+    "StorageFull",
+    "StorageLocked",
+    "StorageMissing",
+    "UnsupportedPlatform",
+    "WriteError",
+    "WriterForked",
+]
+
+
+class StorageError(Exception):
+    """Anything that a storage refuses or cannot do."""
+
+
+class OpenError(StorageError):
+    """The path cannot be opened or created as asked. Nothing was changed."""
+
+
+class StorageExists(OpenError):
+    """``mode="create"`` on a path that holds a storage already."""
+
+
+class DirectoryNotEmpty(OpenError):
+    """``mode="create"`` on a directory that holds something else."""
+
+
+class PathIsFile(OpenError):
+    """The path, or a part of it, is a file where a directory is wanted."""
+
+
+class NotWritable(OpenError):
+    """The file system does not let this process write there."""
+
+
+class StorageMissing(OpenError):
+    """``mode="append"`` or ``"read"`` on a path where nothing is."""
+
+
+class NotAStorage(OpenError):
+    """``mode="append"`` or ``"read"`` on something that is not a Tallyroll storage."""
+
+
+class FormatVersionMismatch(OpenError):
+    """The storage was written by another version of the format."""
+
+
+class StorageLocked(OpenError):
+    """Another writer holds the storage."""
+
+
+class UnsupportedPlatform(OpenError):
+    """The platform or file system lacks locks, shared maps or fallocate."""
+
+
+class CorruptStorage(StorageError):
+    """Files that are cut short, damaged, or contradict each other. Nothing was changed."""
+
+
+class InvalidSchema(StorageError):
+    """Columns that a storage cannot hold."""
+
+
+class SchemaMismatch(StorageError):
+    """The data has other columns than the storage. Nothing was changed."""
+
+
+class InvalidProvenance(StorageError):
+    """Provenance that cannot be written as JSON."""
+
+
+class WriteError(StorageError):
+    """A write that was refused. Committed rows are as they were."""
+
+
+class RowsMismatch(WriteError):
+    """Rows whose names, dtypes or shapes differ from the schema."""
+
+
+class NotAnAppend(WriteError):
+    """A write anywhere but right after the last row."""
+
+
+class CursorOverflow(WriteError):
+    """A TorchRL writer's 32-bit cursor cannot count that far."""
+
+
+class RecordTooLarge(WriteError):
+    """A commit record larger than its slot."""
+
+
+class StorageFull(WriteError):
+    """The disk, a quota or a file size limit has no room for the rows."""
+
+
+class ReadOnlyStorage(WriteError):
+    """A write to a storage opened with ``mode="read"``."""
+
+
+class WriterForked(WriteError):
+    """A forked child used the writer of its parent."""
+
+
+class NotInitialised(StorageError):
+    """A new storage was read before its schema was known."""
+
+
+class StorageClosed(StorageError):
+    """A storage was used after ``close()``."""
+
+
+class StateMismatch(StorageError):
+    """A state dict or checkpoint of rows that are not these."""
+
+
+class NotPicklable(StorageError):
+    """A storage was pickled or copied."""
+
+
+class IndexOutOfRange(StorageError, IndexError):
+    """An index beyond the committed rows."""

@@ -1,0 +1,101 @@
+"""What a storage format supplies: where rows lie, and the metadata that others read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar, Literal, TypeAlias
+
+import numpy as np
+
+from .schema import Schema
+
+__all__ = ["Access", "Format"]
+
+Access: TypeAlias = Literal["read", "write", "private"]
+"""How rows are mapped; what is written to a private map stays in this process."""
+
+
+class Format(ABC):
+    """Where the rows of a storage lie, and the metadata around them."""
+
+    name: ClassVar[str]
+    """The name in the manifest, ``tallyroll.`` first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    @abstractmethod
+    def lock_path(self) -> Path:
+        """The writer's lock file."""
+
+    @property
+    @abstractmethod
+    def header_path(self) -> Path:
+        """The file that begins with the header."""
+
+    @property
+    @abstractmethod
+    def manifest_path(self) -> Path:
+        """The manifest; a storage is one from the moment that this exists."""
+
+    @abstractmethod
+    def refuse_existing(self) -> None:
+        """Raise an `OpenError` unless a storage can be created at the path."""
+
+    @abstractmethod
+    def refuse_missing(self) -> None:
+        """Raise an `OpenError` unless something that may be a storage is at the path."""
+
+    @abstractmethod
+    def check(self, schema: Schema) -> None:
+        """Raise `InvalidSchema` if the format cannot hold these columns."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the place for a new storage's lock file."""
+
+    @abstractmethod
+    def create(self, schema: Schema, header: bytes) -> None:
+        """Make files without rows, and the header. What an unfinished creation left goes."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what an unfinished creation left."""
+
+    @abstractmethod
+    def open(self, schema: Schema, *, writable: bool) -> None:
+        """Open the files of an existing storage.
+
+        Raises:
+            CorruptStorage: one is missing.
+        """
+
+    @abstractmethod
+    def grow(self, rows: int) -> None:
+        """Reserve space for at least ``rows`` rows, or raise `StorageFull` with nothing changed."""
+
+    @abstractmethod
+    def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
+        """All that is mapped now, one array [room, ...] a column, room being at least ``rows``.
+
+        Raises:
+            CorruptStorage: the files are shorter than that.
+        """
+
+    @abstractmethod
+    def publish(self, rows: int) -> None:
+        """Show ``rows`` rows to other libraries."""
+
+    @abstractmethod
+    def trim(self, rows: int) -> None:
+        """Give back the space beyond ``rows`` rows."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return when all rows are on the disk."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files. Arrays handed out stay valid."""

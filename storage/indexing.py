@@ -1,0 +1,99 @@
+"""What an index means on a given number of rows. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import IndexOutOfRange, NotAnAppend
+
+__all__ = ["consecutive", "resolve"]
+
+
+def resolve(index: Any, length: int) -> int | slice | np.ndarray:
+    """An index as a row number, a slice, or an int64 array of row numbers of any shape.
+
+    Integers may be negative, as in a list. Booleans select rows and must be
+    one for each.
+
+    Raises:
+        IndexOutOfRange: a row that is not there.
+        TypeError: not an index of rows.
+    """
+    if isinstance(index, tuple):
+        if len(index) != 1:
+            raise TypeError(
+                f"a storage has one dimension, its rows, and got {len(index)} indices. "
+                "Index the rows first, then what they hold."
+            )
+        index = index[0]
+    if isinstance(index, slice):
+        return slice(*index.indices(length))
+    if isinstance(index, range):
+        index = np.arange(index.start, index.stop, index.step)
+    elif isinstance(index, torch.Tensor):
+        index = index.numpy(force=True)
+    array = np.asarray(index if not isinstance(index, list) or index else np.empty(0, np.int64))
+    if array.dtype == np.bool_:
+        array = _selected(array, length)
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"rows are indexed by whole numbers, got {type(index).__name__}: {index!r}."
+        )
+    rows = _within(array.astype(np.int64, copy=False), length)
+    return int(rows) if rows.ndim == 0 else rows
+
+
+def _selected(mask: np.ndarray, length: int) -> np.ndarray:
+    if mask.shape != (length,):
+        raise IndexOutOfRange(
+            f"a boolean index needs one value for each of the {length} rows, got shape "
+            f"{list(mask.shape)}."
+        )
+    return np.flatnonzero(mask)
+
+
+def _within(rows: np.ndarray, length: int) -> np.ndarray:
+    if not rows.size:
+        return rows
+    low, high = int(rows.min()), int(rows.max())
+    if low < -length or high >= length:
+        wrong = low if low < -length else high
+        raise IndexOutOfRange(f"row {wrong} is not there: the storage has {length} rows.")
+    return np.where(rows < 0, rows + length, rows) if low < 0 else rows
+
+
+def consecutive(cursor: Any) -> range:
+    """The rows that a writer's cursor names, if they follow each other.
+
+    TorchRL's writers pass an int or an arange tensor.
+
+    Raises:
+        NotAnAppend: they do not.
+    """
+    if isinstance(cursor, torch.Tensor):
+        cursor = cursor.numpy(force=True)
+    if isinstance(cursor, slice):
+        return _range_of_slice(cursor)
+    if isinstance(cursor, range) and (cursor.step == 1 or len(cursor) < 2):
+        return cursor
+    rows = np.asarray(cursor)
+    if rows.dtype.kind not in "iu" or not rows.size:
+        raise NotAnAppend(f"rows are written at whole numbers, got {cursor!r}.")
+    if rows.ndim == 0:
+        return range(int(rows), int(rows) + 1)
+    first, last = int(rows.flat[0]), int(rows.flat[-1])
+    if rows.ndim > 1 or last - first + 1 != rows.size or not (np.diff(rows) == 1).all():
+        raise NotAnAppend(
+            "rows on disk are written one after the other, and these indices are not "
+            "consecutive. Committed rows cannot be changed; write to another storage instead."
+        )
+    return range(first, last + 1)
+
+
+def _range_of_slice(cursor: slice) -> range:
+    if cursor.start is None or cursor.stop is None or cursor.step not in (None, 1):
+        raise NotAnAppend(f"a slice to append at needs a start and a stop, got {cursor!r}.")
+    return range(cursor.start, cursor.stop)

@@ -1,0 +1,90 @@
+"""One writer a storage: a lock that dies with its process and is not inherited by forks."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+from .errors import NotWritable, StorageLocked, UnsupportedPlatform
+
+try:
+    import fcntl
+except ImportError as error:  # Windows
+    raise UnsupportedPlatform(
+        "tallyroll.storage needs POSIX file locks and shared maps, which this platform does not "
+        "have. Use Linux."
+    ) from error
+
+__all__ = ["WriterLock"]
+
+
+class WriterLock:
+    """The exclusive right to write, held from construction until `release`.
+
+    A child forked meanwhile has `lost` set and holds nothing, so that the lock
+    goes when this process goes.
+
+    Raises:
+        StorageLocked: somebody else holds it.
+        NotWritable: the lock file cannot be opened for writing.
+        UnsupportedPlatform: the file system has no working locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lost = False
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise NotWritable(
+                f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
+                'mode="read", or as a user who may write there.'
+            ) from error
+        try:
+            self._acquire(path)
+        except BaseException:
+            os.close(self._file)
+            raise
+        _held.add(self)
+
+    def _acquire(self, path: Path) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            raise StorageLocked(
+                f"{path.parent} has one writer at a time, and "
+                f"{f'process {holder}' if holder else 'another process'} is writing to it. Wait "
+                'for it to close the storage, or open with mode="read".'
+            ) from error
+        except OSError as error:
+            raise UnsupportedPlatform(
+                f"the file system of {path} cannot lock files ({error.strerror}), and without "
+                "locks two writers would destroy each other's rows. Use a local file system."
+            ) from error
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let the next writer in."""
+        _held.discard(self)
+        if not self.lost:
+            os.close(self._file)
+
+    def _lose(self) -> None:
+        # In a forked child: its descriptor refers to the parent's lock and would
+        # keep it held after the parent's death. Closing it leaves the parent's.
+        self.lost = True
+        os.close(self._file)
+
+
+_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _lose_all() -> None:
+    for lock in list(_held):
+        lock._lose()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_lose_all)

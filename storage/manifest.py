@@ -1,0 +1,153 @@
+"""The manifest: what a storage is, what it holds, and the runs that wrote it. JSON, never code."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .commit import FORMAT_VERSION
+from .errors import (
+    CorruptStorage,
+    FormatVersionMismatch,
+    InvalidProvenance,
+    InvalidSchema,
+    NotAStorage,
+)
+from .schema import Schema
+
+__all__ = [
+    "Manifest",
+    "new_manifest",
+    "read_manifest",
+    "run_of",
+    "schema_crc",
+    "schema_of",
+    "write_aside",
+]
+
+Manifest = dict[str, Any]
+"""``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
+
+_FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
+
+
+def new_manifest(
+    format_name: str, schema: Schema, runs: list[Any], id: str | None = None
+) -> Manifest:
+    """The manifest of a new storage; ``id`` is given for a copy of another one."""
+    return {
+        "format": format_name,
+        "format_version": FORMAT_VERSION,
+        "id": id or uuid.uuid4().hex,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "schema": schema.to_json(),
+        "runs": runs,
+    }
+
+
+def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's entry: ``provenance`` as JSON, with the row that the run begins at.
+
+    Raises:
+        InvalidProvenance: it cannot be written as JSON.
+    """
+    try:
+        run = json.loads(json.dumps(dict(provenance), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidProvenance(
+            f"provenance must be JSON (text, whole and finite numbers, lists, mappings): {error}. "
+            "Convert what is not, for example with str()."
+        ) from error
+    return {**run, "first_row": first_row}
+
+
+def schema_crc(schema: Schema) -> int:
+    """CRC-32 that binds a header to the schema in its manifest."""
+    return zlib.crc32(json.dumps(schema.to_json()).encode())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        NotAStorage: there is none, or it is another program's.
+        CorruptStorage: it is damaged.
+        FormatVersionMismatch: another version wrote it.
+    """
+    manifest = _read_json(path)
+    if not isinstance(manifest, dict) or not str(manifest.get("format")).startswith("tallyroll."):
+        raise NotAStorage(
+            f"{path} does not describe a Tallyroll storage; another program wrote it. "
+            "Give the path of a storage."
+        )
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise FormatVersionMismatch(
+            f"{path.parent} is of format version {version}, and this Tallyroll reads version "
+            f"{FORMAT_VERSION}. Use the Tallyroll that wrote it."
+        )
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    if wrong:
+        raise CorruptStorage(
+            f"{path} lacks {', '.join(wrong)}, or they are of the wrong type. Restore it from a "
+            "copy."
+        )
+    return manifest
+
+
+def schema_of(manifest: Manifest, path: Path) -> Schema:
+    """The schema that the manifest at ``path`` declares.
+
+    Raises:
+        CorruptStorage: it declares none.
+    """
+    try:
+        return Schema.from_json(manifest.get("schema"))
+    except InvalidSchema as error:
+        raise CorruptStorage(f"the schema in {path} is damaged: {error} Restore it.") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise NotAStorage(
+            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. If its creation "
+            'was interrupted, mode="create" starts it anew.'
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptStorage(
+            f"{path} is not JSON any more ({error}): it is damaged. Restore it from a copy."
+        ) from error
+
+
+def write_aside(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Write JSON to a file beside ``path`` and rename it, so that ``path`` is always whole."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Return when the directory's entries are on the disk."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,125 @@
+"""A storage comes into being, or is opened: all of it, or nothing changed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from .commit import Header, header_bytes
+from .engine import Durability, Engine
+from .errors import NotAStorage
+from .format import Format
+from .lock import WriterLock
+from .manifest import Manifest, new_manifest, read_manifest, schema_crc, schema_of, write_aside
+from .schema import Schema
+
+__all__ = ["Opened", "create_new", "manifest_of", "open_existing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open storage: what moves its rows, and what its manifest said."""
+
+    engine: Engine
+    manifest: Manifest
+
+
+def manifest_of(format: Format) -> Manifest:
+    """The manifest at the format's path.
+
+    Raises:
+        StorageMissing: nothing is there.
+        NotAStorage: something else is there, another format for one.
+        CorruptStorage: it is damaged.
+    """
+    format.refuse_missing()
+    manifest = read_manifest(format.manifest_path)
+    if manifest["format"] != format.name:
+        raise NotAStorage(
+            f"{format.path} is of format {manifest['format']}, not {format.name}. "
+            "tallyroll.storage.open_storage(path) opens any format."
+        )
+    return manifest
+
+
+def open_existing(
+    format: Format, *, writable: bool, capacity: int = 0, durability: Durability = "process"
+) -> Opened:
+    """Open a storage, ``writable`` with the right to write and space for ``capacity`` rows.
+
+    Raises:
+        OpenError, CorruptStorage: it cannot be opened.
+        StorageFull: no space for that many rows.
+    """
+    manifest = manifest_of(format)
+    if not writable:
+        schema = schema_of(manifest, format.manifest_path)
+        return Opened(_start(format, schema, None, durability), manifest)
+    with ExitStack() as undo:
+        lock = WriterLock(format.lock_path)
+        undo.callback(lock.release)
+        # The writer before us may have changed it before we had the lock.
+        manifest = manifest_of(format)
+        engine = _start(format, schema_of(manifest, format.manifest_path), lock, durability)
+        undo.callback(engine.abandon)
+        engine.reserve_rows(capacity)
+        undo.pop_all()
+    return Opened(engine, manifest)
+
+
+def create_new(
+    format: Format,
+    schema: Schema,
+    runs: list[Any],
+    *,
+    id: str | None = None,
+    capacity: int = 0,
+    durability: Durability = "process",
+) -> Opened:
+    """Make a storage without rows. It is one from the moment that its manifest stands.
+
+    Raises:
+        OpenError: it cannot be made there.
+        InvalidSchema: the format cannot hold these columns.
+        StorageFull: no space for ``capacity`` rows.
+    """
+    format.check(schema)
+    format.refuse_existing()
+    made = not format.path.exists()
+    format.prepare()
+    manifest = new_manifest(format.name, schema, runs, id)
+    with ExitStack() as undo:
+        lock = WriterLock(format.lock_path)
+        undo.callback(lock.release)
+        # Another process may have created one before we had the lock.
+        format.refuse_existing()
+        undo.callback(_undo, format, made)
+        format.create(schema, header_bytes(schema_crc(schema)))
+        engine = _start(format, schema, lock, durability)
+        undo.callback(engine.abandon)
+        engine.reserve_rows(capacity)
+        write_aside(format.manifest_path, manifest, durable=durability == "power")
+        undo.pop_all()
+    return Opened(engine, manifest)
+
+
+def _start(
+    format: Format, schema: Schema, lock: WriterLock | None, durability: Durability
+) -> Engine:
+    writable = lock is not None
+    with ExitStack() as undo:
+        header = Header(format.header_path, schema_crc=schema_crc(schema), writable=writable)
+        undo.callback(header.close)
+        format.open(schema, writable=writable)
+        undo.callback(format.close)
+        engine = Engine(format, header, schema, lock=lock, durability=durability)
+        undo.pop_all()
+    return engine
+
+
+def _undo(format: Format, made: bool) -> None:
+    format.discard()
+    format.lock_path.unlink(missing_ok=True)
+    if made:
+        format.path.rmdir()

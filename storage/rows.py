@@ -1,0 +1,91 @@
+"""Batches as callers hand them over, taken apart into columns and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from .errors import InvalidSchema
+
+__all__ = ["Key", "array_of", "leaves", "nest", "require_dense", "spell"]
+
+Key: TypeAlias = tuple[str, ...]
+"""A nested key: the path of names from the root."""
+
+
+def spell(key: Key) -> str:
+    """A key for messages: ``next/observation``."""
+    return "/".join(key)
+
+
+def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
+    """The tensors of a nested TensorDict by key, depth first.
+
+    Raises:
+        InvalidSchema: a leaf is not a tensor.
+    """
+    found: dict[Key, torch.Tensor] = {}
+    for name, value in rows.items():
+        # Tensors first: asking for a collection costs ten times as much.
+        if isinstance(value, torch.Tensor):
+            found[(*prefix, name)] = value
+        elif isinstance(value, TensorDictBase) and is_tensor_collection(value):
+            found |= leaves(value, (*prefix, name))
+        else:
+            raise InvalidSchema(
+                f"column {spell((*prefix, name))} is {type(value).__name__}, and a storage holds "
+                "tensors only. Leave it out, or encode it as a tensor."
+            )
+    return found
+
+
+def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
+    """The leaf as an array on the CPU, without a copy where it lies there; bfloat16 as bits.
+
+    Raises:
+        InvalidSchema: the tensor is not dense.
+    """
+    if leaf.dtype is torch.bfloat16:
+        leaf = leaf.detach().view(torch.uint16)
+    try:
+        return leaf.numpy()
+    except (RuntimeError, TypeError):
+        # On another device, tracked by autograd, a lazily conjugated view, or not dense.
+        require_dense(key, leaf)
+        array: np.ndarray = leaf.numpy(force=True)
+        return array
+
+
+def require_dense(key: Key, leaf: torch.Tensor) -> None:
+    """Refuse sparse and nested tensors, and those on the meta device.
+
+    Raises:
+        InvalidSchema: it is one.
+    """
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
+        raise InvalidSchema(
+            f"column {spell(key)} is not a dense tensor with values. Convert it before writing."
+        )
+
+
+def nest(columns: Iterable[tuple[Key, torch.Tensor]], batch_size: Iterable[int]) -> TensorDict:
+    """A TensorDict whose every level has ``batch_size``."""
+    tree: dict[str, Any] = {}
+    for key, leaf in columns:
+        level = tree
+        for name in key[:-1]:
+            level = level.setdefault(name, {})
+        level[key[-1]] = leaf
+    return _tensordict(tree, torch.Size(batch_size))
+
+
+def _tensordict(tree: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
+    source = {
+        name: _tensordict(value, batch_size) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }
+    return TensorDict(source, batch_size=batch_size)

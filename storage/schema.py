@@ -1,0 +1,216 @@
+"""What a storage holds: named, typed columns. Pure; knows no files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from .errors import InvalidSchema
+from .rows import Key, leaves, require_dense, spell
+
+__all__ = ["Column", "Key", "Schema"]
+
+# NumPy has no bfloat16: such columns are stored, and handed out as arrays, as
+# the 16 bits that they are.
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.uint16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _NUMPY}
+_TORCH = {numpy: dtype for dtype, numpy in _NUMPY.items() if dtype is not torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: nested key, dtype, and the shape of one row's value.
+
+    Raises:
+        InvalidSchema: the dtype cannot be stored, a value has no bytes, or a
+            part of the key cannot be a name.
+    """
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        if self.dtype not in _NUMPY:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has dtype {self.dtype}; a storage holds "
+                f"{', '.join(_NAMES)}. Convert it before writing."
+            )
+        if min(self.shape, default=1) < 1:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has shape {list(self.shape)}, which holds no values. "
+                "Leave it out."
+            )
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without ``torch.``: ``"float32"``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of the column's arrays; ``uint16`` for bfloat16."""
+        return _NUMPY[self.dtype]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes that one row takes in this column."""
+        return self.numpy_dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The ordered columns of a storage.
+
+    Raises:
+        InvalidSchema: no columns, a key twice, or a key that is both a column
+            and a group of columns.
+    """
+
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        keys = self.keys
+        if not keys:
+            raise InvalidSchema("a storage needs at least one column and got none.")
+        if len(set(keys)) < len(keys):
+            twice = sorted({spell(key) for key in keys if keys.count(key) > 1})
+            raise InvalidSchema(f"columns named twice: {', '.join(twice)}.")
+        groups = {key[:depth] for key in keys for depth in range(1, len(key))}
+        for key in keys:
+            if key in groups:
+                raise InvalidSchema(
+                    f"{spell(key)} is both a column and a group of columns. Rename one."
+                )
+
+    @classmethod
+    def of(cls, rows: TensorDictBase | Mapping[Key, np.ndarray]) -> Schema:
+        """The schema of a batch: ``rows`` has the rows in its first dimension, [N, ...].
+
+        Raises:
+            InvalidSchema: something in it cannot be a column.
+        """
+        if isinstance(rows, TensorDictBase):
+            if not rows.batch_dims:
+                raise InvalidSchema(
+                    "a batch needs a batch size [N] and has []. Use unsqueeze(0) for one row."
+                )
+            return cls(tuple(_column_of_tensor(key, leaf) for key, leaf in leaves(rows).items()))
+        return cls(tuple(_column_of_array(key, array) for key, array in rows.items()))
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The columns' keys, in order."""
+        return tuple(column.key for column in self.columns)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes that one row takes in all columns."""
+        return sum(column.row_nbytes for column in self.columns)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A JSON value that `from_json` reads back."""
+        return [
+            {"key": list(column.key), "dtype": column.dtype_name, "shape": list(column.shape)}
+            for column in self.columns
+        ]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schema:
+        """The schema that `to_json` wrote.
+
+        Raises:
+            InvalidSchema: ``value`` is something else.
+        """
+        if not isinstance(value, list):
+            raise InvalidSchema(f"a schema is a list of columns, got {type(value).__name__}.")
+        return cls(tuple(_column_from_json(item) for item in value))
+
+    def differences(self, other: Schema) -> list[str]:
+        """How ``other`` differs from this schema, one sentence a difference. Order is none."""
+        wanted = {column.key: column for column in self.columns}
+        got = {column.key: column for column in other.columns}
+        found: list[str] = []
+        for key, column in wanted.items():
+            found += [f"{spell(key)} is missing"] if key not in got else _differ(column, got[key])
+        return found + [f"{spell(key)} is not a column here" for key in got if key not in wanted]
+
+
+def _differ(wanted: Column, got: Column) -> Iterable[str]:
+    if wanted.dtype != got.dtype:
+        yield f"{spell(wanted.key)} has dtype {got.dtype_name}, wanted {wanted.dtype_name}"
+    if wanted.shape != got.shape:
+        yield f"{spell(wanted.key)} has shape {list(got.shape)} a row, wanted {list(wanted.shape)}"
+
+
+def _check_key(key: Key) -> None:
+    if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
+        raise InvalidSchema(f"a column's key is a tuple of names, got {key!r}.")
+    for part in key:
+        if part in ("", ".", "..") or "/" in part or "\0" in part or not _is_utf8(part):
+            raise InvalidSchema(
+                f"{part!r} in column {key!r} cannot be a name: it is empty, '.', '..', holds '/' "
+                "or NUL, or is not valid Unicode. Rename it."
+            )
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _column_of_tensor(key: Key, leaf: torch.Tensor) -> Column:
+    require_dense(key, leaf)
+    return Column(key, leaf.dtype, tuple(leaf.shape[1:]))
+
+
+def _column_of_array(key: Any, array: np.ndarray) -> Column:
+    _check_key(key)
+    if not isinstance(array, np.ndarray) or not array.ndim:
+        raise InvalidSchema(
+            f"column {key!r} must be an array [N, ...], got {type(array).__name__}."
+        )
+    if array.dtype not in _TORCH:
+        raise InvalidSchema(
+            f"column {spell(key)} has dtype {array.dtype}; a storage holds {', '.join(_NAMES)}."
+        )
+    return Column(key, _TORCH[array.dtype], tuple(array.shape[1:]))
+
+
+def _column_from_json(item: Any) -> Column:
+    try:
+        key, dtype, shape = tuple(item["key"]), _NAMES[item["dtype"]], tuple(item["shape"])
+    except (KeyError, TypeError) as error:
+        raise InvalidSchema(f"not a column with key, dtype and shape: {item!r}.") from error
+    if not all(type(size) is int for size in shape):
+        raise InvalidSchema(f"not a shape of whole numbers: {item!r}.")
+    return Column(key, dtype, shape)

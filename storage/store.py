@@ -1,0 +1,321 @@
+"""Rows on disk: opened in a mode, written, read, closed. Knows nothing of replay buffers."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from .commit import check_record
+from .engine import Durability, Engine
+from .errors import InvalidSchema, NotInitialised, RowsMismatch, SchemaMismatch, StorageClosed
+from .format import Format
+from .indexing import resolve
+from .manifest import Manifest, run_of, write_aside
+from .opening import Opened, create_new, manifest_of, open_existing
+from .rows import Key, array_of, leaves, nest, spell
+from .schema import Column, Schema
+
+__all__ = ["Mode", "RowStore"]
+
+Mode: TypeAlias = Literal["create", "append", "read"]
+
+
+class RowStore:
+    """Rows on disk; the arguments are those of `DiskStorage`."""
+
+    _format_class: ClassVar[type[Format]]
+
+    # __del__ also runs after a constructor that raised.
+    _engine: Engine | None = None
+    _closed = True
+
+    def __init__(
+        self, path: str | os.PathLike[str], mode: Mode, capacity: int | None, durability: Durability
+    ) -> None:
+        _check_choice("mode", mode, ("create", "append", "read"))
+        _check_choice("durability", durability, ("process", "power"))
+        _check_capacity(capacity)
+        self.path = Path(path)
+        self.mode: Mode = mode
+        self._capacity, self._durability = capacity or 0, durability
+        self._format = self._format_class(Path(os.path.abspath(path)))
+        self._manifest: Manifest | None = None
+        self._staged: bytes | None = None
+        if mode == "create":
+            self._format.refuse_existing()
+        else:
+            self._take(open_existing(self._format, writable=mode == "append", **self._options))
+        self._closed = False
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"capacity": self._capacity, "durability": self._durability}
+
+    def _take(self, opened: Opened) -> None:
+        self._manifest, self._engine = opened.manifest, opened.engine
+
+    def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
+        """Make a new storage's files, or check that an existing one has these columns.
+
+        A run's entry, ``{**provenance, "first_row": rows so far}``, joins the
+        manifest. Nothing changes if this raises.
+
+        Raises:
+            SchemaMismatch: the storage has other columns; every difference is named.
+            InvalidSchema: the format cannot hold them.
+            InvalidProvenance: ``provenance`` is not JSON.
+            StorageFull: no room for ``capacity`` rows.
+        """
+        self._require_open()
+        run = run_of(self.head, provenance or {})
+        if self._engine is None:
+            self._create(schema, [run])
+            return
+        self._engine.require_writer()
+        if different := self._engine.schema.differences(schema):
+            raise SchemaMismatch(
+                f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
+                "was written; make the data fit, or create another storage."
+            )
+        self._write_runs([*self.manifest["runs"], run])
+
+    def _create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
+        self._take(create_new(self._format, schema, runs, id=id, **self._options))
+
+    def _write_runs(self, runs: list[Any]) -> None:
+        manifest = {**self.manifest, "runs": runs}
+        durable = self._durability == "power"
+        write_aside(self._format.manifest_path, manifest, durable=durable)
+        self._manifest = manifest
+
+    def close(self) -> None:
+        """Trim the files to the committed rows and let the next writer in. Twice is harmless."""
+        engine, self._engine, self._closed = self._engine, None, True
+        if engine is not None:
+            engine.close()
+
+    def flush(self) -> None:
+        """Return when all committed rows are on the disk and shown to other libraries."""
+        self._require_open()
+        if self._engine is not None:
+            self._engine.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        engine = self._engine
+        if engine is not None:
+            if engine.owns_lock:
+                warnings.warn(
+                    f"unclosed storage {self.path}", ResourceWarning, stacklevel=2, source=self
+                )
+            self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StorageClosed(f"{self.path} was closed. Open it again.")
+
+    def _running(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            self._require_open()
+            raise NotInitialised(
+                f"{self.path} has no rows and no schema yet. Call initialise(schema), or write "
+                "rows first."
+            )
+        return engine
+
+    @property
+    def head(self) -> int:
+        """Rows ever committed."""
+        if self._engine is None:
+            self._require_open()
+            return 0
+        return self._engine.head
+
+    def __len__(self) -> int:
+        return self.head
+
+    @property
+    def schema(self) -> Schema:
+        """The columns."""
+        return self._running().schema
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the storage is, what it holds, and the runs that wrote it."""
+        self._running()
+        if self._manifest is None or self.mode == "read":
+            self._manifest = manifest_of(self._format)
+        return self._manifest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the committed rows."""
+        return self.head * self.schema.row_nbytes if self.head else 0
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest intact record: the rows committed when it was written, and its payload."""
+        self._require_open()
+        return None if self._engine is None else self._engine.record
+
+    def extend(
+        self,
+        rows: TensorDictBase | Mapping[Key, np.ndarray],
+        *,
+        record: bytes | None = None,
+    ) -> range:
+        """Write rows behind the last one and commit them; returns their numbers.
+
+        Args:
+            rows: a TensorDict [N], on any device, or one array [N, ...] for each
+                column by its key. The first rows of a new storage decide its schema.
+            record: a payload that becomes `record` with the same commit.
+
+        Raises:
+            WriteError: refused, with nothing written (its subclasses say why).
+        """
+        return self._append(self._arrays(rows), record)
+
+    def put_record(self, payload: bytes) -> None:
+        """Commit a record without rows.
+
+        Raises:
+            RecordTooLarge: beyond its slot.
+            NotInitialised: a new storage without schema has no place for it yet.
+        """
+        self._running().put_record(payload)
+        self._staged = None
+
+    def stage_record(self, payload: bytes) -> None:
+        """Keep a record that the next commit writes, whoever makes it.
+
+        Raises:
+            RecordTooLarge: beyond its slot.
+        """
+        self._require_open()
+        check_record(payload)
+        self._staged = bytes(payload)
+
+    def _append(self, arrays: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
+        span = self._running().append(arrays, self._staged if record is None else record)
+        self._staged = None
+        return span
+
+    def _arrays(self, rows: Any, *, without: Key | None = None) -> Mapping[Key, np.ndarray]:
+        if type(rows) is not dict and isinstance(rows, TensorDictBase):
+            return self._arrays_of(rows, without)
+        if not isinstance(rows, Mapping):
+            raise RowsMismatch(
+                f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
+            )
+        if self._engine is None:
+            self.initialise(Schema.of(rows))
+        return rows
+
+    def _arrays_of(self, rows: TensorDictBase, without: Key | None) -> dict[Key, np.ndarray]:
+        if not rows.batch_dims:
+            raise RowsMismatch("rows have a batch size [N], got []. Use unsqueeze(0) for one row.")
+        try:
+            found = leaves(rows)
+            if without is not None:
+                found.pop(without, None)
+            if self._engine is None:
+                self.initialise(Schema.of(nest(found.items(), rows.batch_size[:1])))
+            arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
+        except InvalidSchema as error:
+            if self._engine is None:
+                raise
+            raise RowsMismatch(f"these rows do not fit {self.path}: {error}") from error
+        if self._sixteen_bits:
+            self._check_sixteen_bits(found)
+        return arrays
+
+    @cached_property
+    def _sixteen_bits(self) -> list[Column]:
+        return [column for column in self.schema.columns if column.numpy_dtype == np.uint16]
+
+    def _check_sixteen_bits(self, found: dict[Key, torch.Tensor]) -> None:
+        # bfloat16 and uint16 are the same array: tell them apart while they are tensors.
+        for column in self._sixteen_bits:
+            if column.key in found and (got := found[column.key].dtype) != column.dtype:
+                raise RowsMismatch(
+                    f"these rows do not fit {self.path}: {spell(column.key)} has {got}, wanted "
+                    f"{column.dtype}. Nothing was written."
+                )
+
+    def column(self, key: str | Key) -> np.ndarray:
+        """The committed rows of one column, [head, ...], read-only and without a copy.
+
+        bfloat16 comes as the ``uint16`` of its bits.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        key = (key,) if isinstance(key, str) else key
+        engine = self._running()
+        if key not in engine.schema:
+            names = ", ".join(map(spell, engine.schema.keys))
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+        return engine.committed()[engine.schema.keys.index(key)]
+
+    def get(self, index: Any) -> TensorDict:
+        """Rows by number: int, slice, range, list, array or tensor of ints, or one bool a row.
+
+        An int gives one row, batch size []; row numbers of shape S give new
+        tensors, batch size S; a slice gives views of the files, batch size [n],
+        nothing read until it is used. What is written to such a view stays in
+        this process.
+
+        Raises:
+            IndexOutOfRange: a row that is not there.
+        """
+        engine = self._running()
+        where = resolve(index, engine.head)
+        if isinstance(where, slice):
+            return self._nest([view[where] for view in engine.views()])
+        if isinstance(where, int):
+            return self._nest(engine.take(np.array([where])))[0]
+        return self._nest(engine.take(where), where.shape)
+
+    def _nest(self, arrays: list[np.ndarray], batch: tuple[int, ...] | None = None) -> TensorDict:
+        columns = self.schema.columns
+        tensors = (torch.from_numpy(array) for array in arrays)
+        found = (
+            (column.key, tensor.view(column.dtype) if column.dtype is torch.bfloat16 else tensor)
+            for column, tensor in zip(columns, tensors, strict=True)
+        )
+        return nest(found, (len(arrays[0]),) if batch is None else batch)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.head} rows"
+        return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {state})"
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_capacity(capacity: object) -> None:
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        raise ValueError(f"capacity is a positive number of rows or None, got {capacity!r}.")

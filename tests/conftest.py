@@ -1,0 +1,83 @@
+"""What holds for every test: one thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SHM = Path("/dev/shm")
+GRACE_SECONDS = 5.0
+# Helpers of Python and torch: started on first use, they live as long as the interpreter.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+
+
+def _children() -> dict[int, psutil.Process]:
+    """Living descendants of this process by id, without the helpers."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            is_helper = any(name in " ".join(child.cmdline()) for name in HELPERS)
+            if not is_helper and child.status() != psutil.STATUS_ZOMBIE:
+                found[child.pid] = child
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _shared_files() -> set[str]:
+    """Names in /dev/shm."""
+    return {path.name for path in SHM.iterdir()} if SHM.is_dir() else set()
+
+
+def _used_elsewhere(name: str) -> bool:
+    """Whether another program maps the file (our own has no children left).
+
+    Told by inode: a semaphore is mapped under another name than the one it has in the end.
+    """
+    try:
+        inode = (SHM / name).stat().st_ino
+    except FileNotFoundError:
+        return True
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines() if maps.parent.name != str(os.getpid()) else []
+        except OSError:
+            continue
+        if any(f" {SHM}/" in line and line.split()[4] == str(inode) for line in lines):
+            return True
+    return False
+
+
+def _leftover_files(before: set[str]) -> list[str]:
+    new = _shared_files() - before
+    if new:
+        gc.collect()  # tensors in cycles hold their file until then
+        new = _shared_files() - before
+    return sorted(name for name in new if not _used_elsewhere(name))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After each test: no new child process, no new file in /dev/shm."""
+    children, files = _children(), _shared_files()
+    yield
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (left := _children().keys() - children.keys()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    lines = []
+    for pid, child in _children().items():
+        if pid in left:
+            lines.append(f"{pid}: {' '.join(child.cmdline())}")
+            child.kill()
+    assert not lines, "child processes are left:\n" + "\n".join(lines)
+    left_files = _leftover_files(files)
+    assert not left_files, f"files are left in {SHM}: {left_files}"
