@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import gymnasium as gym
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from common import Contender, Tally
 from gymnasium.vector import AutoresetMode, VectorEnv
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,11 +166,20 @@ class RawPolicy(RawLoop):
         self.observation = observation
 
 
+def make_raw(work: Work, policy: TensorDictModule | None) -> RawLoop:
+    """Return the reference: random actions or the policy, with nothing around them."""
+    return RawRandom(work) if policy is None else RawPolicy(work, policy)
+
+
 def count_reset_share(loop: RawLoop, blocks: int) -> float:
-    """Return the share of slots that are resets, looked at one by one in ``blocks`` blocks."""
+    """Return the share of slots that are resets, looked at one by one in ``blocks`` blocks.
+
+    The loop is used up: an environment whose ``step`` was replaced once stays a few per cent
+    slower for good (its attributes leave the interpreter's fast path), so it must not be timed.
+    """
     step, ended, slots = loop.env.step, 0, 0
 
-    def counted(action: np.ndarray) -> tuple[np.ndarray, ...]:
+    def counted(action: np.ndarray) -> tuple[Any, ...]:
         nonlocal ended, slots
         result = step(action)
         ended += int(np.count_nonzero(result[2] | result[3]))
@@ -179,6 +189,7 @@ def count_reset_share(loop: RawLoop, blocks: int) -> float:
     with patch.object(loop.env, "step", counted):
         for _ in range(blocks):
             loop.advance()
+    loop.close()
     return ended / slots
 
 
@@ -186,13 +197,17 @@ class Tallyroll(Contender):
     """``SyncCollector``, its batches dropped; with a path, every row goes to disk as well."""
 
     def __init__(
-        self, work: Work, policy: TensorDictModule | None, storage: Path | None = None
+        self,
+        work: Work,
+        policy: TensorDictModule | None,
+        storage: Path | None = None,
+        env: VectorEnv | None = None,
     ) -> None:
-        """Build a collector without an end on the same kind of environment."""
+        """Build a collector without an end on ``env``, by default the case's own."""
         self.name = "tallyroll" if storage is None else "tallyroll + MemmapStorage"
         self.lanes = work.case.lanes
         self.collector = SyncCollector(
-            GymnasiumVectorEnv(make_vector_env(work.case)),
+            GymnasiumVectorEnv(env or make_vector_env(work.case)),
             policy,
             frames_per_batch=work.case.frames,
             total_frames=-1,
@@ -220,10 +235,10 @@ class Tallyroll(Contender):
 
 def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> list[Contender]:
     """Return the raw loops of this work, the reference first, with their reset slots known."""
-    loops: list[RawLoop] = (
-        [RawRandom(work), RawSample(work)] if policy is None else [RawPolicy(work, policy)]
-    )
-    share = count_reset_share(loops[0], blocks)
+    share = count_reset_share(make_raw(work, policy), blocks)
+    loops = [make_raw(work, policy)]
+    if policy is None:
+        loops.append(RawSample(work))
     for loop in loops:
         loop.reset_share = share
     return list(loops)

@@ -17,6 +17,7 @@ from pathlib import Path
 from common import console, prepare, print_setting
 from loops import Case, make_vector_env
 from rich.table import Table
+
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 
 CASE = Case("native64", lanes=64, native=True, frames=16384)

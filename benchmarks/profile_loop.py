@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import loops
 from collect import CASES, POLICIES
 from common import console, play_round, prepare, print_setting
-from loops import Tallyroll, Work, make_policy
+from gymnasium.vector import VectorEnv, VectorWrapper
+from loops import Tallyroll, Work, make_policy, make_vector_env
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -45,24 +45,30 @@ class Clock:
         return timed
 
 
+class ClockedEnv(VectorWrapper):
+    """A vector environment with a clock around its step.
+
+    A wrapper, because replacing ``step`` on the environment itself would slow it down.
+    """
+
+    def __init__(self, env: VectorEnv, clock: Clock) -> None:
+        """Wrap ``env``."""
+        super().__init__(env)
+        self.timed_step = clock.around(env.step)
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        """Step the environment while the clock runs."""
+        return self.timed_step(actions)
+
+
 def collector_with_clocks(work: Work, path: Path | None) -> tuple[Tallyroll, Clock, Clock]:
     """Build Tallyroll with one clock around the environment's step and one around the policy."""
     env_clock, policy_clock = Clock(), Clock()
-    plain = loops.make_vector_env
-
-    def make_clocked(case: loops.Case) -> Any:
-        env = plain(case)
-        env.step = env_clock.around(env.step)
-        return env
-
     policy = make_policy(work.policy)
     if policy is not None:
         policy.forward = policy_clock.around(policy.forward)
-    loops.make_vector_env = make_clocked
-    try:
-        return Tallyroll(work, policy, path), env_clock, policy_clock
-    finally:
-        loops.make_vector_env = plain
+    env = ClockedEnv(make_vector_env(work.case), env_clock)
+    return Tallyroll(work, policy, path, env), env_clock, policy_clock
 
 
 def print_shares(work: Work, path: Path | None, seconds: float) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from common import Contender, Tally, console, interleave, prepare, print_results, print_setting
-from tallyroll.collector import split_trajectories
 from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories as torchrl_split_trajectories
+
+from tallyroll.collector import split_trajectories
 
 if TYPE_CHECKING:
     from collections.abc import Callable

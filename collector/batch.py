@@ -103,9 +103,7 @@ def merge(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     order = torch.from_numpy(np.argsort(joined[LANE].numpy(), kind="stable"))
-    return {
-        key: column.index_select(0, order.to(column.device)) for key, column in joined.items()
-    }
+    return {key: column.index_select(0, order.to(column.device)) for key, column in joined.items()}
 
 
 def cut_flags(rows: Rows) -> NDArray[np.bool_]:
@@ -147,5 +145,3 @@ def as_tensordict(rows: Mapping[Key, torch.Tensor], device: torch.device | None)
         count = len(column)
     td = TensorDict(nested, batch_size=[count])
     return td if device is None else td.to(device)
-
-

@@ -63,7 +63,8 @@ class Ledger:
         if self.executed != accounted:
             raise LedgerError(
                 "executed = stored + discarded + carried + lost does not hold: "
-                f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + {self.lost}"
+                f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + "
+                f"{self.lost}"
             )
         negative = {name: count for name, count in self.counts().items() if count < 0}
         if negative:
@@ -71,7 +72,7 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Every count by name."""
-        return {name: count for name, count in self.as_dict().items() if name not in _NOT_COUNTS}
+        return {name: count for name, count in vars(self).items() if name not in _NOT_COUNTS}
 
     def as_dict(self) -> dict[str, Any]:
         """The counts, the seed and the versions: what a report of the run needs."""

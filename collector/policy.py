@@ -74,10 +74,11 @@ class Policy:
         if weights is not None:
             if not isinstance(self.source, nn.Module):
                 raise ArgumentError("this policy is a plain callable: it has no weights to replace")
-            state = weights
-            if is_tensor_collection(weights):
-                state = dict(weights.flatten_keys(".").items())
-            self.source.load_state_dict(state, strict=not is_tensor_collection(weights))
+            if isinstance(weights, TensorDictBase):
+                flat = dict(weights.flatten_keys(".").items())
+                self.source.load_state_dict(flat, strict=False)
+            else:
+                self.source.load_state_dict(weights)
         if self.module is not self.source:
             assert isinstance(self.source, nn.Module) and isinstance(self.module, nn.Module)
             self.module.load_state_dict(self.source.state_dict())
@@ -184,7 +185,7 @@ def next_keys(columns: Mapping[Key, Column]) -> list[Key]:
 def generators_restored() -> Iterator[None]:
     """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
     saved = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
         yield
     finally:
@@ -198,5 +199,3 @@ def generators_restored() -> Iterator[None]:
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-

@@ -30,7 +30,7 @@ from tallyroll.collector.keys import (
     dotted,
 )
 from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.policy import Policy
+from tallyroll.collector.policy import Policy, PolicyFn
 from tallyroll.collector.random_actions import RandomActions, block_draw
 from tallyroll.collector.slab import Array, Column, Slab
 from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major, next_step_transitions
@@ -215,8 +215,9 @@ class Rollout(ABC):
         """Step at least once and at most as often as surely needed."""
         start = self._used
         steps = min(ceil(missing / self.lanes), self.slab.slots - start)
-        if self.gate is not None and self.gate.all_started:
-            steps = 1
+        if self.gate is not None:
+            # What is stepped beyond the last episode of the budget would be wasted.
+            steps = min(steps, 8 if 0 < self.gate.started < self.gate.total else 1)
         stepped = self.lanes
         if self._surplus == "never_step":
             stepped = min(missing, self.lanes)
@@ -305,6 +306,8 @@ class InPlaceRollout(Rollout):
         self._action_array = self.slab.array(self._action)
         self._draw = None if self._random.masked else block_draw(self.env.action_spec)
         self._pending = np.zeros(self.lanes, np.bool_)
+        self._terminated = self.slab.array(TERMINATED)[..., 0]
+        self._truncated = self.slab.array(TRUNCATED)[..., 0]
         keys = (self._action, *self._extra)
         self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
 
@@ -319,6 +322,11 @@ class InPlaceRollout(Rollout):
 
     def _upcoming(self) -> NDArray[np.bool_]:
         return ~self._pending
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, lane]``, the environment reported an end in this slot."""
+        ended: Mask = self._terminated[start:stop] | self._truncated[start:stop]
+        return ended
 
     def _transitions(self, start: int, stop: int) -> Mask:
         if not self.env.has_reset_slots:
@@ -468,7 +476,7 @@ class CopyRollout(Rollout):
         random = self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION
         self._steps(at, at + 1, self._random if random or self.policy is None else self.policy)
 
-    def _steps(self, start: int, stop: int, act: RandomActions | Policy) -> None:
+    def _steps(self, start: int, stop: int, act: PolicyFn) -> None:
         td = self._td
         assert td is not None
         random = act is self._random

@@ -79,7 +79,9 @@ class Sink:
             return None
         runs = self.storage.manifest["runs"]
         if not runs:
-            raise StateError(f"{self.storage.path} holds no run of a collector: append to it instead")
+            raise StateError(
+                f"{self.storage.path} holds no run of a collector: append to it instead"
+            )
         last = runs[-1]
         if last.get("seed") is None or "first_row_of_run" not in last:
             raise StateError(
@@ -172,11 +174,9 @@ def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:
 
 def _same_source(last: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """A continued run keeps its environment."""
-    before, after = last.get("environment"), now["environment"]
+    before, after = last.get("environment", {}), now["environment"]
     if before != after:
-        names = sorted(
-            name for name in {*before, *after} if before.get(name) != after.get(name)
-        )
+        names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
         raise StateError(
             "the run to be continued was made by another environment: "
             + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)

@@ -68,9 +68,12 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32], NDArra
         ``index`` into the flattened ``[time * lane]`` slots, the ``lane`` of each row (int32),
         and the number of rows of each lane ``[lane]``.
     """
-    lane, time = np.nonzero(taken.T)
-    index = time * taken.shape[1] + lane
-    return index, lane.astype(np.int32), taken.sum(axis=0)
+    slots, lanes = taken.shape
+    per_lane = taken.sum(axis=0)
+    lane = np.repeat(np.arange(lanes, dtype=np.int32), per_lane)
+    flat = np.flatnonzero(taken.T)  # lane * slots + time
+    index = (flat - lane * slots) * lanes + lane
+    return index, lane, per_lane
 
 
 def starts(transitions: Mask, ended: Mask, fresh: Mask) -> Mask:

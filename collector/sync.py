@@ -28,7 +28,6 @@ from tallyroll.collector.envs.make import (
     CreateEnv,
     can_step_part,
     chain,
-    loses_finals,
     make_env,
     with_recurrent_states,
     with_time_limit,
@@ -36,7 +35,7 @@ from tallyroll.collector.envs.make import (
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.episodes import EpisodeLog
 from tallyroll.collector.errors import ArgumentError, StateError
-from tallyroll.collector.keys import RANDOM_VERSION, STEP, TERMINATED, Key
+from tallyroll.collector.keys import POLICY_VERSION, RANDOM_VERSION, STEP, TERMINATED
 from tallyroll.collector.lanes import LaneState, Numbers, driver_seed, lane_seed
 from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.policy import Policy, PolicyFn
@@ -157,8 +156,15 @@ class SyncCollector:
         self.env: EnvBase = made.env
         try:
             self._prepare(
-                policy, seed, total_episodes, env_device, policy_device, max_frames_per_traj,
-                init_random_frames, validate, made.description,
+                policy,
+                seed,
+                total_episodes,
+                env_device,
+                policy_device,
+                max_frames_per_traj,
+                init_random_frames,
+                validate,
+                made.description,
             )
         except BaseException:
             self.shutdown()
@@ -308,7 +314,7 @@ class SyncCollector:
         at = numbers.end_row
         self.ledger.episodes_complete += len(at)
         if len(at):
-            version = self._rollout.slab.version[: block.used].reshape(-1)[block.index]
+            version = rows[POLICY_VERSION].numpy()
             self.episodes.extend(
                 numbers.traj_ids[at],
                 block.lane[at],
@@ -354,7 +360,7 @@ class SyncCollector:
         ledger, count = self.ledger, len(rows[STEP])
         ledger.stored += count
         if self._policy is not None:
-            version = rows[("collector", "policy_version")]
+            version = rows[POLICY_VERSION]
             ledger.random += int((version == RANDOM_VERSION).sum())
         if isinstance(self.frame_skip, int):
             ledger.ticks += count * self.frame_skip
@@ -365,7 +371,7 @@ class SyncCollector:
         ledger.carried = ledger.executed - ledger.stored - ledger.discarded - ledger.lost
         ledger.check()
 
-    # --- ends, cuts and errors ----------------------------------------------------------------------
+    # --- ends, cuts and errors ------------------------------------------------------------------
 
     def _restart_lanes(self) -> int:
         everywhere = np.ones(self.lanes, np.bool_)
@@ -430,7 +436,7 @@ class SyncCollector:
         """Shut down."""
         self.shutdown()
 
-    # --- policy, seeds, state -------------------------------------------------------------------------
+    # --- policy, seeds, state -------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:

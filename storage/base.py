@@ -34,7 +34,8 @@ class DiskStorage(RowStore, Storage):
         mode: ``"create"`` refuses an existing one, and writes nothing until the
             schema is known; ``"append"`` goes on behind the last row;
             ``"read"`` never writes.
-        capacity: rows to reserve space for at once. It grows beyond them.
+        capacity: rows to reserve space for at once, those that are there included.
+            The storage grows beyond them.
         durability: what committed rows survive: ``"process"``, the death of any
             process; ``"power"``, a power cut too, at the price of waiting for
             the disk in every commit.
@@ -56,7 +57,9 @@ class DiskStorage(RowStore, Storage):
         capacity: int | None = None,
         durability: Durability = "process",
     ) -> None:
-        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max)
+        # Compilable, for otherwise it makes two semaphores that outlive a killed process,
+        # for counts that we take from the header.
+        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
         RowStore.__init__(self, path, mode, capacity, durability)
 
     def extend(
@@ -93,7 +96,7 @@ class DiskStorage(RowStore, Storage):
             face.check_cursor(self, rows, set_cursor)
             data = face.as_batch(data, single=isinstance(cursor, int))
             arrays = self._arrays(data, without=face.writers_index(self))
-            count = len(next(iter(arrays.values())))
+            count = len(next(iter(arrays.values()), rows))
             if count != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {count} given.")
             self._append(arrays)

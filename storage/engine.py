@@ -57,7 +57,7 @@ class Engine:
         self._mutex = threading.RLock()
         self._keys = schema.keys
         self._dtypes = [column.numpy_dtype for column in schema.columns]
-        self._count = 0
+        self._count = -1
         self._shapes: list[tuple[int, ...]] = []
         self._views: list[np.ndarray] | None = None
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
@@ -94,8 +94,9 @@ class Engine:
 
         Returns the rows' numbers. Raises a `WriteError` with nothing changed.
         """
+        # Before the mutex: a thread that held it may not exist in a forked child.
+        self.require_writer()
         with self._mutex:
-            self.require_writer()
             arrays = self._checked(rows)
             if record is not None:
                 check_record(record)
@@ -120,8 +121,8 @@ class Engine:
 
     def put_record(self, record: bytes) -> None:
         """Commit a record without rows."""
+        self.require_writer()
         with self._mutex:
-            self.require_writer()
             self._header.write_record(record, self._header.head)
             if self._power:
                 self._header.sync()
@@ -263,14 +264,18 @@ class Engine:
 
     def close(self) -> None:
         """Trim the files to the committed rows, and let go of everything."""
-        with self._mutex, ExitStack() as exits:
+        with ExitStack() as exits:
             if self._lock is not None:
                 exits.callback(self._lock.release)
             exits.callback(self._format.close)
             exits.callback(self._header.close)
             if self.owns_lock:
-                self._format.trim(self.head)
-                self._format.publish(self.head)
-                if self._power:
-                    self._format.sync()
-                    self._header.sync()
+                self._leave()
+
+    def _leave(self) -> None:
+        with self._mutex:
+            self._format.trim(self.head)
+            self._format.publish(self.head)
+            if self._power:
+                self._format.sync()
+                self._header.sync()

@@ -13,7 +13,7 @@ __all__ = ["consecutive", "resolve"]
 
 
 def resolve(index: Any, length: int) -> int | slice | np.ndarray:
-    """An index as a row number, a slice, or an int64 array of row numbers of any shape.
+    """An index as a row number, a forward slice, or an int64 array of row numbers of any shape.
 
     Integers may be negative, as in a list. Booleans select rows and must be
     one for each.
@@ -30,7 +30,7 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
             )
         index = index[0]
     if isinstance(index, slice):
-        return slice(*index.indices(length))
+        return _forward(*index.indices(length))
     if isinstance(index, range):
         index = np.arange(index.start, index.stop, index.step)
     elif isinstance(index, torch.Tensor):
@@ -44,6 +44,11 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
         )
     rows = _within(array.astype(np.int64, copy=False), length)
     return int(rows) if rows.ndim == 0 else rows
+
+
+def _forward(start: int, stop: int, step: int) -> slice | np.ndarray:
+    # Tensors have no negative strides: rows in reverse are gathered.
+    return slice(start, stop, step) if step > 0 else np.arange(start, stop, step)
 
 
 def _selected(mask: np.ndarray, length: int) -> np.ndarray:

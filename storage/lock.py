@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from pathlib import Path
@@ -62,8 +63,9 @@ class WriterLock:
                 f"the file system of {path} cannot lock files ({error.strerror}), and without "
                 "locks two writers would destroy each other's rows. Use a local file system."
             ) from error
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        # In place, and a courtesy: a full disk shall not keep a writer out.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
 
     def release(self) -> None:
         """Let the next writer in."""

@@ -268,10 +268,13 @@ class MemmapFormat(Format):
                     "it from a copy."
                 )
         room = min(size // c.row_nbytes for size, c in zip(sizes, self._columns, strict=True))
-        return [
-            _map_column(file, column, room, access)
-            for file, column in zip(self._files, self._columns, strict=True)
-        ]
+        try:
+            return [
+                _map_column(file, column, room, access)
+                for file, column in zip(self._files, self._columns, strict=True)
+            ]
+        except OSError as error:
+            raise self._failed(error, 0) from error
 
     def publish(self, rows: int) -> None:
         """Write tensordict's metadata for ``rows`` rows, the root last."""

@@ -29,7 +29,7 @@ _REFUSED = {
 }
 
 
-class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
+class GymnasiumVectorEnv(EnvBase):
     """A TorchRL environment over a ``gymnasium.vector.VectorEnv``.
 
     Observations: Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple of them; a plain
@@ -152,7 +152,7 @@ class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
         return tuple(leaf.key for leaf in self._leaves) + tuple((n,) for n in self._infos.names)
 
     def seed_lanes(self, seeds: Sequence[int]) -> None:
-        """Seed every lane at the next full reset (an environment that takes one seed: the first)."""
+        """Seed every lane at the next full reset (where one seed is taken, the first)."""
         if len(seeds) != self.batch_size[0]:
             raise ArgumentError(f"wanted {self.batch_size[0]} seeds, one a lane, got {len(seeds)}")
         self._seeds = [int(seed) for seed in seeds]
@@ -174,9 +174,31 @@ class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
         treated as TorchRL's own environments treat it.
         """
         slot: Slot | None = getattr(tensordict, "slot", None)
-        if slot is not None:
-            self._step_into(slot)
-            return slot.td, slot.next_td
+        if slot is None:
+            return self._step_and_maybe_reset_copied(tensordict)
+        action = slot.action.copy() if self._copy_action else slot.action
+        obs, reward, terminated, truncated, info = self._vec_step(action)
+        plain = self._plain
+        if plain is None:
+            self._write(slot.next_obs, obs, info)
+        else:
+            if obs.shape != plain[0] or obs.dtype is not plain[1]:
+                self._check_leaf(0, obs)
+            slot.next_obs[0][...] = obs
+        slot.reward[...] = reward
+        slot.terminated[...] = terminated
+        slot.truncated[...] = truncated
+        if self._finish is not None:
+            for root, after in zip(slot.root_obs, slot.next_obs, strict=True):
+                root[...] = after
+            ended = terminated | truncated
+            if ended.any():
+                self._finish(slot, ended, info)
+        return slot.td, slot.next_td
+
+    def _step_and_maybe_reset_copied(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         if self.marks_transitions:
             tensordict = self.step(tensordict)
             return tensordict, self._reset_flags(self._step_mdp(tensordict))
@@ -188,9 +210,7 @@ class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
         self._vec_step = self._vec.step
         # A discrete action reaches each sub-environment as a number; an array is handed over
         # as a copy, for an environment may keep it or write to it.
-        self._copy_action = not (
-            type(self._vec) is SyncVectorEnv and len(self._action.shape) == 1
-        )
+        self._copy_action = not (type(self._vec) is SyncVectorEnv and len(self._action.shape) == 1)
         plain = len(self._leaves) == 1 and not self._leaves[0].path and not self._infos.names
         self._plain = (self._leaves[0].shape, self._leaves[0].dtype) if plain else None
         finish: dict[AutoresetMode, Callable[..., None]] = {
@@ -198,26 +218,6 @@ class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
             AutoresetMode.DISABLED: self._finish_by_mask,
         }
         self._finish = self._finish_by_mask if self._avoid else finish.get(self.autoreset)
-
-    def _step_into(self, slot: Slot) -> None:
-        action = slot.action.copy() if self._copy_action else slot.action
-        obs, reward, terminated, truncated, info = self._vec_step(action)
-        if self._plain is not None:
-            shape, dtype = self._plain
-            if obs.shape != shape or obs.dtype != dtype:
-                self._check_leaf(0, obs)
-            slot.next_obs[0][...] = obs
-        else:
-            self._write(slot.next_obs, obs, info)
-        slot.reward[...] = reward
-        slot.terminated[...] = terminated
-        slot.truncated[...] = truncated
-        if self._finish is not None:
-            for root, after in zip(slot.root_obs, slot.next_obs, strict=True):
-                root[...] = after
-            ended = terminated | truncated
-            if ended.any():
-                self._finish(slot, ended, info)
 
     def _write(self, rows: Sequence[Array], obs: Any, info: Mapping[str, Any]) -> None:
         for index, get in enumerate(self._getters):
@@ -258,7 +258,7 @@ class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
                 "use NEXT_STEP or DISABLED"
             )
         finals = info["final_obs"]
-        for lane in np.nonzero(ended)[0]:
+        for lane in np.nonzero(ended)[0].tolist():
             final = finals[lane] if not isinstance(finals, Mapping) else None
             for index, get in enumerate(self._getters):
                 value = get(finals)[lane] if final is None else get(final)
@@ -285,11 +285,12 @@ class GymnasiumVectorEnv(EnvBase):  # type: ignore[misc]
         Only where :attr:`can_step_part` holds.
         """
         if lanes == self.batch_size[0]:
-            self._step_into(slot)
+            self.step_and_maybe_reset(slot.td)
             return
         for after, root, seen in zip(slot.next_obs, slot.root_obs, slot.seen_obs, strict=True):
             after[lanes:] = seen[lanes:]
             root[lanes:] = seen[lanes:]
+        assert isinstance(self._vec, SyncVectorEnv)
         for lane, env in enumerate(self._vec.envs[:lanes]):
             obs, reward, terminated, truncated, info = env.step(slot.action[lane].copy())
             self._write_lane(slot.next_obs, lane, obs, info)

@@ -86,7 +86,7 @@ class InfoColumns:
             return
         have = lanes & np.asarray(info.get(f"_{name}", True))
         value = info[name]
-        if getattr(value, "dtype", None) == object:
+        if isinstance(value, np.ndarray) and value.dtype.kind == "O":
             for lane in np.nonzero(have)[0]:
                 row[lane] = value[lane]
         else:
@@ -96,7 +96,7 @@ class InfoColumns:
 def _dense(value: Any) -> Array | None:
     """A vector info entry as a numeric array ``[lane, ...]``, or None where it is not one."""
     array = np.asarray(value)
-    if array.dtype == object:
+    if array.dtype.kind == "O":
         present = [np.asarray(entry) for entry in array if entry is not None]
         if not present or any(entry.shape != present[0].shape for entry in present):
             return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import gymnasium
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
@@ -15,7 +15,7 @@ from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.keys import as_key
 
-CreateEnv = str | EnvBase | Callable[[], EnvBase]
+CreateEnv: TypeAlias = str | EnvBase | VectorEnv | Callable[[], EnvBase | VectorEnv]
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,12 @@ def make_env(
 
 def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequence[str]) -> Made:
     try:
-        gymnasium.spec(env_id.split(":")[-1]) if ":" not in env_id else None
 
         def make() -> gymnasium.Env[Any, Any]:
             return gymnasium.make(env_id, **kwargs)
 
         # Observations are copied into the slab, so that the vector need not copy them before.
-        vector = SyncVectorEnv(
-            [make] * lanes, copy=False, autoreset_mode=AutoresetMode.DISABLED
-        )
+        vector = SyncVectorEnv([make] * lanes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     except gymnasium.error.Error as error:
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
     except TypeError as error:
@@ -105,12 +102,12 @@ def _describe(env: EnvBase) -> dict[str, Any]:
         name = type(base.vector_env.unwrapped).__name__
         described: dict[str, Any] = {"id": spec.id if spec else None, "type": name}
     else:
-        described = {"id": getattr(base, "env_name", None), "type": type(base).__name__}
-    transforms = [type(t).__name__ for e in bases if isinstance(e, TransformedEnv) for t in _each(e)]
+        described = {"id": base.__dict__.get("env_name"), "type": type(base).__name__}
+    transforms = [type(each).__name__ for outer in bases[:-1] for each in _transforms(outer)]
     return described | ({"transforms": transforms} if transforms else {})
 
 
-def _each(env: TransformedEnv) -> list[Any]:
+def _transforms(env: TransformedEnv) -> list[Any]:
     transform = env.transform
     return list(transform) if isinstance(transform, Compose) else [transform]
 
@@ -133,8 +130,8 @@ def refuse(env: EnvBase) -> None:
     if "done" not in env.done_spec.keys(True, True):
         raise EnvironmentRefused(
             "wanted a root-level 'done' beside the per-agent ones, got "
-            f"{sorted(str(key) for key in env.done_spec.keys(True, True))}; without it the end of a "
-            "lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
+            f"{sorted(str(key) for key in env.done_spec.keys(True, True))}; without it the end of "
+            "a lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
         )
     *outer, base = chain(env)
     if outer and isinstance(base, GymnasiumVectorEnv) and base.marks_transitions:
@@ -143,17 +140,12 @@ def refuse(env: EnvBase) -> None:
             "around it would count its reset slots as transitions; apply Gymnasium's vector "
             "wrappers underneath, or use SyncVectorEnv"
         )
-    for each in _workers(base):
-        _refuse_silent_vector(each)
+    _refuse_silent_vector(base)
 
 
-def _workers(env: EnvBase) -> list[Any]:
-    return [env, *getattr(env, "_envs", [])]
-
-
-def _refuse_silent_vector(env: Any) -> None:
+def _refuse_silent_vector(env: EnvBase) -> None:
     """``GymEnv(id, num_envs=N)`` builds a vector whose final observations TorchRL zeroes."""
-    inner = getattr(env, "_env", None)
+    inner = env.__dict__.get("_env")
     if not isinstance(inner, VectorEnv):
         return
     mode = getattr(inner.unwrapped, "autoreset_mode", None)
@@ -190,7 +182,7 @@ def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
     if not isinstance(policy, nn.Module):
         return env
     primers = [
-        module.make_tensordict_primer()
+        module.make_tensordict_primer()  # type: ignore[operator]
         for module in policy.modules()
         if hasattr(module, "make_tensordict_primer")
     ]

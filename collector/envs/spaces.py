@@ -12,11 +12,9 @@ from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorS
 from tallyroll.collector.errors import SpaceError
 from tallyroll.collector.keys import Key
 
-_TORCH_DTYPES = {
-    np.dtype(name): getattr(torch, name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64")
-    + ("float16", "float32", "float64", "complex64", "complex128")
-}
+_SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+_SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
+_TORCH_DTYPES = {torch.zeros(0, dtype=dtype).numpy().dtype: dtype for dtype in _SUPPORTED}
 
 
 @dataclass(frozen=True)
