@@ -1,0 +1,315 @@
+"""``tallyroll collect``: run a collector, show how far it is, report what it made."""
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.table import Table
+
+from tallyroll.collector.cli_plan import (
+    CommandError,
+    Plan,
+    Target,
+    import_registry,
+    load_policy,
+    open_target,
+)
+from tallyroll.collector.cli_progress import progress_for, readable_bytes
+from tallyroll.collector.sync import SyncCollector
+
+_MOST_BATCH = 8192
+
+
+class Signals:
+    """SIGINT and SIGTERM, taken over for a while.
+
+    The first one calls what :meth:`ask` was given, and KeyboardInterrupt is raised where there
+    is nothing to ask yet; a second one always raises it.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._stop: Callable[[], None] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def ask(self, stop: Callable[[], None] | None) -> None:
+        """Let the first signal call ``stop``."""
+        self._stop = stop
+
+    def __enter__(self) -> Self:
+        """Install the handlers, where that is possible: in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, signal.Signals(number)
+        if self._stop is None or again:
+            raise KeyboardInterrupt
+        self._stop()
+
+    @property
+    def exit_status(self) -> int:
+        """What the shell expects of a process that a signal ended."""
+        return 128 + (self.received or signal.SIGINT)
+
+
+class Run:
+    """One ``tallyroll collect``: its plan, its storage, and what is said on the way."""
+
+    def __init__(self, args: argparse.Namespace, target: Target) -> None:
+        self.out: str = args.out
+        self.target, self.resume = target, args.resume and target.run is not None
+        self.quiet: bool = args.quiet
+        self.console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self.plan = self._planned(args)
+        self.began = 0
+        """Rows of this run that were there before."""
+
+    def _planned(self, args: argparse.Namespace) -> Plan:
+        given = Plan.of(args)
+        if self.target.run is None:
+            if args.resume:
+                self.note(f"{self.out} holds no run to resume: starting anew")
+            self._require_complete(given)
+            return given
+        before = Plan.of_run(self.target.run)
+        plan = given.or_else(before)
+        self._require_complete(plan)
+        policy = self.target.run.get("call", {}).get("policy")
+        if policy is not None and plan.policy is None:
+            raise CommandError(
+                f"--resume: the run was made with a policy ({policy}), which its manifest cannot "
+                "name; give it with --policy module:attr"
+            )
+        if policy is None and plan.policy is not None:
+            raise CommandError(
+                "--resume: the run was made with random actions and --policy was given; leave it "
+                "out, or use --append for a new run"
+            )
+        return plan
+
+    def _require_complete(self, plan: Plan) -> None:
+        if plan.env is None or (plan.frames is None and plan.episodes is None):
+            missing = "ENV" if plan.env is None else "--frames or --episodes"
+            raise CommandError(
+                f"{self.out}: there is nothing to take {missing} from; give {missing}"
+            )
+
+    def note(self, text: str) -> None:
+        """One line to whoever watches."""
+        if not self.quiet:
+            sys.stderr.write(f"tallyroll: {text}\n")
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def collect(self, signals: Signals) -> int:
+        """Collect what is missing; returns the exit status."""
+        if self.resume and self._is_complete():
+            return 0
+        assert self.plan.env is not None
+        import_registry(self.plan.env)
+        policy = load_policy(self.plan.policy)
+        self._warn_of_repetition()
+        self.target.storage.plan = self.plan
+        with self._collector(policy) as collector:
+            self.began = collector.ledger.stored
+            signals.ask(collector.stop)
+            started = time.monotonic()
+            with progress_for(collector, self.plan, self.target.storage, self.quiet) as progress:
+                for _ in collector:
+                    progress.update()
+            seconds = time.monotonic() - started
+            done = self._is_done(collector)
+        signals.ask(None)
+        if not self.quiet:
+            self._report(collector, seconds, done)
+        return 0 if done else signals.exit_status
+
+    def _collector(self, policy: Any) -> SyncCollector:
+        plan = self.plan
+        assert plan.env is not None
+        return SyncCollector(
+            plan.env,
+            policy,
+            frames_per_batch=plan.frames_per_batch or default_batch(plan),
+            total_frames=plan.frames,
+            total_episodes=plan.episodes,
+            num_envs=plan.num_envs or 1,
+            env_kwargs=plan.env_kwargs,
+            seed=None if self.resume and plan.seed == self._recorded_seed() else plan.seed,
+            storage=self.target.storage,
+            resume=self.resume,
+            max_frames_per_traj=plan.max_frames_per_traj,
+            info_keys=tuple(plan.info_keys or ()),
+            frame_skip=1 if plan.frame_skip is None else plan.frame_skip,
+            validate=plan.validate or "raise",  # type: ignore[arg-type]  # argparse checked it
+        )
+
+    def _recorded_seed(self) -> Any:
+        return None if self.target.run is None else self.target.run.get("seed")
+
+    def _is_done(self, collector: SyncCollector) -> bool:
+        ledger = collector.ledger
+        if self.plan.frames is not None:
+            return ledger.stored >= self.plan.frames
+        return ledger.episodes_complete >= (self.plan.episodes or 0)
+
+    def _is_complete(self) -> bool:
+        """Say so where the run that is to be continued has all it was asked for."""
+        run_rows = self.target.storage.head - self.target.first_row
+        if self.plan.frames is None or run_rows < self.plan.frames:
+            return False
+        if run_rows > self.plan.frames:
+            raise CommandError(
+                f"--resume: the run in {self.out} has {run_rows:,} frames already, more than the "
+                f"{self.plan.frames:,} asked for; give a larger --frames, or another --out"
+            )
+        self.note(f"{self.out} is complete already: it has all {run_rows:,} frames")
+        return True
+
+    def _warn_of_repetition(self) -> None:
+        storage, plan = self.target.storage, self.plan
+        if self.resume or plan.seed is None or not storage.head:
+            return
+        for run in storage.manifest["runs"]:
+            before = Plan.of_run(run)
+            if (before.env, before.policy, run.get("seed")) == (plan.env, plan.policy, plan.seed):
+                self.note(
+                    f"warning: an earlier run in {self.out} has the seed {plan.seed} too, so "
+                    "this one may repeat its data; give another --seed, or leave it out"
+                )
+                return
+
+    # --- reporting ----------------------------------------------------------------------------
+
+    def _report(self, collector: SyncCollector, seconds: float, done: bool) -> None:
+        ledger, show = collector.ledger, self.console.print
+        fresh = ledger.stored - self.began
+        rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
+        already = f" ({self.began:,} of them were there before)" if self.began else ""
+        show(
+            f"\n{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
+            f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
+        )
+        self.console.print(_ledger_table(collector), soft_wrap=False)
+        if ledger.incarnation:
+            show(
+                f"resumed {_times(ledger.incarnation)}; of a process that was killed, the counts "
+                "are those of its last commit"
+            )
+        if done:
+            show("\nwhat is in it:   " + f"tallyroll inspect {self.out}")
+            show("more of the same: " + self._append_command())
+
+    def _append_command(self) -> str:
+        return replace(self.plan, seed=None).command(self.out, "--append")
+
+    def stopped(self, signals: Signals) -> None:
+        """Say what a signal left, and how to go on."""
+        name = (signals.received or signal.SIGINT).name
+        if self.target.storage.head > self.target.first_row or self.resume:
+            how = f"tallyroll collect {self.plan.env} --resume --out {self.out}"
+            kept = "what is complete is committed"
+        else:
+            how = self.plan.command(self.out, "--resume")
+            kept = "nothing was collected yet"
+        sys.stderr.write(f"tallyroll: stopped by {name}; {kept}. Go on with\n    {how}\n")
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def default_batch(plan: Plan) -> int:
+    """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
+    lanes = plan.num_envs or 1
+    return max(lanes, min(max(1024, 64 * lanes), _MOST_BATCH) // lanes * lanes)
+
+
+def _ledger_table(collector: SyncCollector) -> Table:
+    ledger = collector.ledger
+    rows = [
+        ("slots", ledger.slots, "= executed + reset slots"),
+        ("  executed", ledger.executed, "= stored + discarded + carried + lost"),
+        ("    stored", ledger.stored, "transitions in the storage"),
+        ("    discarded", ledger.discarded, "beyond the budget or given up"),
+        ("    carried", ledger.carried, "waiting for a next batch"),
+        ("    lost", ledger.lost, "died with a process, uncommitted"),
+        ("  reset slots", ledger.reset_slots, "never stored, never counted"),
+        ("ticks", ledger.ticks, "of the simulator, in stored transitions"),
+        ("episodes complete", ledger.episodes_complete, _returns(collector)),
+        ("episodes cut", ledger.episodes_cut, "left unfinished"),
+    ]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for name, count, meaning in rows:
+        table.add_row(name, f"{count:,}", meaning)
+    table.add_row("seed", str(ledger.seed), "")
+    return table
+
+
+def _returns(collector: SyncCollector) -> str:
+    last = min(100, len(collector.episodes))
+    if not last:
+        return ""
+    metrics = collector.metrics(last)
+    return (
+        f"the last {last}: mean return {metrics['return_mean']:.5g}, "
+        f"mean length {metrics['length_mean']:.5g}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll collect``; returns the exit status."""
+    if not args.resume and args.env is None:
+        args.usage_error("the following arguments are required: ENV")
+    if not args.resume and args.frames is None and args.episodes is None:
+        args.usage_error("one of the arguments --frames --episodes is required")
+    with Signals() as signals:
+        try:
+            target = open_target(args.out, append=args.append, resume=args.resume)
+        except KeyboardInterrupt:
+            return signals.exit_status
+        with target.storage:
+            return _collect(args, target, signals)
+
+
+def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
+    work = None
+    try:
+        work = Run(args, target)
+        status = work.collect(signals)
+    except KeyboardInterrupt:
+        status = signals.exit_status
+    except Exception:
+        if work is not None and target.storage.head > target.first_row:
+            work.note(
+                f"{target.storage.head:,} rows are committed in {args.out}; once the cause is "
+                f"gone, go on with\n    tallyroll collect {work.plan.env} --resume "
+                f"--out {args.out}"
+            )
+        raise
+    if status and work is not None:
+        work.stopped(signals)
+    return status

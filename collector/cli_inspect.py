@@ -1,0 +1,2 @@
+"""x"""
+def run(args): return 0

@@ -1,0 +1,227 @@
+"""What a ``tallyroll collect`` command asks for, and the storage that it writes to."""
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
+
+from tallyroll.collector.policy import PolicyFn
+from tallyroll.storage import (
+    MemmapStorage,
+    Schema,
+    StorageExists,
+    StorageMissing,
+)
+from tallyroll.storage.errors import NotAStorage
+
+
+class CommandError(Exception):
+    """The command cannot be carried out; the message says what to do. Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to collect. None: left out on the command line."""
+
+    env: str | None = None
+    frames: int | None = None
+    episodes: int | None = None
+    num_envs: int | None = None
+    seed: int | None = None
+    policy: str | None = None
+    frames_per_batch: int | None = None
+    env_kwargs: dict[str, Any] | None = None
+    max_frames_per_traj: int | None = None
+    validate: str | None = None
+    frame_skip: int | str | None = None
+    info_keys: list[str] | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Plan":
+        """The plan that a command line gives."""
+        return cls(**{each.name: getattr(args, each.name) for each in fields(cls)})
+
+    @classmethod
+    def of_run(cls, run: Mapping[str, Any]) -> "Plan":
+        """The plan of a run in a manifest, made by a command or by a call."""
+        call, environment = run.get("call", {}), run.get("environment", {})
+        known = {
+            "env": environment.get("id"),
+            "env_kwargs": environment.get("kwargs") or None,
+            "num_envs": run.get("lanes"),
+            "frames": call.get("total_frames"),
+            "episodes": call.get("total_episodes"),
+            "frames_per_batch": call.get("frames_per_batch"),
+            "frame_skip": call.get("frame_skip"),
+        }
+        names = {each.name for each in fields(cls)}
+        command = {name: v for name, v in run.get("command", {}).items() if name in names}
+        return cls(**{**known, **command})
+
+    def or_else(self, other: "Plan") -> "Plan":
+        """This plan, with what it leaves out taken from ``other``; one kind of budget."""
+        if self.frames is not None or self.episodes is not None:
+            other = replace(other, frames=None, episodes=None)
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Plan(**{name: theirs if mine is None else mine for name, mine, theirs in pairs})
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was given, as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def command(self, out: str, *options: str, leave_out: tuple[str, ...] = ()) -> str:
+        """The command line of this plan, to be pasted into a shell."""
+        words = ["tallyroll", "collect"]
+        for name, value in self.as_dict().items():
+            if name in leave_out:
+                continue
+            if name == "env":
+                words.append(value)
+            else:
+                words += ["--" + name.replace("_", "-"), _word(value)]
+        return shlex.join([*words, "--out", out, *options])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+class CommandStorage(MemmapStorage):
+    """A storage whose manifest also says which command wrote a run."""
+
+    plan = Plan()
+
+    def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
+        """As `MemmapStorage`, with the plan as the run's ``"command"``."""
+        super().initialise(schema, {**(provenance or {}), "command": self.plan.as_dict()})
+
+
+@dataclass(frozen=True)
+class Target:
+    """The storage of a command, open for writing."""
+
+    storage: CommandStorage
+    run: dict[str, Any] | None
+    """The run that is continued, as the manifest has it."""
+
+    @property
+    def first_row(self) -> int:
+        """The run's first row."""
+        return self.storage.head if self.run is None else int(self.run["first_row_of_run"])
+
+
+def open_target(out: str, *, append: bool, resume: bool) -> Target:
+    """Open ``out`` as the command line says; nothing is written yet.
+
+    Raises:
+        CommandError: a storage is there and nothing said what to do with it, or the reverse.
+        StorageError: it cannot be opened or created.
+    """
+    if resume:
+        return _open_resumed(out)
+    try:
+        return Target(CommandStorage(out, mode="append" if append else "create"), None)
+    except StorageExists as error:
+        raise CommandError(
+            f"{out} holds a storage already: --append adds a new run behind its rows, --resume "
+            "continues its last run; or give another --out"
+        ) from error
+    except StorageMissing as error:
+        raise CommandError(
+            f"--append: {out} does not exist; leave --append out to create it"
+        ) from error
+
+
+def _open_resumed(out: str) -> Target:
+    try:
+        storage = CommandStorage(out, mode="append")
+    except StorageMissing:
+        return Target(CommandStorage(out, mode="create"), None)
+    except NotAStorage:
+        # A process that was killed before the manifest stood leaves what "create" accepts.
+        try:
+            return Target(CommandStorage(out, mode="create"), None)
+        except StorageExists:
+            pass  # it holds a manifest, of another program: the first message says it best
+        raise
+    runs = storage.manifest["runs"]
+    if runs and "first_row_of_run" in runs[-1]:
+        return Target(storage, runs[-1])
+    storage.close()
+    raise CommandError(f"--resume: {out} holds no run of a collector; use --append")
+
+
+def load_policy(spec: str | None) -> PolicyFn | None:
+    """The policy that ``module:attr`` names.
+
+    A class, or a function that needs no arguments, is called once to make it.
+
+    Raises:
+        CommandError: there is no such thing, or importing or making it failed.
+    """
+    if spec is None:
+        return None
+    name, _, path = spec.partition(":")
+    if not name or not path:
+        raise CommandError(f"--policy: wanted module:attr, got {spec!r}")
+    found = _guarded(f"--policy {spec}: importing {name}", lambda: _import(name))
+    try:
+        policy = attrgetter(path)(found)
+    except AttributeError as error:
+        raise CommandError(f"--policy {spec}: {error}") from error
+    if _is_factory(policy):
+        policy = _guarded(f"--policy {spec}: calling {path}", policy)
+    if not callable(policy):
+        raise CommandError(
+            f"--policy {spec}: wanted a policy (a callable from TensorDict to TensorDict), a class "
+            f"or a function that makes one, got {type(policy).__name__}"
+        )
+    made: PolicyFn = policy
+    return made
+
+
+def import_registry(env: str) -> None:
+    """Import the module of ``module:Id-v0``, which registers the environment.
+
+    Raises:
+        CommandError: that failed.
+    """
+    name, colon, _ = env.partition(":")
+    if colon:
+        _guarded(f"{env}: importing {name}", lambda: _import(name))
+
+
+def _import(name: str) -> Any:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _guarded(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        raise CommandError(
+            f"{what} failed: {type(error).__name__}: {error} (--traceback shows where)"
+        ) from error
+
+
+def _is_factory(value: Any) -> bool:
+    if inspect.isclass(value):
+        return True
+    if not inspect.isroutine(value):
+        return False
+    try:
+        inspect.signature(value).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
