@@ -47,12 +47,25 @@ class _Range:
         # The whole column at once is fastest, and enough where all its entries share bounds.
         if values.min() >= self.low.max() and values.max() <= self.high.min():
             return None
-        # Time before lane: NumPy reduces wide rows many times faster than narrow ones.
-        low, high = values.min(axis=0).min(axis=0), values.max(axis=0).max(axis=0)
+        low, high = _extremes(values)
         if np.all(low >= self.low) and np.all(high <= self.high):
             return None
         outside = ~((values >= self.low) & (values <= self.high))
         return np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
+
+
+def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Lowest and highest entry over time and lane; NaN where there is one."""
+    rows = values.reshape(-1, *values.shape[2:])
+    # NumPy reduces wide rows many times faster than narrow ones: fold 64 rows into one.
+    whole = len(rows) - len(rows) % _FOLD
+    folded = rows[:whole].reshape(-1, _FOLD, *rows.shape[1:])
+    parts = [folded.min(axis=0), folded.max(axis=0)] if whole else []
+    rest = np.concatenate([*parts, rows[whole:]])
+    return rest.min(axis=0), rest.max(axis=0)
+
+
+_FOLD = 64
 
 
 class RangeChecks:

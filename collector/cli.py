@@ -123,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _new(make: Callable[..., argparse.ArgumentParser], *args: Any, **kwargs: Any) -> Any:
+def _new(
+    make: Callable[..., argparse.ArgumentParser], *args: Any, **kwargs: Any
+) -> argparse.ArgumentParser:
     return make(
         *args, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs
     )
@@ -249,7 +251,7 @@ def _mapping(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"wanted JSON, got {text!r}: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'wanted a JSON object like \'{{"a": 1}}\', got {text!r}')
+        raise argparse.ArgumentTypeError(f"wanted a JSON object like '{{\"a\": 1}}', got {text!r}")
     return value
 
 

@@ -1,6 +1,7 @@
 """``tallyroll collect``: run a collector, show how far it is, report what it made."""
 
 import argparse
+import shlex
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from tallyroll.collector.cli_plan import (
     load_policy,
     open_target,
 )
-from tallyroll.collector.cli_progress import progress_for, readable_bytes
+from tallyroll.collector.cli_progress import progress_for, readable_bytes, times
 from tallyroll.collector.sync import SyncCollector
 
 _MOST_BATCH = 8192
@@ -213,30 +214,37 @@ class Run:
         self.console.print(_ledger_table(collector), soft_wrap=False)
         if ledger.incarnation:
             show(
-                f"resumed {_times(ledger.incarnation)}; of a process that was killed, the counts "
+                f"resumed {times(ledger.incarnation)}; of a process that was killed, the counts "
                 "are those of its last commit"
             )
         if done:
-            show("\nwhat is in it:   " + f"tallyroll inspect {self.out}")
+            show("\nwhat is in it:   " + f"tallyroll inspect {shlex.quote(self.out)}")
             show("more of the same: " + self._append_command())
 
     def _append_command(self) -> str:
         return replace(self.plan, seed=None).command(self.out, "--append")
 
+    def _resume_command(self) -> str:
+        # All else stands in the manifest.
+        return Plan(env=self.plan.env).command(self.out, "--resume")
+
+    def failed(self) -> None:
+        """Say what an error left, and how to go on."""
+        self.note(
+            f"{self.target.storage.head:,} rows are committed in {self.out}; once the cause of the "
+            f"error is gone, go on with\n    {self._resume_command()}"
+        )
+
     def stopped(self, signals: Signals) -> None:
         """Say what a signal left, and how to go on."""
         name = (signals.received or signal.SIGINT).name
         if self.target.storage.head > self.target.first_row or self.resume:
-            how = f"tallyroll collect {self.plan.env} --resume --out {self.out}"
+            how = self._resume_command()
             kept = "what is complete is committed"
         else:
             how = self.plan.command(self.out, "--resume")
             kept = "nothing was collected yet"
         sys.stderr.write(f"tallyroll: stopped by {name}; {kept}. Go on with\n    {how}\n")
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def default_batch(plan: Plan) -> int:
@@ -304,11 +312,7 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
         status = signals.exit_status
     except Exception:
         if work is not None and target.storage.head > target.first_row:
-            work.note(
-                f"{target.storage.head:,} rows are committed in {args.out}; once the cause is "
-                f"gone, go on with\n    tallyroll collect {work.plan.env} --resume "
-                f"--out {args.out}"
-            )
+            work.failed()
         raise
     if status and work is not None:
         work.stopped(signals)

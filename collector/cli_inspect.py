@@ -1,2 +1,290 @@
-"""x"""
-def run(args): return 0
+"""``tallyroll inspect``: what a storage holds, what made it, and how its episodes went."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tallyroll.collector.cli_progress import readable_bytes, times
+from tallyroll.collector.cli_scan import Scan, scan
+from tallyroll.collector.keys import dotted
+from tallyroll.storage import MemmapStorage, open_storage
+
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll inspect``; returns the exit status."""
+    try:
+        with open_storage(args.dir) as storage:
+            facts = examine(storage, args.rows)
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        json.dump(facts, sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        show(facts, Console(markup=False, highlight=False, emoji=False))
+    sys.stdout.flush()
+    return 0
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def examine(storage: MemmapStorage, rows: int) -> dict[str, Any]:
+    """Everything that is shown, as JSON values.
+
+    Rows that are committed meanwhile do not count: all of it is about the same ``head`` rows.
+    """
+    head, manifest = storage.head, storage.manifest
+    found = scan(storage, head)
+    return {
+        "path": str(storage.path),
+        "format": manifest["format"],
+        "created": manifest["created"],
+        "rows": head,
+        "bytes": head * storage.schema.row_nbytes,
+        "row_bytes": storage.schema.row_nbytes,
+        "columns": [
+            {
+                "name": dotted(column.key),
+                "dtype": column.dtype_name,
+                "shape": list(column.shape),
+                "row_bytes": column.row_nbytes,
+            }
+            for column in storage.schema.columns
+        ],
+        "runs": runs_of(manifest["runs"], head),
+        "trajectories": found and _trajectories(found, storage),
+        "returns": found and _spread(found.returns),
+        "lengths": found and _spread(found.lengths),
+        "ledger": _ledger(storage),
+        "first_rows": first_rows(storage, min(rows, head)),
+    }
+
+
+def runs_of(entries: list[dict[str, Any]], head: int) -> list[dict[str, Any]]:
+    """One entry a run: those that a resume added are put together."""
+    runs: list[dict[str, Any]] = []
+    for entry in entries:
+        first = int(entry.get("first_row_of_run", entry["first_row"]))
+        if runs and runs[-1]["first_row"] == first and int(entry.get("incarnation", 0)) > 0:
+            runs.pop()
+        runs.append({**entry, "first_row": first})
+    ends = [run["first_row"] for run in runs[1:]] + [head]
+    return [
+        {
+            **{name: value for name, value in run.items() if name != "first_row_of_run"},
+            "rows": end - run["first_row"],
+            "resumed": int(run.get("incarnation", 0)),
+        }
+        for run, end in zip(runs, ends, strict=True)
+    ]
+
+
+def _trajectories(found: Scan, storage: MemmapStorage) -> dict[str, Any]:
+    being_written = _has_writer(storage)
+    return {
+        "total": len(found.returns) + found.unfinished,
+        "terminated": found.terminated,
+        "truncated": found.truncated,
+        "cut": 0 if being_written else found.unfinished,
+        "open": found.unfinished if being_written else 0,
+    }
+
+
+def _has_writer(storage: MemmapStorage) -> bool:
+    """Whether a process holds the writer's lock: asked without touching it."""
+    try:
+        inode = (storage.path / "tallyroll.lock").stat().st_ino
+        with open("/proc/locks", encoding="ascii") as locks:
+            return any(line.split()[-3].endswith(f":{inode}") for line in locks)
+    except (OSError, IndexError):
+        return False
+
+
+def _spread(values: np.ndarray[Any, Any]) -> dict[str, Any] | None:
+    """Count, mean, deviation and quantiles, None without values."""
+    if not len(values):
+        return None
+    quantiles = np.quantile(values, _QUANTILES)
+    found = {
+        "episodes": len(values),
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": float(values.min()),
+        **{f"q{100 * q:02.0f}": float(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
+        "max": float(values.max()),
+    }
+    return {name: _finite(value) for name, value in found.items()}
+
+
+def _finite(value: Any) -> Any:
+    """``value``, as text where JSON has no number for it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _ledger(storage: MemmapStorage) -> dict[str, Any] | None:
+    """The last run's ledger at its last commit, None where no collector wrote one."""
+    if storage.record is None:
+        return None
+    try:
+        ledger = json.loads(storage.record[1])["ledger"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return dict(ledger)
+
+
+def first_rows(storage: MemmapStorage, count: int) -> list[dict[str, Any]]:
+    """The first ``count`` rows, by dotted column name."""
+    columns = {
+        dotted(c.key): storage.column(c.key)[:count].astype(_shown_as(c.dtype_name))
+        for c in storage.schema.columns
+    }
+    return [
+        {name: _json(column[row].tolist()) for name, column in columns.items()}
+        for row in range(count)
+    ]
+
+
+def _shown_as(dtype: str) -> str:
+    # A complex number, and the bits of a bfloat16, have no JSON of their own.
+    return "str" if dtype.startswith("complex") else dtype.replace("bfloat16", "uint16")
+
+
+def _json(value: Any) -> Any:
+    return [_json(each) for each in value] if isinstance(value, list) else _finite(value)
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def show(facts: Mapping[str, Any], console: Console) -> None:
+    """Print ``facts`` for people."""
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    say(
+        f"{facts['path']}: {facts['rows']:,} rows of {facts['row_bytes']:,} bytes, "
+        f"{readable_bytes(facts['bytes'])} ({facts['format']}, created {facts['created']})"
+    )
+    _head(console, "Columns")
+    console.print(_columns_table(facts["columns"]))
+    _head(console, "Runs")
+    for number, each in enumerate(facts["runs"]):
+        say(f"{number}  {_run_line(each)}")
+        say(f"   {_versions_line(each)}")
+    if facts["trajectories"] is not None:
+        _head(console, "Trajectories")
+        say(_trajectories_line(facts["trajectories"]))
+        if facts["returns"] is not None:
+            console.print(_spread_table(facts["returns"], facts["lengths"]))
+    if facts["ledger"] is not None:
+        _head(console, "Ledger of the last run, at its last commit")
+        say(_ledger_line(facts["ledger"]))
+    if facts["first_rows"]:
+        _head(console, "First rows")
+        console.print(_rows_table(facts["first_rows"]))
+
+
+def _head(console: Console, text: str) -> None:
+    console.print()
+    console.print(text, style="bold", soft_wrap=True)
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for place, header in enumerate(headers):
+        table.add_column(header, justify="right" if place else "left", overflow="fold")
+    return table
+
+
+def _columns_table(columns: list[dict[str, Any]]) -> Table:
+    table = _table("column", "dtype", "shape", "bytes a row")
+    for each in columns:
+        table.add_row(each["name"], each["dtype"], str(each["shape"]), f"{each['row_bytes']:,}")
+    return table
+
+
+def _run_line(run: Mapping[str, Any]) -> str:
+    environment = run.get("environment", {})
+    parts = [
+        str(environment.get("id") or environment.get("type") or "unknown environment"),
+        f"{run['rows']:,} rows from row {run['first_row']:,}",
+        f"{run.get('lanes', '?')} lanes",
+        f"seed {run.get('seed', '?')}",
+    ]
+    if environment.get("kwargs"):
+        parts.insert(1, f"kwargs {json.dumps(environment['kwargs'])}")
+    if run["resumed"]:
+        parts.append(f"resumed {times(run['resumed'])}")
+    asked = {**run.get("call", {}), **run.get("command", {})}
+    parts += [
+        f"{name.replace('_', ' ')} {asked[name]}"
+        for name in ("total_frames", "total_episodes", "frames_per_batch", "max_frames_per_traj")
+        if asked.get(name) is not None
+    ]
+    return ", ".join([*parts, f"policy {asked.get('policy') or 'random'}"])
+
+
+def _versions_line(run: Mapping[str, Any]) -> str:
+    versions = run.get("versions", {})
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "no versions"
+
+
+def _trajectories_line(found: Mapping[str, int]) -> str:
+    return (
+        f"{found['total']:,}: {found['terminated']:,} terminated, {found['truncated']:,} "
+        f"truncated, {found['cut']:,} cut, {found['open']:,} open"
+    )
+
+
+def _spread_table(returns: Mapping[str, Any], lengths: Mapping[str, Any]) -> Table:
+    names = [name for name in returns if name != "episodes"]
+    table = _table(f"{returns['episodes']:,} that ended", *names)
+    for label, values in (("return", returns), ("length", lengths)):
+        table.add_row(label, *(_number(values[name]) for name in names))
+    return table
+
+
+def _ledger_line(ledger: Mapping[str, Any]) -> str:
+    shown = [
+        f"{name.replace('_', ' ')} {count:,}"
+        for name, count in ledger.items()
+        if name != "incarnation" and (count or name == "lost")
+    ]
+    resumed = ledger.get("incarnation", 0)
+    if resumed:
+        shown.append(
+            f"resumed {times(resumed)} (of a process that was killed, the counts are those of its "
+            "last commit)"
+        )
+    return ", ".join(shown)
+
+
+def _rows_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("", *(f"row {number}" for number in range(len(rows))))
+    for name in rows[0]:
+        table.add_row(name, *(_cell(row[name]) for row in rows))
+    return table
+
+
+def _cell(value: Any) -> str:
+    """A value in a few characters."""
+    flat = np.asarray(value, dtype=object).reshape(-1).tolist()
+    shown = " ".join(_number(each) for each in flat[:4])
+    if not isinstance(value, list) or len(flat) == 1:
+        return shown
+    return f"[{shown}]" if len(flat) <= 4 else f"[{shown} …{len(flat)}]"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -215,6 +215,11 @@ def readable_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def times(count: int) -> str:
+    """How often: once, 2 times."""
+    return "once" if count == 1 else f"{count} times"
+
+
 def _clock(seconds: float) -> str:
     if math.isnan(seconds):
         return "-:--"

@@ -29,7 +29,7 @@ from tallyroll.collector.policy import Policy, next_keys, try_out
 from tallyroll.collector.rollout import CopyRollout, InPlaceRollout, Rollout, Surplus
 from tallyroll.collector.slab import Column, Layout, Slab
 
-MOST_SLOTS = 1024
+MOST_SLOTS = 2048
 SLAB_BYTES = 256 * 2**20
 """A slab is at most about this large; longer batches are put together from several fills."""
 

@@ -38,11 +38,19 @@ class Episode:
 
 
 class EpisodeLog(Sequence[Episode]):
-    """The finished episodes in the order in which they were delivered; 41 bytes each."""
+    """The finished episodes in the order in which they were delivered; 45 bytes each.
 
-    def __init__(self) -> None:
+    Args:
+        limit: how many are kept, the most recent ones, so that a long run's memory stays flat;
+            None keeps all. A storage holds the rows of every one.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         self._rows: NDArray[np.void] = np.zeros(64, _DTYPE)
         self._count = 0
+        self._limit = limit
+        self.total = 0
+        """Episodes ever added, those that are no longer kept included."""
 
     def extend(
         self,
@@ -64,8 +72,13 @@ class EpisodeLog(Sequence[Episode]):
         for name, column in zip(_DTYPE.names or (), columns, strict=True):
             new[name] = column
         self._count = stop
+        self.total += len(traj_id)
+        if self._limit is not None and stop >= 2 * self._limit:
+            self._rows[: self._limit] = self._rows[stop - self._limit : stop].copy()
+            self._count = self._limit
 
     def __len__(self) -> int:
+        """Episodes that are kept."""
         return self._count
 
     @overload

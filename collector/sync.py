@@ -44,6 +44,9 @@ from tallyroll.collector.rollout import Block, Surplus
 from tallyroll.collector.sink import Sink, StorageLike, columns_of
 from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
 
+EPISODES_KEPT = 50_000
+"""With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
+
 
 class SyncCollector:
     """Collects exactly ``total_frames`` transitions in batches of exactly ``frames_per_batch``.
@@ -228,7 +231,7 @@ class SyncCollector:
         self._checks = RangeChecks(
             self.env, policy=policy is not None, validate=validate, lost_finals=source.lost_finals
         )
-        self.episodes = EpisodeLog()
+        self.episodes = EpisodeLog(None if total_episodes is not None else EPISODES_KEPT)
         self._over = False
         self._delivered = 0
         self._provenance = {
@@ -419,8 +422,8 @@ class SyncCollector:
         """End the run, close what was made here: the environment, the storage. Idempotent."""
         if hasattr(self, "_rollout") and not self._over:
             self._finish()
-        if self._owns_env and not self.env.is_closed:
-            self.env.close()
+        if self._owns_env:
+            self.env.close(raise_if_closed=False)
         self._sink.close()
 
     def __enter__(self) -> Self:

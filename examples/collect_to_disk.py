@@ -87,9 +87,7 @@ def main(args: Args) -> None:
     with MemmapStorage(args.out, mode="read") as storage:
         assert len(storage) == args.frames
         print(f"{args.out}: {len(storage)} rows, {storage.nbytes / 2**20:.1f} MiB")
-        buffer = ReplayBuffer(
-            storage=storage, sampler=RandomSampler(), batch_size=args.sample
-        )
+        buffer = ReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=args.sample)
         batch = buffer.sample()
         print(f"a sample of {len(batch)}:")
         show(batch)

@@ -62,7 +62,7 @@ from tallyroll.storage.errors import (
 )
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["storage_contract"])
+SERVER.set_forkserver_preload(["tallyroll.storage", "hypothesis", "pytest"])
 WAIT_SECONDS = 60.0
 
 DTYPES = (
@@ -292,6 +292,16 @@ class StorageContract:
             assert_rows(storage, 5)
             with self.make(five, mode="read") as reader:
                 assert_rows(reader, 5)
+
+    def test_slices_show_rows_that_came_after_an_earlier_slice(self, path: Path) -> None:
+        with self.make(path, capacity=100) as storage:
+            storage.extend(rows(0, 2))
+            with self.make(path, mode="read") as reader:
+                for head in range(2, 100, 7):
+                    for opened in (storage, reader):
+                        assert (opened.get(slice(None)) == rows(0, head)).all()
+                        assert_rows(opened, head)
+                    storage.extend(rows(head, 7))
 
     def test_views_taken_before_the_storage_grew_stay_valid(self, path: Path) -> None:
         with self.make(path, capacity=2) as storage:

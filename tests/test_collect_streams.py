@@ -38,15 +38,26 @@ LANES, FRAMES, EACH = 3, 100, 18
 
 
 def vec(mode: AutoresetMode, reset_slots: Any = "mask", cls: Any = "sync", **kwargs: Any) -> Any:
+    if cls == "async":
+        kwargs["vec_kwargs"] = {"context": "fork"}  # spawned workers import torch for seconds
     return GymnasiumVectorEnv(
         make_oracle_vec(LANES, LENGTHS, mode=mode, cls=cls, **kwargs), reset_slots=reset_slots
     )
 
 
+class Unseeded(GymWrapper):
+    """TorchRL's wrapper resets in order to seed, which would begin another episode."""
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
 def wrapped(**kwargs: Any) -> EnvBase:
-    return GymWrapper(
-        make_oracle_vec(LANES, LENGTHS, mode=DISABLED, **kwargs), categorical_action_encoding=True
-    )
+    vector = make_oracle_vec(LANES, LENGTHS, mode=DISABLED, **kwargs)
+    env = Unseeded(vector, categorical_action_encoding=True)
+    for lane in vector.envs:
+        lane.episode = -1  # the wrapper resets while it is made
+    return env
 
 
 def serial(**kwargs: Any) -> EnvBase:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from storage_contract import StorageContract, arrays, assert_rows, files_of, rows
+from storage_contract import StorageContract, arrays, assert_rows, files_of, process, receive, rows
 from tensordict import TensorDict
 
 from tallyroll.storage import CorruptStorage, MemmapStorage, StorageFull, open_storage
@@ -310,11 +312,12 @@ def test_another_programs_directory_is_told(path: Path) -> None:
     assert_refused(path, NotAStorage, "no manifest.json")
 
 
-@pytest.mark.parametrize("at", range(36))
-def test_every_flipped_byte_of_the_headers_identity_is_told(five: Path, at: int) -> None:
-    byte = (five / HEADER).read_bytes()[at]
-    damage(five / HEADER, at, bytes([byte ^ 0x10]))
-    assert_refused(five, CorruptStorage, "first bytes are damaged")
+def test_every_flipped_byte_of_the_headers_identity_is_told(five: Path) -> None:
+    content = (five / HEADER).read_bytes()
+    for at in range(36):
+        damage(five / HEADER, at, bytes([content[at] ^ 0x10]))
+        assert_refused(five, CorruptStorage, "first bytes are damaged")
+        damage(five / HEADER, at, content[at : at + 1])
 
 
 @pytest.mark.parametrize(("at", "rows_"), [(128, -1), (128, 6), (64, 4)])
@@ -369,24 +372,43 @@ def test_rows_beyond_the_head_are_overwritten(five: Path) -> None:
 # -- a full disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+def mount_small_disk(place: Path) -> bool:
+    """Mount a file system of one MiB that goes with this process; whether that is allowed."""
+    own_mounts = 0x20000  # CLONE_NEWNS
+    if ctypes.CDLL(None).unshare(own_mounts):
+        return False
+    for command in (
+        ["mount", "--make-rprivate", "/"],
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)],
+    ):
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return False
+    return True
+
+
+def on_small_disk(connection: Connection, place: Path) -> None:
+    """Run `fill_and_survive` on a small disk and say how it went."""
+    if not mount_small_disk(place):
+        connection.send("not allowed")
+        return
     try:
-        done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        done = False
-    if not done:
+        fill_and_survive(place / "rows")
+        connection.send("survived")
+    except BaseException:
+        connection.send(traceback.format_exc())
+        raise
+
+
+def test_a_disk_that_fills_up_is_filled_to_the_last_and_survives(tmp_path: Path) -> None:
+    with process(on_small_disk, tmp_path) as (_, connection):
+        said = receive(connection)
+    if said == "not allowed":
         pytest.skip("this user may not mount a tmpfs")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    assert said == "survived", said
 
 
-def test_a_disk_that_fills_up_is_filled_to_the_last_and_survives(small_disk: Path) -> None:
-    place, head = small_disk / "rows", 0
+def fill_and_survive(place: Path) -> None:
+    head = 0
     with MemmapStorage(place) as storage:
         said = ""
         while not said:

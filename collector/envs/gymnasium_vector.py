@@ -78,6 +78,7 @@ class GymnasiumVectorEnv(EnvBase):
                     raise EnvironmentRefused(reason)
         lanes = int(env.num_envs)
         super().__init__(device=torch.device("cpu"), batch_size=torch.Size([lanes]))
+        self.is_closed = False
         self._vec = env
         self.autoreset = autoreset_mode(env)
         known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
