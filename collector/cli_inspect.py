@@ -16,6 +16,7 @@ from tallyroll.collector.cli_scan import Scan, scan
 from tallyroll.collector.keys import dotted
 from tallyroll.storage import MemmapStorage, open_storage
 
+_FILE_WIDTH = 160
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         json.dump(facts, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
     else:
-        show(facts, Console(markup=False, highlight=False, emoji=False))
+        width = None if sys.stdout.isatty() else _FILE_WIDTH
+        show(facts, Console(markup=False, highlight=False, emoji=False, width=width))
     sys.stdout.flush()
     return 0
 
@@ -200,10 +202,11 @@ def _head(console: Console, text: str) -> None:
     console.print(text, style="bold", soft_wrap=True)
 
 
-def _table(*headers: str) -> Table:
+def _table(label: str, *headers: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for place, header in enumerate(headers):
-        table.add_column(header, justify="right" if place else "left", overflow="fold")
+    table.add_column(label, no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", overflow="fold")
     return table
 
 

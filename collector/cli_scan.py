@@ -71,8 +71,8 @@ def _advance(open_: _Open, ids: NDArray[Any], reward: NDArray[Any], done: NDArra
     every, place = np.unique(np.concatenate([open_.ids, ids]), return_inverse=True)
     before, here = place[: len(open_.ids)], place[len(open_.ids) :]
     size = len(every)
-    returns: Float64 = np.bincount(here, reward, size)
-    lengths: Int64 = np.bincount(here, minlength=size)
+    returns = np.asarray(np.bincount(here, reward, size), np.float64)
+    lengths = np.bincount(here, minlength=size).astype(np.int64)
     returns[before] += open_.returns
     lengths[before] += open_.lengths
     ended = np.zeros(size, np.bool_)

@@ -17,7 +17,8 @@ from typing import Any
 
 import gymnasium
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
@@ -26,6 +27,8 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
 from tallyroll.collector import SyncCollector, evaluate
+
+LOSSES = ("loss_objective", "loss_critic", "loss_entropy")
 
 
 def option(default: Any, text: str) -> Any:
@@ -87,25 +90,25 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
 
-    def make_env(num_envs: int = args.num_envs) -> VectorEnv[Any, Any, Any]:
-        return gymnasium.make_vec(
-            args.env_id,
-            num_envs=num_envs,
-            vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP},
-        )
-
-    env = make_env()
-    observations = env.single_observation_space.shape[0]
-    actions = int(env.single_action_space.n)
+    env = gymnasium.make_vec(
+        args.env_id,
+        num_envs=args.num_envs,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP},
+    )
+    observation, action = env.single_observation_space, env.single_action_space
+    assert isinstance(observation, Box)
+    assert isinstance(action, Discrete)
 
     actor = ProbabilisticActor(
-        TensorDictModule(mlp(observations, actions, 0.01), ["observation"], ["logits"]),
+        TensorDictModule(
+            mlp(observation.shape[0], int(action.n), 0.01), ["observation"], ["logits"]
+        ),
         in_keys=["logits"],
         distribution_class=Categorical,
         return_log_prob=True,
     )
-    critic = ValueOperator(mlp(observations, 1, 1.0), ["observation"])
+    critic = ValueOperator(mlp(observation.shape[0], 1, 1.0), ["observation"])
     gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=critic)
     loss = ClipPPOLoss(
         actor,
@@ -125,27 +128,26 @@ def main(args: Args) -> None:
         total_frames=args.total_frames,
         seed=args.seed,
     )
-    for batch in collector:
-        before = collector.ledger.stored - len(batch)
-        optimizer.param_groups[0]["lr"] = args.lr * (1 - before / args.total_frames)
-        with torch.no_grad():
-            gae(batch)
-        for _ in range(args.epochs):
-            for rows in torch.randperm(len(batch)).split(args.minibatch):
-                losses = loss(batch[rows])
-                total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
-                optimizer.zero_grad()
-                total.backward()
-                nn.utils.clip_grad_norm_(loss.parameters(), args.max_grad_norm)
-                optimizer.step()
-        collector.update_policy_weights_()
+    with collector:
+        for batch in collector:
+            before = collector.ledger.stored - len(batch)
+            optimizer.param_groups[0]["lr"] = args.lr * (1 - before / args.total_frames)
+            with torch.no_grad():
+                gae(batch)
+            for _ in range(args.epochs):
+                for rows in torch.split(torch.randperm(len(batch)), args.minibatch):
+                    losses = loss(batch[rows])
+                    optimizer.zero_grad()
+                    sum(losses[name] for name in LOSSES).backward()
+                    nn.utils.clip_grad_norm_(loss.parameters(), args.max_grad_norm)
+                    optimizer.step()
+            collector.update_policy_weights_()
 
-        metrics = collector.metrics(window=100)
-        print(
-            f"batch {len(batch):5d}  frames {metrics['frames']:7.0f}  "
-            f"episodes {metrics['episodes']:5.0f}  return {metrics['return_mean']:6.1f}"
-        )
-    collector.shutdown()
+            metrics = collector.metrics(window=100)
+            print(
+                f"batch {len(batch):5d}  frames {metrics['frames']:7.0f}  "
+                f"episodes {metrics['episodes']:5.0f}  return {metrics['return_mean']:6.1f}"
+            )
     env.close()
     seconds = time.perf_counter() - start
 

@@ -1,0 +1,200 @@
+"""The command line in real processes that start in milliseconds, and an oracle by its id.
+
+Importing torch and torchrl takes seconds. So a server process does it once, and forks a child for
+each command: a process of its own, with its own id, signals and standard streams.
+
+As a module, it registers ``warm_cli:Oracle-v0``: an `OracleEnv` whose lane numbers count up by
+the order in which a process makes them, modulo ``lanes``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import oracles
+
+TESTS = Path(__file__).resolve().parent
+LENGTHS = (5, 1, 9, 2, 30)
+_made = itertools.count()
+
+
+def make_oracle(lanes: int = 1, slow: float = 0.0, **kwargs: Any) -> oracles.OracleEnv:
+    """The next lane; with `slow`, each step takes that many seconds."""
+    env = oracles.OracleEnv(next(_made) % lanes, LENGTHS, ends="mixed", **kwargs)
+    if slow:
+        step = env.step
+
+        def slow_step(action: Any) -> Any:
+            time.sleep(slow)
+            return step(action)
+
+        env.step = slow_step  # type: ignore[method-assign]
+    return env
+
+
+gymnasium.register("Oracle-v0", entry_point="warm_cli:make_oracle", disable_env_checker=True)
+
+
+@dataclass
+class Command:
+    """A command that runs, or ran, in a process of its own."""
+
+    server: WarmServer
+    pid: int
+    folder: Path
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Its exit status: negative, a signal's number, if that ended it."""
+        status = self.server.ask({"wait": self.pid, "seconds": seconds})["status"]
+        assert status is not None, f"still running after {seconds} s\n{self.out}\n{self.err}"
+        return int(status)
+
+    def wait_for(self, text: str, seconds: float = 60.0) -> None:
+        """Return when it has written `text` to stderr."""
+        deadline = time.monotonic() + seconds
+        while text not in self.err:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.err!r}"
+            time.sleep(0.01)
+
+    @property
+    def out(self) -> str:
+        """What it wrote to stdout."""
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def err(self) -> str:
+        """What it wrote to stderr."""
+        return (self.folder / "stderr").read_text()
+
+
+class WarmServer:
+    """Starts commands; a context manager."""
+
+    def __init__(self) -> None:
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "warm_cli.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    def start(self, folder: Path, *argv: object, tty: str | None = None) -> Command:
+        """Start ``tallyroll ARGV`` in `folder`, which becomes its current directory.
+
+        Its standard streams are files there, or the terminal at `tty`.
+        """
+        folder.mkdir(exist_ok=True)
+        for name in ("stdout", "stderr"):
+            (folder / name).write_text("")
+        request = {"argv": [str(word) for word in argv], "cwd": str(folder), "tty": tty}
+        return Command(self, int(self.ask(request)["pid"]), folder)
+
+    def run(self, folder: Path, *argv: object) -> Command:
+        """Start a command that must succeed, and wait for it."""
+        command = self.start(folder, *argv)
+        status = command.wait()
+        assert status == 0, f"{argv}: {status}\n{command.out}\n{command.err}"
+        return command
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One question, one answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the server died"
+        return dict(json.loads(answer))
+
+    def __enter__(self) -> WarmServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+def warm_server() -> Iterator[WarmServer]:
+    """For a fixture."""
+    with WarmServer() as server:
+        yield server
+
+
+# --- the server ---------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer requests on stdin until it ends."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = {"status": _status(request["wait"], request["seconds"])}
+        else:
+            answer = {"pid": _fork(**request)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _status(pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return None
+
+
+def _fork(argv: Sequence[str], cwd: str, tty: str | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.chdir(cwd)
+        _redirect(tty)
+        status = cli.main(argv)
+        sys.stdout.flush()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:  # the child must not go on as a second server
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _redirect(tty: str | None) -> None:
+    names = ["/dev/null", "stdout", "stderr"] if tty is None else [tty] * 3
+    for number, name in enumerate(names):
+        file = os.open(name, os.O_RDWR if number else os.O_RDONLY)
+        os.dup2(file, number)
+        os.close(file)
+
+
+if __name__ == "__main__":
+    import torch
+    from tallyroll.collector import cli
+
+    torch.set_num_threads(1)
+    serve()
