@@ -33,7 +33,7 @@ def not_negative(name: str, value: Any) -> int:
     return number
 
 
-def total(frames: Any, episodes: Any, reset_at_each_iter: bool) -> int | None:
+def total(frames: Any, episodes: Any, reset_at_each_iter: bool, surplus: str) -> int | None:
     """The frame budget, or None where there is no limit of frames."""
     if (frames is None) == (episodes is None):
         raise ArgumentError(
@@ -45,6 +45,11 @@ def total(frames: Any, episodes: Any, reset_at_each_iter: bool) -> int | None:
         if reset_at_each_iter:
             raise ArgumentError(
                 "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one"
+            )
+        if surplus == "discard":
+            raise ArgumentError(
+                'total_episodes wants whole episodes and surplus="discard" throws parts of them '
+                'away; use surplus="carry"'
             )
         return None
     if _integer("total_frames", frames) == -1:

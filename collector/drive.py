@@ -26,7 +26,9 @@ from tallyroll.collector.keys import (
 )
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.policy import Policy, next_keys, try_out
-from tallyroll.collector.rollout import CopyRollout, InPlaceRollout, Rollout, Surplus
+from tallyroll.collector.rollout import Rollout, Surplus
+from tallyroll.collector.rollout_copy import CopyRollout
+from tallyroll.collector.rollout_in_place import InPlaceRollout
 from tallyroll.collector.slab import Column, Layout, Slab
 
 MOST_SLOTS = 2048
@@ -48,10 +50,11 @@ def build_rollout(
 ) -> tuple[Rollout, RowSource]:
     """Try the policy out, lay out the columns, and choose the way of driving."""
     in_place = isinstance(env, GymnasiumVectorEnv)
+    first = env.reset()
     extra: dict[Key, Column] = {}
     if policy is not None:
         with torch.no_grad(), set_exploration_type(exploration):
-            extra = try_out(policy, env.fake_tensordict().exclude(NEXT, *_actions(env)), env)
+            extra = try_out(policy, first, env)
     if in_place and next_keys(extra):
         raise PolicyError(
             f"the policy writes {[dotted(key) for key in next_keys(extra)]}, which must be carried "
@@ -82,6 +85,7 @@ def build_rollout(
         ledger=ledger,
         gate=gate,
     )
+    rollout.start_from(first)
     rewards = [(NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)]
     return rollout, RowSource(slab, layout, rewards, loses_finals(env))
 

@@ -30,6 +30,13 @@ class EpisodeGate:
         """Every episode of the budget has ended."""
         return self.completed >= self.total
 
+    def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Those of ``lanes`` whose next transition, now, belongs to the budget's episodes."""
+        fresh = lanes & self._fresh
+        admitted = fresh & (self.started + np.cumsum(fresh) <= self.total)
+        upcoming: NDArray[np.bool_] = admitted | (lanes & ~self._fresh & self._open)
+        return upcoming
+
     def wanted(self, transitions: Mask, ended: Mask) -> Mask:
         """Those of ``transitions`` ``[time, lane]`` that belong to the budget's episodes."""
         if not len(transitions):

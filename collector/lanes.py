@@ -77,11 +77,12 @@ class Numbers:
     """Numbers of a block of rows, and the episodes that ended in it.
 
     ``traj_ids`` and ``step`` are ``[row]``; the rest has one entry an ended episode, in the
-    order of the rows.
+    order of the rows; ``start_row`` has one an episode that began.
     """
 
     traj_ids: Int64
     step: Int64
+    start_row: Int64
     end_row: Int64
     returns: NDArray[np.float64]
     lengths: Int64
@@ -109,7 +110,7 @@ def number(
     rows = len(lane)
     if not rows:
         none = np.zeros(0, np.int64)
-        return Numbers(none, none, none, np.zeros(0), none, none)
+        return Numbers(none, none, none, none, np.zeros(0), none, none)
     lane_start = (np.cumsum(per_lane) - per_lane)[per_lane > 0]
     is_start = np.empty(rows, np.bool_)
     is_start[1:] = ended[:-1]
@@ -133,6 +134,7 @@ def number(
     numbers = Numbers(
         np.repeat(ids, size),
         np.arange(rows) + np.repeat(offset - begin, size),
+        begin[before == 0],
         (begin + size - 1)[closes],
         returns[closes],
         lengths[closes],

@@ -1,8 +1,8 @@
 """The loop: step a batched environment until enough transitions are there, in slot order.
 
-Two ways to drive an environment, one way to count. :class:`InPlaceRollout` hands the
-environment a tensordict of the slab, which it fills; :class:`CopyRollout` drives any TorchRL
-environment and copies what it returns.
+Two ways to drive an environment, one way to count: :class:`Rollout` fills the slab, counts and
+carries; ``rollout_in_place`` hands the environment a tensordict of the slab, which it fills;
+``rollout_copy`` drives any TorchRL environment and copies what it returns.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.keys import (
@@ -25,15 +24,14 @@ from tallyroll.collector.keys import (
     RANDOM_VERSION,
     TERMINATED,
     TRUNCATED,
-    VALID,
     Key,
     dotted,
 )
 from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.policy import Policy, PolicyFn
-from tallyroll.collector.random_actions import RandomActions, block_draw
-from tallyroll.collector.slab import Array, Column, Slab
-from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major, next_step_transitions
+from tallyroll.collector.policy import Policy
+from tallyroll.collector.random_actions import RandomActions
+from tallyroll.collector.slab import Column, Slab
+from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major
 
 Surplus = Literal["carry", "discard", "never_step"]
 
@@ -103,6 +101,7 @@ class Rollout(ABC):
         self._used = 0
         self._held: NDArray[np.bool_] | None = None
         self._restarting = True
+        self._first: TensorDictBase | None = None
         self.bind()
 
     # --- what a way of driving supplies ---------------------------------------------------------
@@ -112,8 +111,8 @@ class Rollout(ABC):
         """Build views of the slab, once."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """Reset every lane; the next slot is the first of its trajectories."""
+    def begin(self, first: TensorDictBase) -> None:
+        """Make ``first`` what the next slot's policy sees: it begins every lane's trajectory."""
 
     @abstractmethod
     def _random_steps(self, start: int, stop: int) -> None:
@@ -145,13 +144,19 @@ class Rollout(ABC):
         self._make_room()
         if self._restarting:
             self._restarting = False
-            self.reset()
-        have = 0 if self._held is None else int(self._held.sum())
+            self.begin(self.env.reset() if self._first is None else self._first)
+            self._first = None
+        have = self.held
         while have < want and self._used < self.slab.slots and not self._over:
             before = self._used
             self._advance(want - have)
             have += int(self.slab.transitions[before : self._used].sum())
         return self._take(want)
+
+    @property
+    def held(self) -> int:
+        """Transitions that wait for the next batch."""
+        return 0 if self._held is None else int(self._held.sum())
 
     @property
     def used(self) -> int:
@@ -174,9 +179,13 @@ class Rollout(ABC):
 
     def restart_lanes(self) -> None:
         """Reset every lane before the next slot; transitions already carried stay."""
-        self._restarting = True
+        self._restarting, self._first = True, None
         if self.gate is not None:
             self.gate.restart()
+
+    def start_from(self, first: TensorDictBase) -> None:
+        """Use ``first``, what the environment's reset returned, instead of another reset."""
+        self._first = first
 
     @property
     def finished(self) -> bool:
@@ -257,6 +266,8 @@ class Rollout(ABC):
             self._random_slots(start, start + whole, stepped)
         else:
             upcoming = self._upcoming()
+            if self.gate is not None:
+                upcoming = self.gate.upcoming(upcoming)
             drawn = upcoming & (np.cumsum(upcoming) <= self.random_frames)
             self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.version)
             self._policy_steps(start, start + 1, drawn)
@@ -277,11 +288,11 @@ class Rollout(ABC):
         if self.policy is not None:
             by_policy = self.slab.version[start:stop] != RANDOM_VERSION
             ledger.policy_calls_on_reset_slots += int((by_policy & ~transitions)[:, :stepped].sum())
-            drawn = int((transitions & ~by_policy).sum()) if self.random_frames > 0 else 0
-            self.random_frames -= drawn
         if self.gate is not None:
             transitions = self.gate.wanted(transitions, self.ended(start, stop))
             ledger.discarded += executed - int(transitions.sum())
+        if self.policy is not None and self.random_frames > 0:
+            self.random_frames -= int((transitions & ~by_policy).sum())
         self.slab.transitions[start:stop] = transitions
 
     def ended(self, start: int, stop: int) -> Mask:
@@ -294,214 +305,8 @@ class Rollout(ABC):
         return ended
 
 
-class InPlaceRollout(Rollout):
-    """Drives an environment that fills the tensordict it is handed, a view of the slab."""
-
-    env: GymnasiumVectorEnv
-
-    def bind(self) -> None:
-        """Build the views, once."""
-        (self._action,) = self._actions
-        self._slots = self.slab.bind(self._action)
-        self._action_array = self.slab.array(self._action)
-        self._draw = None if self._random.masked else block_draw(self.env.action_spec)
-        self._pending = np.zeros(self.lanes, np.bool_)
-        self._terminated = self.slab.array(TERMINATED)[..., 0]
-        self._truncated = self.slab.array(TRUNCATED)[..., 0]
-        keys = (self._action, *self._extra)
-        self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
-
-    def reset(self) -> None:
-        """Reset every lane."""
-        if self._used and self.slab.shared:
-            # Slot 1 holds what the carried transitions of slot 0 led to: leave it, unused.
-            self.slab.transitions[self._used] = False
-            self._used += 1
-        self.slab.set_root(self._used, self.env.reset())
-        self._pending[:] = False
-
-    def _upcoming(self) -> NDArray[np.bool_]:
-        return ~self._pending
-
-    def ended(self, start: int, stop: int) -> Mask:
-        """``[time, lane]``, the environment reported an end in this slot."""
-        ended: Mask = self._terminated[start:stop] | self._truncated[start:stop]
-        return ended
-
-    def _transitions(self, start: int, stop: int) -> Mask:
-        if not self.env.has_reset_slots:
-            return np.ones((stop - start, self.lanes), np.bool_)
-        ended = self.ended(start, stop)
-        transitions = next_step_transitions(ended, self._pending)
-        self._pending = ended[-1].copy()
-        return transitions
-
-    def _random_steps(self, start: int, stop: int) -> None:
-        if self._draw is None:
-            self._masked_steps(start, stop)
-            return
-        self._action_array[start:stop] = self._draw(self.rng, stop - start)
-        step, slots, at = self.env.step_and_maybe_reset, self._slots, start
-        try:
-            for at in range(start, stop):
-                step(slots[at].td)
-                if self.stopping:
-                    break
-            self._used = at + 1
-        except BaseException as error:
-            self._failed(error, at)
-            raise
-
-    def _masked_steps(self, start: int, stop: int) -> None:
-        for at in range(start, stop):
-            td = self._random(self._slots[at].td)
-            self.slab.columns[self._action][at].copy_(td.get(self._action))
-            self._step(at)
-            if self.stopping:
-                break
-
-    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
-        for at in range(start, stop):
-            self._act(at)
-            if random_lanes is not None:
-                self._randomise(at, random_lanes)
-            self._step(at)
-            if self.stopping:
-                break
-
-    def _policy_part(self, at: int, lanes: int) -> None:
-        if self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
-            self._act(at)
-        elif self._draw is not None:
-            self._action_array[at] = self._draw(self.rng, 1)[0]
-        else:
-            td = self._random(self._slots[at].td)
-            self.slab.columns[self._action][at].copy_(td.get(self._action))
-        self._step(at, lanes)
-
-    def _act(self, at: int) -> None:
-        assert self.policy is not None
-        td = self._slots[at].td
-        out = self.policy(td)
-        for key, views in self._outputs:
-            value, row = out.get(key), views[at]
-            if value is None or value.shape != row.shape:
-                raise _changed(key, row, value)
-            row.copy_(value)
-            if out is td:
-                td.del_(key)
-
-    def _randomise(self, at: int, lanes: Mask) -> None:
-        columns = self.slab.columns
-        if self._draw is not None:
-            drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
-        else:
-            drawn = self._random(self._slots[at].td).get(self._action)
-        chosen = torch.from_numpy(lanes)
-        columns[self._action][at][chosen] = drawn[chosen]
-        for key in self._extra:
-            columns[key][at][chosen] = 0
-
-    def _step(self, at: int, lanes: int | None = None) -> None:
-        try:
-            if lanes is None:
-                self.env.step_and_maybe_reset(self._slots[at].td)
-            else:
-                self.env.step_part(self._slots[at], lanes)
-            self._used = at + 1
-        except BaseException as error:
-            self._failed(error, at)
-            raise
-
-    def _failed(self, error: BaseException, at: int) -> None:
-        self._used = at
-        actions: Array = self._action_array[at]
-        error.add_note(f"tallyroll: raised by the step with the actions {actions.tolist()!r:.400}")
-
-
-class CopyRollout(Rollout):
-    """Drives any TorchRL environment through ``step_and_maybe_reset`` and copies the result."""
-
-    def bind(self) -> None:
-        """Find out what is copied where, once."""
-        self._squeeze = not self.env.batch_size
-        views = {
-            key: (column[:, 0] if self._squeeze else column).unbind(0)
-            for key, column in self.slab.columns.items()
-        }
-        self._views = list(views.items())
-        self._marked: list[NDArray[np.bool_]] = []
-        self._has_valid = VALID in [
-            key if isinstance(key, tuple) else (key,)
-            for key in self.env.observation_spec.keys(True, True)
-        ]
-        self._td: TensorDictBase | None = None
-
-    def reset(self) -> None:
-        """Reset every lane."""
-        self._td = self.env.reset()
-
-    def _transitions(self, start: int, stop: int) -> Mask:
-        if not self._has_valid:
-            return np.ones((stop - start, self.lanes), np.bool_)
-        marked, self._marked = np.stack(self._marked[: stop - start]), []
-        return marked
-
-    def _random_steps(self, start: int, stop: int) -> None:
-        self._steps(start, stop, self._random)
-
-    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
-        assert self.policy is not None
-        if random_lanes is None:
-            self._steps(start, stop, self.policy)
-            return
-        policy, lanes = self.policy, torch.from_numpy(random_lanes)
-
-        def both(td: TensorDictBase) -> TensorDictBase:
-            drawn = self._random(td.clone(False))
-            out = policy(td)
-            for key in (*self._actions, *self._extra):
-                value = out.get(key).clone()
-                value[lanes] = drawn.get(key)[lanes] if key in self._actions else 0
-                out.set(key, value)
-            return out
-
-        self._steps(start, stop, policy if self._squeeze else both)
-
-    def _policy_part(self, at: int, lanes: int) -> None:
-        assert self._td is not None
-        mask = torch.zeros(self.lanes, dtype=torch.bool)
-        mask[:lanes] = True
-        self._td.set("_step", mask)
-        random = self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION
-        self._steps(at, at + 1, self._random if random or self.policy is None else self.policy)
-
-    def _steps(self, start: int, stop: int, act: PolicyFn) -> None:
-        td = self._td
-        assert td is not None
-        random = act is self._random
-        views = [view for view in self._views if not (random and view[0] in self._extra)]
-        step = self.env.step_and_maybe_reset
-        for at in range(start, stop):
-            try:
-                td, following = step(act(td))
-            except BaseException as error:
-                error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
-                raise
-            for key, rows in views:
-                value, row = td.get(key), rows[at]
-                if value is None or value.shape != row.shape:
-                    raise _changed(key, row, value)
-                row.copy_(value)
-            if self._has_valid:
-                self._marked.append(td.get(("next", *VALID)).reshape(-1).cpu().numpy().copy())
-            self._td = td = following
-            self._used = at + 1
-            if self.stopping:
-                break
-
-
-def _changed(key: Key, wanted: torch.Tensor, got: torch.Tensor | None) -> Exception:
+def changed(key: Key, wanted: torch.Tensor, got: torch.Tensor | None) -> Exception:
+    """The error for a value that is not what the first step gave."""
     kind = TransitionError if key[0] == "next" else PolicyError
     if got is None:
         return kind(f"{dotted(key)} is missing; it was there on the first step")

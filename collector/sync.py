@@ -1,6 +1,6 @@
 """The collector of one process."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,15 +13,9 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tallyroll.collector import arguments
-from tallyroll.collector.batch import (
-    Rows,
-    RowSource,
-    as_tensordict,
-    merge,
-    with_cuts,
-    without_cuts,
-)
+from tallyroll.collector.batch import Rows, RowSource
 from tallyroll.collector.checks import RangeChecks, Validate
+from tallyroll.collector.delivery import Delivery, Postproc
 from tallyroll.collector.drive import build_rollout
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import (
@@ -41,8 +35,8 @@ from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.policy import Policy, PolicyFn
 from tallyroll.collector.provenance import versions
 from tallyroll.collector.rollout import Block, Surplus
-from tallyroll.collector.sink import Sink, StorageLike, columns_of
-from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
+from tallyroll.collector.sink import Sink, StorageLike
+from tallyroll.collector.trajectories import Layout
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -119,15 +113,16 @@ class SyncCollector:
         init_random_frames: int = 0,
         max_frames_per_traj: int | None = None,
         reset_at_each_iter: bool = False,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        postproc: Postproc | None = None,
         info_keys: Sequence[str] = (),
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
         reset_slots: Literal["mask", "avoid"] = "mask",
     ) -> None:
+        self._over = True  # until everything stands
         self.frames_per_batch = arguments.positive("frames_per_batch", frames_per_batch)
-        total = arguments.total(total_frames, total_episodes, reset_at_each_iter)
+        total = arguments.total(total_frames, total_episodes, reset_at_each_iter, surplus)
         arguments.positive("num_envs", num_envs, optional=True)
         arguments.positive("max_frames_per_traj", max_frames_per_traj, optional=True)
         arguments.not_negative("init_random_frames", init_random_frames)
@@ -232,9 +227,23 @@ class SyncCollector:
             self.env, policy=policy is not None, validate=validate, lost_finals=source.lost_finals
         )
         self.episodes = EpisodeLog(None if total_episodes is not None else EPISODES_KEPT)
+        self._delivery = Delivery(
+            self._sink,
+            source,
+            self.ledger,
+            self._provenance(description, policy, total_episodes),
+            layout=self.layout,
+            postproc=self._postproc,
+            device=self._storing_device,
+            frame_skip=self.frame_skip,
+            count_random=policy is not None,
+        )
         self._over = False
-        self._delivered = 0
-        self._provenance = {
+
+    def _provenance(
+        self, description: dict[str, Any], policy: PolicyFn | None, total_episodes: int | None
+    ) -> dict[str, Any]:
+        return {
             "environment": description,
             "versions": self.ledger.versions,
             "seed": self.ledger.seed,
@@ -249,8 +258,6 @@ class SyncCollector:
                 "frame_skip": self.frame_skip,
             },
         }
-        if self._postproc is None:
-            self._sink.open(source.schema(), self._provenance)
 
     # --- iteration --------------------------------------------------------------------------------
 
@@ -269,10 +276,14 @@ class SyncCollector:
 
     def _collect(self) -> TensorDictBase | None:
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
-        if self._reset_each and self._delivered:
-            self.ledger.episodes_cut += self._restart_lanes()
         parts: list[Rows] = []
-        have = 0
+        if self._reset_each and self._delivery.batches:
+            # What was carried belongs to the trajectories that the reset cuts: it comes first.
+            carried = self._numbered(self._fill(min(size, self._rollout.held), parts))
+            parts = [] if carried is None else [carried]
+            if not self._rollout.held:
+                self.ledger.episodes_cut += self._restart_lanes()
+        have = sum(len(part[STEP]) for part in parts)
         with torch.no_grad(), set_exploration_type(self._exploration):
             while have < size and not self._rollout.stopping:
                 part = self._numbered(self._fill(size - have, parts))
@@ -281,7 +292,7 @@ class SyncCollector:
                     have += len(part[STEP])
                 if self._rollout.finished:
                     break
-        batch = self._deliver(parts) if have else None
+        batch = self._delivery.deliver(parts) if have else None
         if self._surplus == "discard":
             self._discard()
         spent = self._budget.remaining(self.ledger.stored) == 0
@@ -314,6 +325,9 @@ class SyncCollector:
         return rows
 
     def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
+        if isinstance(self.frame_skip, str):
+            before = rows[(self.frame_skip,)].reshape(-1)
+            self.ledger.reset_ticks += int(before[torch.from_numpy(numbers.start_row)].sum())
         at = numbers.end_row
         self.ledger.episodes_complete += len(at)
         if len(at):
@@ -327,53 +341,6 @@ class SyncCollector:
                 (numbers.first_versions, version[at]),
             )
 
-    def _deliver(self, parts: Sequence[Rows]) -> TensorDictBase:
-        """Store a batch, count it, and give it the layout in which it is yielded."""
-        rows = merge(parts)
-        self._count(rows)
-        if self._postproc is not None:
-            batch = self._postprocessed(rows)
-        else:
-            if not self._sink.ready:
-                self._sink.open(self._source.schema(), self._provenance)
-            self._sink.write(rows, self.ledger.counts())
-            batch = as_tensordict(with_cuts(rows), self._storing_device)
-        self._delivered += 1
-        if self.layout == "lanes":
-            return by_lane(batch, self.lanes)
-        if self.layout == "trajectories":
-            return split_trajectories(batch)
-        return batch
-
-    def _postprocessed(self, rows: Rows) -> TensorDictBase:
-        assert self._postproc is not None
-        batch = self._postproc(as_tensordict(with_cuts(rows), self._storing_device))
-        count = len(rows[STEP])
-        if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
-            got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
-            raise ArgumentError(f"postproc: wanted a TensorDict of batch size [{count}], got {got}")
-        stored = without_cuts(columns_of(batch))
-        if not self._sink.ready:
-            schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
-            self._sink.open(schema, self._provenance)
-        self._sink.write(stored, self.ledger.counts())
-        return batch
-
-    def _count(self, rows: Rows) -> None:
-        ledger, count = self.ledger, len(rows[STEP])
-        ledger.stored += count
-        if self._policy is not None:
-            version = rows[POLICY_VERSION]
-            ledger.random += int((version == RANDOM_VERSION).sum())
-        if isinstance(self.frame_skip, int):
-            ledger.ticks += count * self.frame_skip
-        else:
-            before, after = rows[(self.frame_skip,)], rows[("next", self.frame_skip)]
-            ledger.ticks += int((after - before).sum())
-            ledger.reset_ticks += int(before[rows[STEP] == 0].sum())
-        ledger.carried = ledger.executed - ledger.stored - ledger.discarded - ledger.lost
-        ledger.check()
-
     # --- ends, cuts and errors ------------------------------------------------------------------
 
     def _restart_lanes(self) -> int:
@@ -385,6 +352,8 @@ class SyncCollector:
 
     def _discard(self) -> None:
         """Throw the surplus away; the trajectories that lose a row there are cut."""
+        if not self._rollout.held:
+            return
         reward, ended = self._rollout.last_slot(self._source.rewards)
         lanes = self._rollout.discard_held()
         self.ledger.episodes_cut += self._state.cut(lanes)
@@ -398,7 +367,7 @@ class SyncCollector:
         rest = self._numbered(self._rollout.salvage(slots if bad is None else bad.slot))
         parts = parts if rest is None else [*parts, rest]
         if parts:
-            self._deliver(parts)
+            self._delivery.deliver(parts)
         self._finish()
 
     def _finish(self) -> None:
@@ -460,7 +429,11 @@ class SyncCollector:
         self._policy.update_weights(weights)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed everything and start new trajectories; returns a seed for another collector."""
+        """Seed everything and start new trajectories; returns a seed for another collector.
+
+        Transitions that wait for the next batch are discarded.
+        """
+        self._discard()
         self.ledger.episodes_cut += self._restart_lanes()
         self._seed_everything(arguments.seed(seed))
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
@@ -493,7 +466,6 @@ class SyncCollector:
             "next_id": self._state.next_id,
             "random_frames": self._rollout.random_frames,
             "open": int(self._state.open.sum()),
-            "delivered": self._delivered,
             "policy": None if self._policy is None else self._policy.state_dict(),
             "env": self.env.state_dict(),
             "generators": {
@@ -508,13 +480,13 @@ class SyncCollector:
         Raises:
             StateError: this collector has collected already, or the state has other parts.
         """
-        if self.ledger.slots and self._delivered:
-            raise StateError("load_state_dict: this collector has delivered batches already")
+        if self.ledger.slots:
+            raise StateError("load_state_dict: this collector has collected already")
         if (state["policy"] is None) != (self._policy is None):
+            saved = "without" if state["policy"] is None else "with"
             raise StateError(
-                "load_state_dict: the state was saved "
-                + ("without a policy" if state["policy"] is None else "with a policy")
-                + ", this collector is the other way round"
+                f"load_state_dict: the state was saved {saved} a policy, this collector is the "
+                "other way round"
             )
         ledger = self.ledger
         ledger.load(state["ledger"])
@@ -523,8 +495,7 @@ class SyncCollector:
         ledger.carried = 0
         ledger.episodes_cut += state["open"]
         ledger.check()
-        base = max(int(state["next_id"]), self._sink.next_id())
-        self._state = LaneState.fresh(self.lanes, base)
+        self._state = LaneState.fresh(self.lanes, max(int(state["next_id"]), self._sink.next_id()))
         self._seed_everything(int(state["seed"]))
         self.env.load_state_dict(state["env"])
         if self._policy is not None:
@@ -534,7 +505,6 @@ class SyncCollector:
         self._rollout.random_frames = int(state["random_frames"])
         if self._gate is not None:
             self._gate.started = self._gate.completed = ledger.episodes_complete
-        self._delivered = int(state["delivered"])
         self._over = self._budget.remaining(ledger.stored) == 0
 
     def metrics(self, window: int = 100) -> dict[str, float]:

@@ -94,6 +94,7 @@ def run(policy: Policy, args: Args) -> dict[str, str]:
     assert ledger.stored == args.frames
     assert ledger.slots == ledger.executed + ledger.reset_slots
     assert ledger.executed == ledger.stored + ledger.discarded
+    metrics = collector.metrics(window=len(collector.episodes))
     whole = evaluate(
         policy, "CartPole-v1", num_envs=args.num_envs, episodes=args.episodes, seed=args.seed
     )
@@ -104,8 +105,8 @@ def run(policy: Policy, args: Args) -> dict[str, str]:
         "- discarded": f"{ledger.discarded}",
         "= stored": f"{ledger.stored}",
         "episodes complete": f"{ledger.episodes_complete}",
+        "their mean return": f"{metrics['return_mean']:.1f}",
         "episodes cut": f"{ledger.episodes_cut}",
-        "mean return": f"{collector.metrics(window=ledger.episodes_complete)['return_mean']:.1f}",
         f"mean return, {args.episodes} whole episodes": f"{whole.mean_return:.1f}",
         "transitions a second": f"{args.frames / seconds:.0f}",
     }

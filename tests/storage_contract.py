@@ -326,7 +326,9 @@ class StorageContract:
             assert storage.record == (5, b"r")
             assert_rows(storage, 5)
 
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(
         steps=st.lists(st.one_of(st.integers(0, 40), st.just("reopen"), st.just("record"))),
         capacity=st.one_of(st.none(), st.integers(1, 100)),
@@ -634,8 +636,9 @@ class StorageContract:
             assert_rows(storage, 5)
 
     @pytest.mark.parametrize("step", ["rows", "record", "head"])
+    @pytest.mark.parametrize("reopened", [False, True])
     def test_an_interrupted_append_leaves_nothing(
-        self, five: Path, step: str, monkeypatch: pytest.MonkeyPatch
+        self, five: Path, step: str, reopened: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         storage = self.make(five, mode="append")
         storage.extend(rows(5, 1), record=b"good")
@@ -655,6 +658,9 @@ class StorageContract:
             with pytest.raises((KeyboardInterrupt, TypeError)):
                 storage.extend(arrays(100, 3), record=b"bad")
         assert storage.record == (6, b"good")
+        if reopened:
+            storage.close()
+            storage = self.make(five, mode="append")
         # Other rows take the place of the lost ones; the lost record must stay lost.
         storage.extend(rows(6, 4))
         assert storage.record == (6, b"good")

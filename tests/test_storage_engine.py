@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage import CorruptStorage, Schema
@@ -40,12 +40,14 @@ def is_tree(columns: list[Column]) -> bool:
 SCHEMAS = st.lists(COLUMNS, min_size=1, max_size=6).filter(is_tree).map(tuple).map(Schema)
 
 
+@settings(deadline=None)
 @given(SCHEMAS)
 def test_a_schema_survives_json(schema: Schema) -> None:
     assert Schema.from_json(json.loads(json.dumps(schema.to_json()))) == schema
     assert schema.differences(schema) == []
 
 
+@settings(deadline=None)
 @given(SCHEMAS, SCHEMAS)
 def test_schemas_differ_unless_they_have_the_same_columns(one: Schema, other: Schema) -> None:
     same = set(one.columns) == set(other.columns)
@@ -92,6 +94,7 @@ def test_json_that_is_no_schema_is_refused(value: Any) -> None:
 # -- indices
 
 
+@settings(deadline=None)
 @given(st.integers(0, 20), st.lists(st.integers(-25, 25), max_size=10))
 def test_rows_resolve_as_in_a_list(length: int, index: list[int]) -> None:
     numbers = list(range(length))
@@ -106,6 +109,7 @@ def test_rows_resolve_as_in_a_list(length: int, index: list[int]) -> None:
     assert got.tolist() == expected
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 100))
 def test_consecutive_rows_are_recognised(start: int, count: int) -> None:
     expected = range(start, start + count)
@@ -114,6 +118,7 @@ def test_consecutive_rows_are_recognised(start: int, count: int) -> None:
         assert consecutive(cursor) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=6))
 def test_only_consecutive_rows_are(numbers: list[int]) -> None:
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):

@@ -64,10 +64,10 @@ def make_env(
             "create_env_fn: wanted a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
             f"factory of one of them, got {type(env).__name__}"
         )
-    elif info_keys:
+    elif missing := [name for name in info_keys if name not in env.observation_spec.keys()]:
         raise ArgumentError(
-            "info_keys go with Gymnasium environments; for a TorchRL environment register an info "
-            "reader (env.set_info_dict_reader), or pass them to GymnasiumVectorEnv"
+            f"info_keys: {missing} are no columns of the environment; give a TorchRL environment "
+            "an info reader (env.set_info_dict_reader), or pass info_keys to GymnasiumVectorEnv"
         )
     try:
         refuse(env)

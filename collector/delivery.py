@@ -1,0 +1,103 @@
+"""A batch is delivered: merged, counted, stored, and given the layout in which it is yielded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.collector import arguments
+from tallyroll.collector.batch import (
+    Rows,
+    RowSource,
+    as_tensordict,
+    merge,
+    with_cuts,
+    without_cuts,
+)
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.keys import NEXT, POLICY_VERSION, RANDOM_VERSION, STEP
+from tallyroll.collector.ledger import Ledger
+from tallyroll.collector.sink import Sink, columns_of
+from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+
+
+class Delivery:
+    """Takes the parts of a batch and returns what is yielded.
+
+    Args:
+        sink: where rows are stored before they are yielded.
+        source: gives the schema of rows.
+        ledger: counted up with every batch.
+        provenance: written with the schema.
+        layout: of what is yielded.
+        postproc: applied to the rows before they are stored and yielded.
+        device: where yielded batches lie.
+        frame_skip: simulator ticks a transition, or the column that counts them.
+        count_random: whether random actions are an exception that is counted.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        source: RowSource,
+        ledger: Ledger,
+        provenance: Mapping[str, Any],
+        *,
+        layout: Layout,
+        postproc: Postproc | None,
+        device: torch.device | None,
+        frame_skip: int | str,
+        count_random: bool,
+    ) -> None:
+        self._sink, self._source, self._ledger = sink, source, ledger
+        self._provenance, self._layout = provenance, layout
+        self._postproc, self._device = postproc, device
+        self._frame_skip, self._count_random = frame_skip, count_random
+        self.batches = 0
+        if postproc is None:
+            sink.open(source.schema(), provenance)
+
+    def deliver(self, parts: Sequence[Rows]) -> TensorDictBase:
+        """Store the rows of ``parts``, which follow one another in time, as one batch."""
+        rows = merge(parts)
+        self._count(rows)
+        if self._postproc is None:
+            self._sink.write(rows, self._ledger.counts())
+            batch: TensorDictBase = as_tensordict(with_cuts(rows), self._device)
+        else:
+            batch = self._postprocessed(rows, self._postproc)
+        self.batches += 1
+        if self._layout == "lanes":
+            return by_lane(batch, self._source.slab.lanes)
+        if self._layout == "trajectories":
+            return split_trajectories(batch)
+        return batch
+
+    def _postprocessed(self, rows: Rows, postproc: Postproc) -> TensorDictBase:
+        batch = postproc(as_tensordict(with_cuts(rows), self._device))
+        count = len(rows[STEP])
+        if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
+            got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
+            raise ArgumentError(f"postproc: wanted a TensorDict of batch size [{count}], got {got}")
+        stored = without_cuts(columns_of(batch))
+        if not self._sink.ready:
+            schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
+            self._sink.open(schema, self._provenance)
+        self._sink.write(stored, self._ledger.counts())
+        return batch
+
+    def _count(self, rows: Rows) -> None:
+        ledger, count = self._ledger, len(rows[STEP])
+        ledger.stored += count
+        if self._count_random:
+            ledger.random += int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
+        if isinstance(self._frame_skip, int):
+            ledger.ticks += count * self._frame_skip
+        else:
+            before, after = rows[(self._frame_skip,)], rows[(NEXT, self._frame_skip)]
+            ledger.ticks += int((after - before).sum())
+        ledger.carried = ledger.executed - ledger.stored - ledger.discarded - ledger.lost
+        ledger.check()

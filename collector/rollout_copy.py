@@ -1,0 +1,96 @@
+"""Driving any TorchRL environment, and copying what it returns."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from tallyroll.collector.keys import RANDOM_VERSION, VALID
+from tallyroll.collector.policy import PolicyFn
+from tallyroll.collector.rollout import Rollout, changed
+from tallyroll.collector.slots import Mask
+
+
+class CopyRollout(Rollout):
+    """Drives any TorchRL environment through ``step_and_maybe_reset`` and copies the result."""
+
+    def bind(self) -> None:
+        """Find out what is copied where, once."""
+        self._squeeze = not self.env.batch_size
+        views = {
+            key: (column[:, 0] if self._squeeze else column).unbind(0)
+            for key, column in self.slab.columns.items()
+        }
+        self._views = list(views.items())
+        self._marked: list[NDArray[np.bool_]] = []
+        self._has_valid = VALID in [
+            key if isinstance(key, tuple) else (key,)
+            for key in self.env.observation_spec.keys(True, True)
+        ]
+        self._td: TensorDictBase | None = None
+
+    def begin(self, first: TensorDictBase) -> None:
+        """The next slot begins every lane's trajectory."""
+        self._td = first
+
+    def _transitions(self, start: int, stop: int) -> Mask:
+        if not self._has_valid:
+            return np.ones((stop - start, self.lanes), np.bool_)
+        marked, self._marked = np.stack(self._marked[: stop - start]), []
+        return marked
+
+    def _random_steps(self, start: int, stop: int) -> None:
+        self._steps(start, stop, self._random)
+
+    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        assert self.policy is not None
+        if random_lanes is None:
+            self._steps(start, stop, self.policy)
+            return
+        policy, lanes = self.policy, torch.from_numpy(random_lanes)
+
+        def both(td: TensorDictBase) -> TensorDictBase:
+            drawn = self._random(td.clone(False))
+            out = policy(td)
+            for key in (*self._actions, *self._extra):
+                value = out.get(key).clone()
+                value[lanes] = drawn.get(key)[lanes] if key in self._actions else 0
+                out.set(key, value)
+            return out
+
+        self._steps(start, stop, policy if self._squeeze else both)
+
+    def _policy_part(self, at: int, lanes: int) -> None:
+        assert self._td is not None
+        mask = torch.zeros(self.lanes, dtype=torch.bool)
+        mask[:lanes] = True
+        self._td.set("_step", mask)
+        random = self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION
+        try:
+            self._steps(at, at + 1, self._random if random or self.policy is None else self.policy)
+        finally:
+            self._td.pop("_step", None)
+
+    def _steps(self, start: int, stop: int, act: PolicyFn) -> None:
+        td = self._td
+        assert td is not None
+        random = act is self._random
+        views = [view for view in self._views if not (random and view[0] in self._extra)]
+        step = self.env.step_and_maybe_reset
+        for at in range(start, stop):
+            try:
+                td, following = step(act(td))
+            except BaseException as error:
+                error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
+                raise
+            for key, rows in views:
+                value, row = td.get(key), rows[at]
+                if value is None or value.shape != row.shape:
+                    raise changed(key, row, value)
+                row.copy_(value)
+            if self._has_valid:
+                self._marked.append(td.get(("next", *VALID)).reshape(-1).cpu().numpy().copy())
+            self._td = td = following
+            self._used = at + 1
+            if self.stopping:
+                break

@@ -1,0 +1,134 @@
+"""Driving an environment that fills the slab itself."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.keys import RANDOM_VERSION, TERMINATED, TRUNCATED
+from tallyroll.collector.random_actions import block_draw
+from tallyroll.collector.rollout import Rollout, changed
+from tallyroll.collector.slab import Array
+from tallyroll.collector.slots import Mask, next_step_transitions
+
+
+class InPlaceRollout(Rollout):
+    """Drives an environment that fills the tensordict it is handed, a view of the slab."""
+
+    env: GymnasiumVectorEnv
+
+    def bind(self) -> None:
+        """Build the views, once."""
+        (self._action,) = self._actions
+        self._slots = self.slab.bind(self._action)
+        self._action_array = self.slab.array(self._action)
+        self._draw = None if self._random.masked else block_draw(self.env.action_spec)
+        self._pending = np.zeros(self.lanes, np.bool_)
+        self._terminated = self.slab.array(TERMINATED)[..., 0]
+        self._truncated = self.slab.array(TRUNCATED)[..., 0]
+        keys = (self._action, *self._extra)
+        self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
+
+    def begin(self, first: TensorDictBase) -> None:
+        """The next slot begins every lane's trajectory."""
+        self.slab.set_root(self._used, first)
+        self._pending[:] = False
+
+    def _upcoming(self) -> NDArray[np.bool_]:
+        return ~self._pending
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, lane]``, the environment reported an end in this slot."""
+        ended: Mask = self._terminated[start:stop] | self._truncated[start:stop]
+        return ended
+
+    def _transitions(self, start: int, stop: int) -> Mask:
+        if not self.env.has_reset_slots:
+            return np.ones((stop - start, self.lanes), np.bool_)
+        ended = self.ended(start, stop)
+        transitions = next_step_transitions(ended, self._pending)
+        self._pending = ended[-1].copy()
+        return transitions
+
+    def _random_steps(self, start: int, stop: int) -> None:
+        if self._draw is None:
+            self._masked_steps(start, stop)
+            return
+        self._action_array[start:stop] = self._draw(self.rng, stop - start)
+        step, slots, at = self.env.step_and_maybe_reset, self._slots, start
+        try:
+            for at in range(start, stop):
+                step(slots[at].td)
+                if self.stopping:
+                    break
+            self._used = at + 1
+        except BaseException as error:
+            self._failed(error, at)
+            raise
+
+    def _masked_steps(self, start: int, stop: int) -> None:
+        for at in range(start, stop):
+            td = self._random(self._slots[at].td)
+            self.slab.columns[self._action][at].copy_(td.get(self._action))
+            self._step(at)
+            if self.stopping:
+                break
+
+    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        for at in range(start, stop):
+            self._act(at)
+            if random_lanes is not None:
+                self._randomise(at, random_lanes)
+            self._step(at)
+            if self.stopping:
+                break
+
+    def _policy_part(self, at: int, lanes: int) -> None:
+        if self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
+            self._act(at)
+        elif self._draw is not None:
+            self._action_array[at] = self._draw(self.rng, 1)[0]
+        else:
+            td = self._random(self._slots[at].td)
+            self.slab.columns[self._action][at].copy_(td.get(self._action))
+        self._step(at, lanes)
+
+    def _act(self, at: int) -> None:
+        assert self.policy is not None
+        td = self._slots[at].td
+        out = self.policy(td)
+        for key, views in self._outputs:
+            value, row = out.get(key), views[at]
+            if value is None or value.shape != row.shape:
+                raise changed(key, row, value)
+            row.copy_(value)
+            if out is td:
+                td.del_(key)
+
+    def _randomise(self, at: int, lanes: Mask) -> None:
+        columns = self.slab.columns
+        if self._draw is not None:
+            drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
+        else:
+            drawn = self._random(self._slots[at].td).get(self._action)
+        chosen = torch.from_numpy(lanes)
+        columns[self._action][at][chosen] = drawn[chosen]
+        for key in self._extra:
+            columns[key][at][chosen] = 0
+
+    def _step(self, at: int, lanes: int | None = None) -> None:
+        try:
+            if lanes is None:
+                self.env.step_and_maybe_reset(self._slots[at].td)
+            else:
+                self.env.step_part(self._slots[at], lanes)
+            self._used = at + 1
+        except BaseException as error:
+            self._failed(error, at)
+            raise
+
+    def _failed(self, error: BaseException, at: int) -> None:
+        self._used = at
+        actions: Array = self._action_array[at]
+        error.add_note(f"tallyroll: raised by the step with the actions {actions.tolist()!r:.400}")

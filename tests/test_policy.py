@@ -1,0 +1,304 @@
+"""A policy is called as it is, leaves no trace by its trial, and cannot falsify what is stored."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictSequential as Sequential
+
+from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector.errors import ArgumentError, PolicyError
+from test_collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
+
+
+def vec(mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> GymnasiumVectorEnv:
+    return GymnasiumVectorEnv(make_oracle_vec(3, LENGTHS, mode=mode, ends="mixed", **kwargs))
+
+
+DRIVERS: dict[str, Any] = {
+    "next": vec,
+    "disabled": partial(vec, AutoresetMode.DISABLED),
+    "native": partial(OracleVectorEnv, 3, LENGTHS, ends="mixed"),
+    "torch": partial(OracleTorchEnv, 3, LENGTHS, ends="mixed"),
+}
+every_driver = pytest.mark.parametrize("driver", list(DRIVERS))
+
+
+def linear(seed: int = 0) -> Sequential:
+    """A greedy linear policy with weights of its own."""
+    net = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        net.weight.copy_(
+            torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+        )
+    logits = TensorDictModule(net, in_keys=["observation"], out_keys=["logits"])
+    return Sequential(
+        logits, TensorDictModule(lambda x: x.argmax(-1), in_keys=["logits"], out_keys=["action"])
+    )
+
+
+@every_driver
+def test_what_a_module_computes_is_stored(driver: str) -> None:
+    policy = linear()
+    batches, _ = collect(DRIVERS[driver](), policy, frames_per_batch=9, total_frames=50)
+    rows = joined(batches)
+    check_rows(rows, LENGTHS, ends="mixed", from_start=True)
+    again = policy(rows.select("observation"))
+    assert torch.allclose(again["logits"], rows["logits"])
+    assert torch.equal(again["action"], rows["action"])
+
+
+@every_driver
+def test_the_trial_leaves_no_trace(driver: str) -> None:
+    class Counting(ByObservation):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            torch.rand(3)
+            return super().forward(td)
+
+    policy = Counting()
+    torch.manual_seed(5)
+    wanted = torch.rand(4)
+    with SyncCollector(DRIVERS[driver](), policy, frames_per_batch=3, total_frames=3, seed=5):
+        assert policy.called == 0
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(4), wanted)
+
+
+@every_driver
+def test_a_policy_that_rewrites_its_observation_sees_the_next_one_all_the_same(
+    driver: str,
+) -> None:
+    """A normaliser that writes `observation` again must not freeze what it sees."""
+    seen: list[torch.Tensor] = []
+
+    def halved(observation: torch.Tensor) -> torch.Tensor:
+        seen.append(observation.clone())
+        return observation / 2
+
+    policy = Sequential(
+        TensorDictModule(halved, in_keys=["observation"], out_keys=["observation"]),
+        TensorDictModule(
+            lambda x: (2 * x).sum(-1).long() % 2, in_keys=["observation"], out_keys=["action"]
+        ),
+    )
+    batches, collector = collect(DRIVERS[driver](), policy, frames_per_batch=9, total_frames=45)
+    if driver == "torch":  # TorchRL's protocol stores what the policy leaves at the root
+        rows = joined(batches)
+        rows["observation"] = rows["observation"] * 2
+    else:
+        rows = joined(batches)
+    check_rows(rows, LENGTHS, ends="mixed", from_start=True)
+    assert_same(
+        ByObservation()(rows.select("observation")).select("action"), rows.select("action")
+    )
+    assert len(torch.cat(seen)) >= collector.ledger.slots
+
+
+@every_driver
+def test_a_policy_that_writes_in_place_into_its_observation_is_not_believed(driver: str) -> None:
+    def scribbling(td: TensorDictBase) -> TensorDictBase:
+        td = ByObservation()(td)
+        td["observation"].neg_()
+        return td
+
+    batches, _ = collect(
+        DRIVERS[driver](), ByObservation(), frames_per_batch=9, total_frames=45
+    )
+    check_rows(joined(batches), LENGTHS, ends="mixed", from_start=True)
+    with pytest.raises(Exception, match="observation"):
+        rows, _ = collect(DRIVERS[driver](), scribbling, frames_per_batch=9, total_frames=45)
+        check_rows(joined(rows), LENGTHS, ends="mixed", from_start=True)
+
+
+@pytest.mark.parametrize("driver", ["next", "disabled", "native"])
+def test_a_callable_may_return_a_tensordict_of_its_own(driver: str) -> None:
+    def fresh(td: TensorDictBase) -> TensorDictBase:
+        action = ByObservation()(td.clone())["action"]
+        return TensorDict({"action": action}, td.batch_size)
+
+    batches, _ = collect(DRIVERS[driver](), fresh, frames_per_batch=9, total_frames=45)
+    check_rows(joined(batches), LENGTHS, ends="mixed", from_start=True)
+
+
+def test_new_weights_are_used_from_the_next_batch_on_and_counted() -> None:
+    policy, other = linear(0), linear(3)
+    with SyncCollector(
+        vec(), policy, frames_per_batch=9, total_frames=36, surplus="discard"
+    ) as collector:
+        for at, batch in enumerate(collector):
+            assert set(batch["collector", "policy_version"].tolist()) == {at}
+            wanted = (other if at else linear(0))(batch.select("observation"))
+            assert torch.equal(wanted["action"], batch["action"])
+            collector.update_policy_weights_(other.state_dict())
+        assert collector.policy_version == 4
+
+
+@pytest.mark.parametrize("form", ["state_dict", "tensordict", "none"])
+def test_weights_come_as_a_state_dict_a_tensordict_or_in_place(form: str) -> None:
+    policy, other = linear(0), linear(3)
+    with SyncCollector(vec(), policy, frames_per_batch=9, total_frames=36) as collector:
+        if form == "state_dict":
+            collector.update_policy_weights_(other.state_dict())
+        elif form == "tensordict":
+            collector.update_policy_weights_(TensorDict.from_module(other).data)
+        else:
+            policy.load_state_dict(other.state_dict())
+            collector.update_policy_weights_()
+        batch = next(iter(collector))
+        assert torch.equal(other(batch.select("observation"))["action"], batch["action"])
+        assert set(batch["collector", "policy_version"].tolist()) == {1}
+
+
+def test_a_policy_on_its_own_device_moves_both_ways() -> None:
+    batches, _ = collect(
+        vec(), linear(), frames_per_batch=9, total_frames=36, policy_device="cpu", env_device="cpu"
+    )
+    check_rows(joined(batches), LENGTHS, ends="mixed", from_start=True)
+
+
+def test_random_actions_have_no_weights() -> None:
+    with SyncCollector(vec(), frames_per_batch=9, total_frames=36) as collector:
+        match = "this collector draws random actions: it has no weights to update"
+        with pytest.raises(ArgumentError, match=match):
+            collector.update_policy_weights_()
+
+
+def test_a_callable_has_no_weights_to_replace() -> None:
+    with (
+        SyncCollector(vec(), lambda td: ByObservation()(td), frames_per_batch=9, total_frames=36) as c,
+        pytest.raises(ArgumentError, match="this policy is a plain callable: it has no weights"),
+    ):
+        c.update_policy_weights_({})
+
+
+def writing(**values: Any) -> Any:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        for key, value in values.items():
+            td.set(key, value)
+        return td
+
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "match"),
+    [
+        (7, ArgumentError, "policy: wanted a TensorDictModule, a callable .* got int"),
+        (torch.nn.Linear(3, 2), ArgumentError, "Linear is a plain nn.Module that takes tensors"),
+        (lambda td: td["observation"], PolicyError, "wanted a TensorDict back, got Tensor"),
+        (lambda _: None, PolicyError, "wanted a TensorDict back, got NoneType"),
+        (writing(act=torch.zeros(3)), PolicyError, r"to write action, got \['act'\]; set out_keys"),
+        (lambda td: td, PolicyError, "wanted it to write action, got no new key"),
+        (
+            writing(action=torch.zeros(3)),
+            PolicyError,
+            r"action is float32 \[3\], wanted int64 \[3\]",
+        ),
+        (
+            writing(action=torch.zeros(3, 2, dtype=torch.int64)),
+            PolicyError,
+            r"action is int64 \[3, 2\], wanted int64 \[3\]",
+        ),
+        (
+            writing(action=torch.tensor([0, 5, 1])),
+            PolicyError,
+            r"outside the action space on the first observation: got \[0, 5, 1\], wanted 0\.\.1",
+        ),
+        (
+            writing(action=torch.zeros(3, dtype=torch.int64, device="meta")),
+            PolicyError,
+            "action is on meta, wanted cpu; pass policy_device",
+        ),
+    ],
+)
+@every_driver
+def test_what_is_no_policy_is_refused_before_anything_is_made(
+    driver: str, policy: Any, error: type[Exception], match: str, tmp_path: Any
+) -> None:
+    with pytest.raises(error, match=match):
+        SyncCollector(
+            DRIVERS[driver](), policy, frames_per_batch=5, total_frames=9, storage=tmp_path / "s"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("action", "match"),
+    [
+        (torch.full((3, 2), torch.nan), "action holds NaN or infinity on the first observation"),
+        (torch.full((3, 2), torch.inf), "action holds NaN or infinity on the first observation"),
+        (torch.full((3, 2), 2.0), r"outside the action space .* got \[2.0, .*wanted -1\.\.1"),
+    ],
+)
+def test_an_action_that_is_no_number_is_refused(action: Any, match: str) -> None:
+    with pytest.raises(PolicyError, match=match):
+        SyncCollector(
+            vec(action="box"), writing(action=action), frames_per_batch=5, total_frames=9
+        )
+
+
+def test_a_column_needs_the_lanes_in_front() -> None:
+    policy = writing(action=torch.zeros(3, dtype=torch.int64), extra=torch.zeros(3, 2))
+
+    def bad(td: TensorDictBase) -> TensorDictBase:
+        return TensorDict({"action": torch.zeros(3, dtype=torch.int64), "x": torch.zeros(5)})
+
+    collect(vec(), policy, frames_per_batch=5, total_frames=9)
+    with pytest.raises(PolicyError, match=r"policy: x has shape \[5\], wanted the batch size \[3\]"):
+        SyncCollector(vec(), bad, frames_per_batch=5, total_frames=9)
+
+
+class ChangesItsMind(ByObservation):
+    """Right until call 4, then another action."""
+
+    def __init__(self, action: Any) -> None:
+        super().__init__(action="box")
+        self.later = action
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        td = super().forward(td)
+        if self.called > 4:
+            td.pop("action")
+            if self.later is not None:
+                td.set("action", self.later)
+        return td
+
+
+@pytest.mark.parametrize(
+    ("action", "match"),
+    [
+        (torch.full((3, 2), torch.nan), r"action lies outside .* at lane 0, step \d of its traj"),
+        (torch.full((3, 2), 3.0), r"got \[3., 3.\], wanted \[-1, 1\] and no NaN"),
+        (torch.zeros(3, 3), r"action: got float32 \[3, 3\], wanted float32 \[3, 2\] as on the f"),
+        (None, "action is missing; it was there on the first step"),
+    ],
+)
+@pytest.mark.parametrize("driver", list(DRIVERS))
+def test_an_action_gone_wrong_later_keeps_all_that_was_before(
+    driver: str, action: Any, match: str, tmp_path: Any
+) -> None:
+    from tallyroll.storage import MemmapStorage
+
+    env = DRIVERS[driver](action="box")
+    with (
+        SyncCollector(
+            env, ChangesItsMind(action), frames_per_batch=50, total_frames=90,
+            storage=tmp_path / "s",
+        ) as collector,
+        pytest.raises(PolicyError, match=match),
+    ):
+        list(collector)
+    with MemmapStorage(tmp_path / "s", mode="read") as storage:
+        rows = check_rows(
+            storage.get(slice(None)), LENGTHS, ends="mixed", action="box", from_start=True
+        )
+        assert len(rows.lane) == collector.ledger.stored > 8
+    collector.ledger.check()
