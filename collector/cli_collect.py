@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from rich.console import Console
 from rich.table import Table
 
 from tallyroll.collector.cli_plan import (
@@ -22,7 +22,7 @@ from tallyroll.collector.cli_plan import (
     load_policy,
     open_target,
 )
-from tallyroll.collector.cli_progress import progress_for, readable_bytes, times
+from tallyroll.collector.cli_progress import plain_console, progress_for, readable_bytes, times
 from tallyroll.collector.sync import SyncCollector
 
 _MOST_BATCH = 8192
@@ -80,7 +80,7 @@ class Run:
         self.out: str = args.out
         self.target, self.resume = target, args.resume and target.run is not None
         self.quiet: bool = args.quiet
-        self.console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self.console = plain_console()
         self.plan = self._planned(args)
         self.began = 0
         """Rows of this run that were there before."""
@@ -203,7 +203,7 @@ class Run:
     # --- reporting ----------------------------------------------------------------------------
 
     def _report(self, collector: SyncCollector, seconds: float, done: bool) -> None:
-        ledger, show = collector.ledger, self.console.print
+        ledger, show = collector.ledger, partial(self.console.print, soft_wrap=True)
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
         already = f" ({self.began:,} of them were there before)" if self.began else ""
@@ -211,7 +211,7 @@ class Run:
             f"\n{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
             f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
         )
-        self.console.print(_ledger_table(collector), soft_wrap=False)
+        self.console.print(_ledger_table(collector))
         if ledger.incarnation:
             show(
                 f"resumed {times(ledger.incarnation)}; of a process that was killed, the counts "

@@ -11,12 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tallyroll.collector.cli_progress import readable_bytes, times
+from tallyroll.collector.cli_progress import plain_console, readable_bytes, times
 from tallyroll.collector.cli_scan import Scan, scan
 from tallyroll.collector.keys import dotted
 from tallyroll.storage import MemmapStorage, open_storage
 
-_FILE_WIDTH = 160
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -31,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(facts, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
     else:
-        width = None if sys.stdout.isatty() else _FILE_WIDTH
-        show(facts, Console(markup=False, highlight=False, emoji=False, width=width))
+        show(facts, plain_console())
     sys.stdout.flush()
     return 0
 

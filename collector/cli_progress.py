@@ -18,6 +18,7 @@ from tallyroll.storage import MemmapStorage
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
+FILE_WIDTH = 160
 _WINDOW = 50
 
 
@@ -204,6 +205,12 @@ def progress_for(
     if quiet:
         return Silence(meter)
     return Bar(meter, console) if console.is_terminal else Lines(meter)
+
+
+def plain_console() -> Console:
+    """For reports on stdout; what goes to a file or a pipe is not folded to 80 columns."""
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(markup=False, highlight=False, emoji=False, width=width)
 
 
 def readable_bytes(count: float) -> str:

@@ -11,7 +11,7 @@ from torchrl.envs.utils import ExplorationType
 from tallyroll.collector.envs.make import CreateEnv
 from tallyroll.collector.episodes import Episode
 from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.policy import PolicyFn
+from tallyroll.collector.policy import PolicyFn, generators_restored
 from tallyroll.collector.sync import SyncCollector
 
 _FRAMES_PER_BATCH = 4096
@@ -63,21 +63,24 @@ def evaluate(
         episodes: how many.
         num_envs: lanes, with an id.
         env_kwargs: keyword arguments of ``gymnasium.make``, with an id.
-        seed: as for :class:`SyncCollector`. None leaves torch's generator alone.
+        seed: as for :class:`SyncCollector`; global generators are as before afterwards.
         exploration_type: by default actions are deterministic where the policy knows how.
         max_frames_per_traj: a time limit.
     """
-    with SyncCollector(
-        create_env_fn,
-        policy,
-        frames_per_batch=_FRAMES_PER_BATCH,
-        total_episodes=episodes,
-        num_envs=num_envs,
-        env_kwargs=env_kwargs,
-        seed=seed,
-        exploration_type=exploration_type,
-        max_frames_per_traj=max_frames_per_traj,
-    ) as collector:
+    with (
+        generators_restored(),
+        SyncCollector(
+            create_env_fn,
+            policy,
+            frames_per_batch=_FRAMES_PER_BATCH,
+            total_episodes=episodes,
+            num_envs=num_envs,
+            env_kwargs=env_kwargs,
+            seed=seed,
+            exploration_type=exploration_type,
+            max_frames_per_traj=max_frames_per_traj,
+        ) as collector,
+    ):
         for _ in collector:
             pass
     return Evaluation(list(collector.episodes), collector.ledger)

@@ -61,7 +61,8 @@ class SyncCollector:
         num_envs: lanes, with an id.
         env_kwargs: keyword arguments of ``gymnasium.make``, with an id.
         seed: makes the data repeatable from the first observation on; it also seeds torch's
-            global generator. None draws one, which :attr:`ledger` reports.
+            global generator. None draws one from torch's generator, for the environments and
+            for random actions, which :attr:`ledger` reports, and goes on with that generator.
         layout: ``"rows"`` ``[frames]``, lane by lane and in time within the lane; ``"lanes"``
             ``[lane, time]`` and ``"trajectories"`` ``[trajectory, time]``, padded, with
             ``("collector", "mask")``.
@@ -443,7 +444,7 @@ class SyncCollector:
         if seed is not None:
             torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
         else:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
+            seed = int(torch.randint(2**31 - 1, ()))
         self.ledger.seed = seed
         # The rollout holds this generator: replace its state, not the object.
         fresh = np.random.default_rng(driver_seed(seed, incarnation))
@@ -509,6 +510,7 @@ class SyncCollector:
 
     def metrics(self, window: int = 100) -> dict[str, float]:
         """A flat dict for any logger: the counts, and means over the last ``window`` episodes."""
+        arguments.positive("window", window)
         recent = self.episodes[-window:]
         return {
             "frames": self.ledger.stored,

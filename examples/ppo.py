@@ -6,6 +6,19 @@ Eight lanes of a Gymnasium vector environment in its default mode, NEXT_STEP, in
 after each episode only resets. Tallyroll keeps these slots out of the batches; where a batch ends
 in mid-episode, GAE bootstraps. Loss and advantages are TorchRL's. The budget is no multiple of the
 batch: the last batch holds what remains.
+
+Solved (at least 450 of 500) on exactly 100,000 transitions. Measured with the defaults:
+
+    seed  last 100 training episodes  evaluation, 100 episodes
+    1     500.0                       500.0
+    2     500.0                       500.0
+    3     500.0                       500.0
+    4     497.5                       500.0
+    5     500.0                       500.0
+
+in 23 to 83 s a seed on two shared cores. With --total-frames 50000 the evaluation gives 500.0 for
+each of the five too, while the last 100 training episodes, which begin with worse policies, give
+345 to 376.
 """
 
 from __future__ import annotations

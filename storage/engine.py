@@ -28,6 +28,9 @@ Durability: TypeAlias = Literal["process", "power"]
 _FIRST_ROOM_NBYTES = 2**20
 _LARGEST_STEP_NBYTES = 2**28
 _REFRESH_SECONDS = 1.0
+_WRITE_NBYTES = 2**14
+"""Arrays of this size are written through the file. Through the map every new page costs a
+fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
 
 
 class Engine:
@@ -112,8 +115,11 @@ class Engine:
             if header.reserve != start:  # an earlier append was interrupted
                 header.forget_uncommitted()
             header.reserve = stop
-            for column, array in zip(self._columns, arrays, strict=True):
-                column[start:stop] = array
+            for index, array in enumerate(arrays):
+                if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
+                    self._columns[index][start:stop] = array
+                else:
+                    self._format.write(index, start, array)
             if record is not None:
                 header.write_record(record, stop)
             self._commit(stop)

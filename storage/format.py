@@ -85,6 +85,10 @@ class Format(ABC):
         """
 
     @abstractmethod
+    def write(self, column: int, row: int, rows: np.ndarray) -> None:
+        """Write C-contiguous ``rows`` of a column from ``row`` on, where space is reserved."""
+
+    @abstractmethod
     def publish(self, rows: int) -> None:
         """Show ``rows`` rows to other libraries."""
 

@@ -276,6 +276,14 @@ class MemmapFormat(Format):
         except OSError as error:
             raise self._failed(error, 0) from error
 
+    def write(self, column: int, row: int, rows: np.ndarray) -> None:
+        """Write through the file, which the maps show at once."""
+        file, at = self._files[column], row * self._columns[column].row_nbytes
+        rest = memoryview(rows.reshape(-1).view(np.uint8))
+        while len(rest):
+            written = os.pwrite(file, rest, at)
+            rest, at = rest[written:], at + written
+
     def publish(self, rows: int) -> None:
         """Write tensordict's metadata for ``rows`` rows, the root last."""
         try:

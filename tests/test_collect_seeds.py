@@ -79,8 +79,8 @@ def test_without_a_seed_one_is_drawn_and_told(driver: str) -> None:
     one, collector = run(driver, None, stochastic)
     again, _ = run(driver, collector.ledger.seed, stochastic)
     other, _ = run(driver, None, stochastic)
-    assert torch.equal(one[0]["observation"], again[0]["observation"])
-    assert not torch.equal(one[0]["observation"], other[0]["observation"])
+    assert torch.equal(one[0]["observation"][:1], again[0]["observation"][:1])
+    assert not torch.equal(one[0]["observation"][:1], other[0]["observation"][:1])
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -100,8 +100,9 @@ def test_lanes_do_not_copy_each_other() -> None:
 
 
 def test_setting_the_seed_again_begins_the_same_data_again() -> None:
+    vector = make_oracle_vec(3, [[4]], mode=AutoresetMode.DISABLED, kind="seeded")
     with SyncCollector(
-        vec(AutoresetMode.DISABLED), stochastic, frames_per_batch=15, total_frames=-1, seed=1
+        vector, stochastic, frames_per_batch=15, total_frames=-1, seed=1
     ) as collector:
         batches = iter(collector)
         one = next(batches)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -16,13 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracles import check_rows
-from tallyroll.storage import MemmapStorage, open_storage
 from warm_cli import LENGTHS, WarmServer, warm_server
+
+from tallyroll.storage import MemmapStorage, open_storage
+
+from oracles import check_rows
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "20"))
 KILLS_A_CHAIN = 4
-FRAMES = 4001
+FRAMES = 3001
 LANES = 3
 COLLECT = (
     *("collect", "warm_cli:Oracle-v0", "--num-envs", LANES, "--frames", FRAMES, "--out", "data"),
@@ -52,7 +55,7 @@ def check(storage: MemmapStorage) -> None:
         return
     ids, step = (np.asarray(storage.column(("collector", name))) for name in ("traj_ids", "step"))
     check_numbers(ids, step)
-    for earlier, later in zip(parts, parts[1:], strict=False):
+    for earlier, later in itertools.pairwise(parts):
         ours, theirs = earlier["collector", "traj_ids"], later["collector", "traj_ids"]
         assert int(ours.max()) < int(theirs.min()), "an id was used by two processes"
     check_noise(storage)
@@ -69,8 +72,8 @@ def check_numbers(ids: np.ndarray, step: np.ndarray) -> None:
 
 def check_noise(storage: MemmapStorage) -> None:
     """No two processes drew the same: pairs of float32 noise do not come twice by chance."""
-    noise = np.stack([storage.column("observation")[:, 3], storage.column(("next", "observation"))[:, 3]])
-    assert len(np.unique(noise, axis=1).T) == storage.head, "data was repeated"
+    columns = [storage.column(key)[:, 3] for key in ("observation", ("next", "observation"))]
+    assert len(np.unique(np.stack(columns, -1), axis=0)) == storage.head, "data was repeated"
 
 
 def head_of(folder: Path) -> int | None:
@@ -110,13 +113,15 @@ def finish(server: WarmServer, folder: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def full_run(server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Seconds that an undisturbed run takes."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    began = time.monotonic()
-    server.run(folder, *COLLECT)
-    seconds = time.monotonic() - began
-    assert head_of(folder) == FRAMES
-    return seconds
+    """Seconds that an undisturbed run takes: the faster of two, a busy machine is no measure."""
+    seconds = []
+    for _ in range(2):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        began = time.monotonic()
+        server.run(folder, *COLLECT)
+        seconds.append(time.monotonic() - began)
+        assert head_of(folder) == FRAMES
+    return min(seconds)
 
 
 @pytest.mark.timeout(60 + 10 * KILLS)

@@ -38,6 +38,7 @@ def linear(seed: int = 0) -> Sequential:
         net.weight.copy_(
             torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
         )
+        net.bias.zero_()
     logits = TensorDictModule(net, in_keys=["observation"], out_keys=["logits"])
     return Sequential(
         logits, TensorDictModule(lambda x: x.argmax(-1), in_keys=["logits"], out_keys=["action"])
@@ -211,11 +212,6 @@ def writing(**values: Any) -> Any:
             PolicyError,
             r"outside the action space on the first observation: got \[0, 5, 1\], wanted 0\.\.1",
         ),
-        (
-            writing(action=torch.zeros(3, dtype=torch.int64, device="meta")),
-            PolicyError,
-            "action is on meta, wanted cpu; pass policy_device",
-        ),
     ],
 )
 @every_driver
@@ -227,6 +223,12 @@ def test_what_is_no_policy_is_refused_before_anything_is_made(
             DRIVERS[driver](), policy, frames_per_batch=5, total_frames=9, storage=tmp_path / "s"
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_action_on_another_device_is_refused() -> None:
+    policy = writing(action=torch.zeros(3, dtype=torch.int64, device="meta"))
+    with pytest.raises(PolicyError, match="action is on meta, wanted cpu; pass policy_device"):
+        SyncCollector(DRIVERS["torch"](), policy, frames_per_batch=5, total_frames=9)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+
 import oracles
 
 TESTS = Path(__file__).resolve().parent
@@ -177,8 +178,8 @@ def _fork(argv: Sequence[str], cwd: str, tty: str | None) -> int:
         sys.stdout.flush()
     except SystemExit as end:
         status = int(end.code or 0)
-    except BaseException:  # the child must not go on as a second server
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException:  # noqa: BLE001  the child must not go on as a second server
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
         os._exit(status)
@@ -194,6 +195,7 @@ def _redirect(tty: str | None) -> None:
 
 if __name__ == "__main__":
     import torch
+
     from tallyroll.collector import cli
 
     torch.set_num_threads(1)
