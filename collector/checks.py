@@ -29,6 +29,7 @@ class Violation:
 
     slot: int
     error: Exception
+    by_policy: bool
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,9 @@ class RangeChecks:
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
-        found = list(self._violations(slab, used, state))
-        first = min(found, key=lambda violation: violation.slot, default=None)
+        # A wrong action explains what the environment made of it: among equals it comes first.
+        found = sorted(self._violations(slab, used, state), key=lambda v: (v.slot, not v.by_policy))
+        first = found[0] if found else None
         if first is not None and self._validate == "warn":
             self._ranges.clear()
             warnings.warn(str(first.error), OutOfRangeWarning, stacklevel=4)
@@ -140,7 +142,8 @@ class RangeChecks:
             if bad.any():
                 slot, lane = (int(index) for index in np.argwhere(bad)[0])
                 step = _step_of(slab, slot, lane, state)
-                yield Violation(slot, self._error(check, values[slot, lane], lane, step))
+                error = self._error(check, values[slot, lane], lane, step)
+                yield Violation(slot, error, check.by_policy)
 
     def _error(self, check: _Range, value: NDArray[Any], lane: int, step: int) -> Exception:
         kind = PolicyError if check.by_policy else TransitionError

@@ -16,7 +16,7 @@ from tallyroll.collector.batch import (
     without_cuts,
 )
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.keys import NEXT, POLICY_VERSION, RANDOM_VERSION, STEP
+from tallyroll.collector.keys import DONE, NEXT, POLICY_VERSION, RANDOM_VERSION, STEP
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.sink import Sink, columns_of
 from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
@@ -60,15 +60,23 @@ class Delivery:
         if postproc is None:
             sink.open(source.schema(), provenance)
 
-    def deliver(self, parts: Sequence[Rows]) -> TensorDictBase:
-        """Store the rows of ``parts``, which follow one another in time, as one batch."""
+    def deliver(self, parts: Sequence[Rows], open_lanes: int) -> TensorDictBase:
+        """Store the rows of ``parts``, which follow one another in time, as one batch.
+
+        ``open_lanes`` trajectories go on behind it. Where storing fails, nothing is counted.
+        """
         rows = merge(parts)
-        self._count(rows)
-        if self._postproc is None:
-            self._sink.write(rows, self._ledger.counts())
-            batch: TensorDictBase = as_tensordict(with_cuts(rows), self._device)
-        else:
-            batch = self._postprocessed(rows, self._postproc)
+        before = self._ledger.counts()
+        try:
+            self._count(rows)
+            if self._postproc is None:
+                self._sink.write(rows, self._ledger.counts(), open_lanes)
+                batch: TensorDictBase = as_tensordict(with_cuts(rows), self._device)
+            else:
+                batch = self._postprocessed(rows, self._postproc, open_lanes)
+        except BaseException:
+            self._ledger.load(before)
+            raise
         self.batches += 1
         if self._layout == "lanes":
             return by_lane(batch, self._source.slab.lanes)
@@ -76,7 +84,7 @@ class Delivery:
             return split_trajectories(batch)
         return batch
 
-    def _postprocessed(self, rows: Rows, postproc: Postproc) -> TensorDictBase:
+    def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
         batch = postproc(as_tensordict(with_cuts(rows), self._device))
         count = len(rows[STEP])
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
@@ -86,12 +94,13 @@ class Delivery:
         if not self._sink.ready:
             schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
             self._sink.open(schema, self._provenance)
-        self._sink.write(stored, self._ledger.counts())
+        self._sink.write(stored, self._ledger.counts(), open_lanes)
         return batch
 
     def _count(self, rows: Rows) -> None:
         ledger, count = self._ledger, len(rows[STEP])
         ledger.stored += count
+        ledger.episodes_complete += int(rows[DONE].sum())
         if self._count_random:
             ledger.random += int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
         if isinstance(self._frame_skip, int):

@@ -45,6 +45,8 @@ class Policy:
             )
         self.source = policy
         self.version = 0
+        self.changes_input = False
+        """It was seen to replace or to write to what it is given, so it is given copies."""
         self._device = device
         self._move_back = env_device
         self.module = self._on_device(policy)
@@ -117,8 +119,12 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
     except (TypeError, RuntimeError, ValueError):  # some callables hold what cannot be copied
         probe.module = policy.module
     given = td.clone()
+    entries = list(given.items(True, True))
     with generators_restored():
         out = probe(given)
+    policy.changes_input = any(
+        given.get(key) is not before or not _same(before, td.get(key)) for key, before in entries
+    )
     if not is_tensor_collection(out):
         raise PolicyError(
             f"policy: wanted a TensorDict back, got {type(out).__name__}; return the tensordict "
@@ -140,6 +146,12 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
             )
         extra[key] = Column(value.dtype, tuple(value.shape[lead:]))
     return extra
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or one.dtype is torch.bool:
+        return one is other or bool((one == other).all())
+    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
 def _check_action(key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase) -> None:

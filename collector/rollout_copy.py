@@ -5,7 +5,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.keys import RANDOM_VERSION, VALID
+from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.keys import RANDOM_VERSION, VALID, dotted
 from tallyroll.collector.policy import PolicyFn
 from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slots import Mask
@@ -78,9 +79,15 @@ class CopyRollout(Rollout):
         views = [view for view in self._views if not (random and view[0] in self._extra)]
         step = self.env.step_and_maybe_reset
         for at in range(start, stop):
+            acted = act(td)
             try:
-                td, following = step(act(td))
+                td, following = step(acted)
             except BaseException as error:
+                for key in self._actions:
+                    if acted.get(key, None) is None:
+                        raise PolicyError(
+                            f"policy: {dotted(key)} is missing; it was there on the first call"
+                        ) from error
                 error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
                 raise
             for key, rows in views:

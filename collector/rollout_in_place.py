@@ -97,7 +97,7 @@ class InPlaceRollout(Rollout):
     def _act(self, at: int) -> None:
         assert self.policy is not None
         td = self._slots[at].td
-        out = self.policy(td)
+        out = self.policy(td.clone() if self.policy.changes_input else td)
         for key, views in self._outputs:
             value, row = out.get(key), views[at]
             if value is None or value.shape != row.shape:

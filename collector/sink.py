@@ -100,10 +100,14 @@ class Sink:
             record = json.loads(payload)
             if record["first_row_of_run"] == first:
                 at, counts = written_at, record["ledger"]
-        unknown = head - at
-        ended = int(self.storage.column(DONE)[at:head].sum()) if unknown else 0
-        for name in ("slots", "executed", "stored"):
+                # A killed process left its trajectories unfinished.
+                counts["episodes_cut"] += record["open"]
+        ended = int(self.storage.column(DONE)[at:head].sum()) if head > at else 0
+        unknown = head - first - counts.get("stored", 0)
+        counts["stored"] = head - first
+        for name in ("slots", "executed") if unknown > 0 else ():
             counts[name] = counts.get(name, 0) + unknown
+        counts["lost"] = counts.get("lost", 0) + max(0, -unknown)
         counts["episodes_complete"] = counts.get("episodes_complete", 0) + ended
         # What waited for the next batch when the run stopped went with its process.
         counts["lost"] = counts.get("lost", 0) + counts.get("carried", 0)
@@ -142,10 +146,13 @@ class Sink:
         """:meth:`open` was called."""
         return self._ready
 
-    def write(self, rows: Rows, ledger: Mapping[str, int]) -> None:
-        """Commit ``rows``, and the ledger as it stands with them."""
+    def write(self, rows: Rows, ledger: Mapping[str, int], open_lanes: int) -> None:
+        """Commit ``rows``, and the ledger as it stands with them.
+
+        ``open_lanes`` trajectories go on behind them.
+        """
         if self.storage is not None:
-            self.storage.stage_record(self._record(ledger))
+            self.storage.stage_record(self._record(ledger, open_lanes))
         if self._direct is not None:
             self._direct.extend(_arrays(rows))
         if self.replay_buffer is not None:
@@ -154,7 +161,7 @@ class Sink:
     def finish(self, ledger: Mapping[str, int]) -> None:
         """Commit the final ledger and bring what other programs read up to date."""
         if self.storage is not None and self._ready:
-            self.storage.put_record(self._record(ledger))
+            self.storage.put_record(self._record(ledger, 0))
             self.storage.flush()
 
     def close(self) -> None:
@@ -162,8 +169,9 @@ class Sink:
         if self.owned and self._direct is not None:
             self._direct.close()
 
-    def _record(self, ledger: Mapping[str, int]) -> bytes:
-        return json.dumps({"first_row_of_run": self._first_row, "ledger": dict(ledger)}).encode()
+    def _record(self, ledger: Mapping[str, int], open_lanes: int) -> bytes:
+        record = {"first_row_of_run": self._first_row, "ledger": ledger, "open": open_lanes}
+        return json.dumps(record).encode()
 
 
 def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:

@@ -52,7 +52,8 @@ class SyncCollector:
 
     Args:
         create_env_fn: a Gymnasium id (with ``num_envs`` lanes), a TorchRL environment of batch
-            size ``[]`` or ``[lanes]``, a Gymnasium vector environment, or a factory of one.
+            size ``[]`` or ``[lanes]``, a Gymnasium vector environment, or a factory of one. What
+            the collector makes it closes; an instance stays yours to close.
         policy: a TensorDictModule or a callable from TensorDict to TensorDict; None draws
             random actions, and honours an ``"action_mask"``.
         frames_per_batch: transitions a batch.
@@ -126,7 +127,7 @@ class SyncCollector:
         total = arguments.total(total_frames, total_episodes, reset_at_each_iter, surplus)
         arguments.positive("num_envs", num_envs, optional=True)
         arguments.positive("max_frames_per_traj", max_frames_per_traj, optional=True)
-        arguments.not_negative("init_random_frames", init_random_frames)
+        self._init_random_frames = arguments.not_negative("init_random_frames", init_random_frames)
         arguments.one_of("layout", layout, ("rows", "lanes", "trajectories"))
         arguments.one_of("surplus", surplus, ("carry", "discard", "never_step"))
         self.frame_skip = arguments.frame_skip(frame_skip)
@@ -161,7 +162,6 @@ class SyncCollector:
                 env_device,
                 policy_device,
                 max_frames_per_traj,
-                init_random_frames,
                 validate,
                 made.description,
             )
@@ -177,7 +177,6 @@ class SyncCollector:
         env_device: torch.device | str | None,
         policy_device: torch.device | str | None,
         max_frames_per_traj: int | None,
-        init_random_frames: int,
         validate: Validate,
         description: dict[str, Any],
     ) -> None:
@@ -217,7 +216,7 @@ class SyncCollector:
             self._policy,
             frames_per_batch=self.frames_per_batch,
             surplus=self._surplus,
-            random_frames=max(0, init_random_frames - self.ledger.stored),
+            random_frames=max(0, self._init_random_frames - self.ledger.stored),
             rng=self._rng,
             ledger=self.ledger,
             gate=self._gate,
@@ -293,13 +292,20 @@ class SyncCollector:
                     have += len(part[STEP])
                 if self._rollout.finished:
                     break
-        batch = self._delivery.deliver(parts) if have else None
+        batch = self._deliver(parts) if have else None
         if self._surplus == "discard":
             self._discard()
         spent = self._budget.remaining(self.ledger.stored) == 0
         if spent or self._rollout.stopping or self._rollout.finished:
             self._finish()
         return batch
+
+    def _deliver(self, parts: list[Rows]) -> TensorDictBase:
+        try:
+            return self._delivery.deliver(parts, int(self._state.open.sum()))
+        except BaseException:
+            self._finish()
+            raise
 
     def _fill(self, want: int, parts: list[Rows]) -> Block:
         """Step, and check what came; on an error, what is complete is stored first."""
@@ -330,7 +336,6 @@ class SyncCollector:
             before = rows[(self.frame_skip,)].reshape(-1)
             self.ledger.reset_ticks += int(before[torch.from_numpy(numbers.start_row)].sum())
         at = numbers.end_row
-        self.ledger.episodes_complete += len(at)
         if len(at):
             version = rows[POLICY_VERSION].numpy()
             self.episodes.extend(
@@ -368,7 +373,7 @@ class SyncCollector:
         rest = self._numbered(self._rollout.salvage(slots if bad is None else bad.slot))
         parts = parts if rest is None else [*parts, rest]
         if parts:
-            self._delivery.deliver(parts)
+            self._deliver(parts)
         self._finish()
 
     def _finish(self) -> None:
@@ -465,7 +470,6 @@ class SyncCollector:
             "ledger": self.ledger.counts(),
             "seed": self.ledger.seed,
             "next_id": self._state.next_id,
-            "random_frames": self._rollout.random_frames,
             "open": int(self._state.open.sum()),
             "policy": None if self._policy is None else self._policy.state_dict(),
             "env": self.env.state_dict(),
@@ -503,7 +507,8 @@ class SyncCollector:
             self._policy.load_state_dict(state["policy"])
         torch.set_rng_state(state["generators"]["torch"])
         self._rng.bit_generator.state = state["generators"]["actions"]
-        self._rollout.random_frames = int(state["random_frames"])
+        self._rollout.random_frames = max(0, self._init_random_frames - ledger.stored)
+        self._rollout.restart_lanes()
         if self._gate is not None:
             self._gate.started = self._gate.completed = ledger.episodes_complete
         self._over = self._budget.remaining(ledger.stored) == 0

@@ -255,12 +255,13 @@ class Engine:
         return [view[:head] for view in self._views]
 
     def flush(self) -> None:
-        """Return when all committed rows are on the disk and shown to other libraries."""
+        """Show all committed rows to other libraries; with durability="power", sync them too."""
         if not self.owns_lock:
             return
         with self._mutex:
-            self._format.sync()
-            self._header.sync()
+            if self._power:
+                self._format.sync()
+                self._header.sync()
             self._format.publish(self.head)
 
     def abandon(self) -> None:

@@ -162,7 +162,7 @@ def test_the_generators_go_on() -> None:
 def test_transforms_go_on() -> None:
     def make() -> TransformedEnv:
         return TransformedEnv(
-            OracleTorchEnv(3, LENGTHS), VecNormV2(in_keys=["observation"], out_keys=["normed"])
+            OracleTorchEnv(None, LENGTHS), VecNormV2(in_keys=["observation"], out_keys=["normed"])
         )
 
     with SyncCollector(make(), frames_per_batch=30, total_frames=90, seed=3) as one:

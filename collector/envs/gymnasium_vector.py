@@ -39,7 +39,7 @@ class GymnasiumVectorEnv(EnvBase):
     Reward is float32 ``[lanes, 1]``; done, terminated, truncated are bool ``[lanes, 1]``.
 
     Args:
-        env: the vector environment, its ``num_envs`` lanes. It is owned from here on.
+        env: the vector environment, its ``num_envs`` lanes. Closing this closes it.
         reset_slots: what to do with the slots in which a NEXT_STEP environment resets itself.
             ``"mask"`` lets them happen and marks them; ``"avoid"`` resets by mask right after
             the end, so that no policy call is wasted (worth it for costly policies).

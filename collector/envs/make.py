@@ -86,7 +86,7 @@ def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequenc
 
         # Observations are copied into the slab, so that the vector need not copy them before.
         vector = SyncVectorEnv([make] * lanes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    except gymnasium.error.Error as error:
+    except (gymnasium.error.Error, ImportError) as error:
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
     except TypeError as error:
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error

@@ -1,0 +1,810 @@
+"""``tallyroll collect`` and ``tallyroll inspect``, in this process and as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tallyroll.collector import SyncCollector, cli_scan
+from tallyroll.collector.cli import main
+from tallyroll.storage import MemmapStorage, open_storage
+
+from oracles import check_rows
+from warm_cli import LENGTHS, Command, WarmServer, warm_server
+
+ORACLE = "warm_cli:Oracle-v0"
+AT_ONCE = 2.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    yield from warm_server()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, empty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def tallyroll(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def cartpole(out: str = "data", frames: int = 101, *more: object) -> tuple[object, ...]:
+    return ("collect", "CartPole-v1", "--frames", frames, "--out", out, *more)
+
+
+def rows_in(path: Path | str) -> int:
+    with open_storage(path) as storage:
+        return storage.head
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, whatever it is."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts
+    }
+
+
+# --- collect --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [1, 101, 2053])
+def test_collect_gives_exactly_n(
+    here: Path, capsys: pytest.CaptureFixture[str], frames: int
+) -> None:
+    assert tallyroll(*cartpole(frames=frames), "--num-envs", 3, "--seed", 0) == 0
+    said = capsys.readouterr()
+    assert rows_in("data") == frames
+    assert f"\n{frames:,} frames of CartPole-v1, " in said.out
+    assert f"stored  {frames:>15,}"[-12:].strip() in said.out
+    assert "tallyroll inspect data" in said.out
+    append = f"tallyroll collect CartPole-v1 --frames {frames} --num-envs 3 --out data --append"
+    assert append in said.out
+    assert f"tallyroll: {frames:,} of {frames:,} frames (100 %), " in said.err
+    assert "\x1b" not in said.out + said.err
+
+
+def test_the_same_seed_gives_the_same_data(here: Path) -> None:
+    for out, seed in (("a", 5), ("b", 5), ("c", 6)):
+        assert tallyroll(*cartpole(out), "--seed", seed, "--num-envs", 2, "--quiet") == 0
+    found = [open_storage(out) for out in "abc"]
+    first, same, other = (np.array(each.column("observation")) for each in found)
+    assert (first == same).all()
+    assert not (first == other).all()
+    for each in found:
+        each.close()
+
+
+def test_quiet_says_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll(*cartpole(), "--quiet") == 0
+    said = capsys.readouterr()
+    assert said.out + said.err == ""
+
+
+def test_episodes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("collect", "CartPole-v1", "--episodes", 7, "--num-envs", 3, "--out", "data")
+    assert tallyroll(*words) == 0
+    assert "7 of 7 episodes (100 %)" in capsys.readouterr().err
+    assert tallyroll("inspect", "data", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trajectories"] | {"terminated": 7} == {
+        "total": 7, "terminated": 7, "truncated": 0, "cut": 0, "open": 0,
+    }  # fmt: skip
+    assert tallyroll("collect", "--resume", "--out", "data", "--quiet") == 0
+    assert rows_in("data") == found["rows"]
+
+
+def test_options_reach_the_collector(here: Path) -> None:
+    kwargs = json.dumps({"lanes": 2, "kind": "dict"})
+    words = ("collect", ORACLE, "--frames", "1e2", "--out", "data", "--num-envs", 2)
+    more = ("--env-kwargs", kwargs, "--info-keys", "lives,tick", "--frame-skip", "tick")
+    last = ("--max-frames-per-traj", 4, "--frames-per-batch", 9, "--validate", "warn", "--quiet")
+    assert tallyroll(*words, *more, *last) == 0
+    with open_storage("data") as storage:
+        assert storage.head == 100
+        assert ("lives",) in storage.schema
+        assert storage.column(("collector", "step")).max() == 3
+        (run,) = storage.manifest["runs"]
+    assert run["call"]["frames_per_batch"] == 9
+    assert run["command"] == {
+        "env": ORACLE, "frames": 100, "num_envs": 2, "frames_per_batch": 9,
+        "env_kwargs": {"lanes": 2, "kind": "dict"}, "max_frames_per_traj": 4, "validate": "warn",
+        "frame_skip": "tick", "info_keys": ["lives", "tick"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lanes", "batch"), [(1, 1024), (3, 1023), (64, 4096), (100, 6400), (1000, 8000), (9999, 9999)]
+)
+def test_the_default_batch_is_a_multiple_of_the_lanes(lanes: int, batch: int) -> None:
+    from tallyroll.collector.cli_collect import default_batch
+    from tallyroll.collector.cli_plan import Plan
+
+    assert default_batch(Plan(num_envs=lanes)) == batch
+
+
+# --- append and resume ----------------------------------------------------------------------------
+
+
+def test_append_adds_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll(*cartpole(), "--seed", 1, "--num-envs", 2) == 0
+    assert tallyroll(*cartpole(frames=57), "--seed", 2, "--append", "--num-envs", 4) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert rows_in("data") == 158
+    assert tallyroll("inspect", "data", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(r["first_row"], r["rows"], r["seed"], r["lanes"]) for r in runs] == [
+        (0, 101, 1, 2),
+        (101, 57, 2, 4),
+    ]
+
+
+def test_append_with_a_seed_that_was_used_warns(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll(*cartpole(), "--seed", 1) == 0
+    assert tallyroll(*cartpole(), "--seed", 1, "--append") == 0
+    assert "an earlier run in data has the seed 1 too, so this one may" in capsys.readouterr().err
+
+
+def test_resume_of_a_complete_run_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll(*cartpole(), "--seed", 1) == 0
+    before = files(here)
+    capsys.readouterr()
+    for words in (("CartPole-v1", "--frames", 101, "--seed", 1), ()):
+        assert tallyroll("collect", *words, "--resume", "--out", "data") == 0
+        said = capsys.readouterr()
+        assert said.err == "tallyroll: data is complete already: it has all 101 frames\n"
+    now = files(here)
+    now["data/tallyroll.lock"] = before["data/tallyroll.lock"]
+    assert now == before
+
+
+def test_resume_with_more_frames_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll(*cartpole(), "--seed", 1, "--num-envs", 2) == 0
+    assert tallyroll("collect", "--resume", "--frames", 250, "--out", "data") == 0
+    assert "resumed once" in capsys.readouterr().out
+    assert rows_in("data") == 250
+
+
+@pytest.mark.parametrize("what", ["nothing", "an empty directory", "an interrupted creation"])
+def test_resume_of_nothing_starts_anew(
+    here: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    if what != "nothing":
+        Path("data").mkdir()
+    if what == "an interrupted creation":
+        for name in ("tallyroll.lock", "tallyroll.header", "action.memmap"):
+            (here / "data" / name).touch()
+    assert tallyroll(*cartpole(), "--resume") == 0
+    assert "data holds no run to resume: starting anew" in capsys.readouterr().err
+    assert rows_in("data") == 101
+
+
+def test_resume_goes_on_after_a_run_of_a_script(here: Path) -> None:
+    with SyncCollector(
+        "CartPole-v1", num_envs=2, frames_per_batch=10, total_frames=100, seed=3, storage="data"
+    ) as collector:
+        next(iter(collector))
+    assert tallyroll("collect", "--resume", "--out", "data", "--quiet") == 0
+    assert rows_in("data") == 100
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+USAGE = {
+    "--frames 0": "argument --frames: wanted a whole number above 0, got '0'",
+    "--frames -5": "argument --frames: wanted a whole number above 0, got '-5'",
+    "--frames 1.5": "argument --frames: wanted a whole number, got '1.5'",
+    "--frames many": "argument --frames: wanted a whole number, got 'many'",
+    "--frames nan": "argument --frames: wanted a whole number, got 'nan'",
+    "--episodes 0": "argument --episodes: wanted a whole number above 0, got '0'",
+    "--episodes 1 --frames 1": "not allowed with argument",
+    "": "one of the arguments --frames --episodes is required",
+    "--frames 5 --append --resume": "not allowed with argument",
+    "--frames 5 --seed -1": "argument --seed: wanted a whole number of at least 0, got '-1'",
+    "--frames 5 --num-envs 0": "argument --num-envs: wanted a whole number above 0, got '0'",
+    "--frames 5 --env-kwargs x": "argument --env-kwargs: wanted JSON, got 'x'",
+    "--frames 5 --env-kwargs [1]": "argument --env-kwargs: wanted a JSON object like",
+    "--frames 5 --info-keys a,,b": "argument --info-keys: wanted names with commas between",
+    "--frames 5 --validate maybe": "argument --validate: invalid choice: 'maybe'",
+    "--frames 5 --frame-skip 0": "argument --frame-skip: wanted a whole number above 0, got '0'",
+}
+
+
+@pytest.mark.parametrize("words", USAGE)
+def test_usage_errors(here: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        tallyroll("collect", "CartPole-v1", "--out", "data", *shlex.split(words))
+    assert end.value.code == 2
+    assert USAGE[words] in capsys.readouterr().err
+    assert files(here) == {}
+
+
+def test_what_is_missing_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        ("collect --frames 5 --out x", "the following arguments are required: ENV"),
+        ("collect CartPole-v1 --frames 5", "the following arguments are required: --out"),
+        ("", "the following arguments are required: COMMAND"),
+        ("inspect", "the following arguments are required: DIR"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            tallyroll(*words.split())
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+ERRORS = {
+    "Nope-v0 --frames 5": "gymnasium cannot make 'Nope-v0': Environment `Nope` doesn't exist.",
+    "no_module:Nope-v0 --frames 5": "no_module:Nope-v0: importing no_module failed: "
+    "ModuleNotFoundError: No module named 'no_module' (--traceback shows where)",
+    "CartPole-v1 --frames 5 --env-kwargs '{\"nope\": 1}'": "gymnasium cannot make 'CartPole-v1' "
+    "with {'nope': 1}: CartPoleEnv.__init__() got an unexpected keyword argument 'nope'",
+    "CartPole-v1 --frames 5 --info-keys nope": "info key 'nope' is in no info",
+    "CartPole-v1 --frames 5 --policy agent": "--policy: wanted module:attr, got 'agent'",
+    "CartPole-v1 --frames 5 --policy no_agent:act": "--policy no_agent:act: importing no_agent "
+    "failed: ModuleNotFoundError: No module named 'no_agent' (--traceback shows where)",
+    "CartPole-v1 --frames 5 --policy agent:nope": "--policy agent:nope: module 'agent' has no "
+    "attribute 'nope'",
+    "CartPole-v1 --frames 5 --policy agent:number": "--policy agent:number: wanted a policy (a "
+    "callable from TensorDict to TensorDict), a class or a function that makes one, got int",
+    "CartPole-v1 --frames 5 --policy agent:broken": "--policy agent:broken: calling broken "
+    "failed: ZeroDivisionError: division by zero (--traceback shows where)",
+    "CartPole-v1 --frames 5 --policy agent:idle": "policy: wanted it to write action, got no new "
+    "key; set out_keys",
+    "CartPole-v1 --frames 5 --policy agent:network": "policy: Linear is a plain nn.Module that "
+    "takes tensors; wrap it in tensordict.nn.TensorDictModule",
+    "CartPole-v1 --frames 5 --append": "--append: data does not exist; leave --append out to "
+    "create it",
+    "--resume --frames 5": "data: there is nothing to take ENV from; give ENV",
+    "CartPole-v1 --resume": "data: there is nothing to take --frames or --episodes from; give "
+    "--frames or --episodes",
+}
+AGENT = """
+import torch
+from tensordict.nn import TensorDictModule
+number = 7
+network = torch.nn.Linear(4, 2)
+def act(td):
+    return td.set("action", (td["observation"][..., 2] > 0).long())
+def idle(td):
+    return td
+def make():
+    return act
+def broken():
+    return 1 / 0
+class Greedy(TensorDictModule):
+    def __init__(self):
+        net = torch.nn.Linear(4, 2)
+        choose = lambda observation: net(observation).argmax(-1)
+        super().__init__(choose, in_keys=["observation"], out_keys=["action"])
+class Box:
+    best = Greedy()
+"""
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors_are_one_line_and_nothing_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    (here / "agent.py").write_text(AGENT)
+    sys.modules.pop("agent", None)
+    before = files(here)
+    assert tallyroll("collect", *shlex.split(words), "--out", "data") == 1
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if "starting anew" not in line]
+    assert len(lines) == 1, said.err
+    assert lines[0].startswith(f"tallyroll: error: {ERRORS[words]}")
+    assert said.out == ""
+    assert files(here) == before
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("storage", "data holds a storage already: --append adds a new run behind its rows, "
+         "--resume continues its last run; or give another --out"),
+        ("file", "data should be a directory, and "),
+        ("below a file", "file is a file. Give another path."),
+        ("foreign", "data is not empty: it holds notes.txt."),
+        ("another format", "data holds a storage already"),
+        ("locked", "data has one writer at a time, and process "),
+    ],
+)  # fmt: skip
+def test_an_out_that_will_not_do(
+    here: Path, capsys: pytest.CaptureFixture[str], what: str, message: str
+) -> None:
+    out, more = "data", ()
+    held: list[MemmapStorage] = []
+    if what in ("storage", "locked"):
+        assert tallyroll(*cartpole(), "--quiet") == 0
+    if what == "locked":
+        held, more = [MemmapStorage("data", mode="append")], ("--append",)
+    elif what == "file":
+        Path("data").touch()
+    elif what == "below a file":
+        Path("file").touch()
+        out = "file/data"
+    elif what in ("foreign", "another format"):
+        Path("data").mkdir()
+        name = "notes.txt" if what == "foreign" else "manifest.json"
+        (here / "data" / name).write_text('{"format": "other"}')
+    before = files(here)
+    assert tallyroll(*cartpole(out), *more) == 1
+    for each in held:
+        each.close()
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.startswith("tallyroll: error: ")
+    assert said.err.count("\n") == 1
+    assert files(here) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("Pendulum-v1 --frames 500", "the run to be continued was made by another environment: id "
+         "was 'CartPole-v1', is 'Pendulum-v1'; append a new run instead"),
+        ("--seed 9 --frames 500", "the run to be continued has the seed 1, got 9; leave it out"),
+        ("--frames 50", "--resume: the run in data has 101 frames already, more than the 50 asked "
+         "for; give a larger --frames, or another --out"),
+        ("--frames 500 --policy agent:act", "--resume: the run was made with random actions and "
+         "--policy was given; leave it out, or use --append for a new run"),
+    ],
+)  # fmt: skip
+def test_a_resume_that_does_not_fit(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert tallyroll(*cartpole(), "--quiet", "--seed", 1) == 0
+    before = files(here)
+    assert tallyroll("collect", *words.split(), "--resume", "--out", "data") == 1
+    assert capsys.readouterr().err == f"tallyroll: error: {message}\n"
+    now = files(here)
+    now["data/tallyroll.lock"] = before["data/tallyroll.lock"]
+    assert now == before
+
+
+def test_append_of_another_environment_names_every_difference(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll(*cartpole(), "--quiet") == 0
+    words = ("collect", "Pendulum-v1", "--frames", 5, "--out", "data", "--append")
+    assert tallyroll(*words) == 1
+    said = capsys.readouterr().err
+    assert "data has other columns than the data: observation has shape [3] a row" in said
+    assert "action has dtype float32, wanted int64" in said
+    assert rows_in("data") == 101
+
+
+def test_resume_of_a_policy_that_the_manifest_cannot_name(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act(td: TensorDict) -> TensorDict:
+        return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
+
+    with SyncCollector(
+        "CartPole-v1", act, frames_per_batch=10, total_frames=100, storage="data"
+    ) as collector:
+        next(iter(collector))
+    assert tallyroll("collect", "--resume", "--out", "data") == 1
+    assert "which its manifest cannot name; give it with --policy" in capsys.readouterr().err
+
+
+def test_a_traceback_is_shown_on_request(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tallyroll(*cartpole(), "--policy", "no_agent:x", "--traceback") == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    monkeypatch.setenv("TALLYROLL_TRACEBACK", "1")
+    assert tallyroll(*cartpole(), "--policy", "no_agent:x") == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_an_error_in_mid_run_keeps_the_rows_and_says_how_to_go_on(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "moody.py").write_text(
+        "calls = 0\n"
+        "def act(td):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 42: raise RuntimeError('enough')\n"
+        "    return td.set('action', td['observation'][..., 0].long() * 0)\n"
+    )
+    words = cartpole("data", 100, "--policy", "moody:act", "--frames-per-batch", 10)
+    assert tallyroll(*words) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("tallyroll: error: RuntimeError: enough\n")
+    assert "rows are committed in data; once the cause of the error is gone, go on with" in said
+    assert 30 <= rows_in("data") <= 42
+    assert tallyroll("collect", "CartPole-v1", "--resume", "--out", "data", "--quiet") == 0
+    assert rows_in("data") == 100
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attr", ["act", "make", "Greedy", "Box.best"])
+def test_a_policy_from_the_current_directory(here: Path, server: WarmServer, attr: str) -> None:
+    (here / "agent.py").write_text(AGENT)
+    server.run(here, *cartpole(), "--policy", f"agent:{attr}", "--num-envs", 2)
+    with open_storage("data") as storage:
+        assert storage.head == 101
+        assert (storage.column(("collector", "policy_version")) == 0).all()
+        if attr in ("act", "make"):
+            wanted = storage.column("observation")[:, 2] > 0
+            assert (storage.column("action") == wanted).all()
+    server.run(here, "collect", "--resume", "--frames", 150, "--out", "data")
+    assert rows_in("data") == 150
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def endless(*more: object) -> tuple[object, ...]:
+    kwargs = json.dumps({"lanes": 3, "kind": "seeded", "slow": 0.001})
+    words = ("collect", ORACLE, "--frames", 1_000_000, "--num-envs", 3, "--out", "data")
+    return (*words, "--env-kwargs", kwargs, "--seed", 4, *more)
+
+
+def check_oracle(path: Path) -> None:
+    with open_storage(path) as storage:
+        firsts = [run["first_row"] for run in storage.manifest["runs"]]
+        for first, stop in zip(firsts, [*firsts[1:], storage.head], strict=True):
+            rows = storage.get(slice(first, stop))
+            check_rows(rows, LENGTHS, kind="seeded", ends="mixed", from_start=True)
+
+
+def stop_in_the_middle(command: Command, number: signal.Signals) -> float:
+    """Signal a command once it has rows; how long it took to end."""
+    deadline = time.monotonic() + 30
+    while not (command.folder / "data/manifest.json").exists() or not rows_in(
+        command.folder / "data"
+    ):
+        assert time.monotonic() < deadline, command.err
+        time.sleep(0.02)
+    began = time.monotonic()
+    command.kill(number)
+    command.status = command.wait(10)  # type: ignore[attr-defined]
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_commits_what_is_complete(
+    server: WarmServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    command = server.start(tmp_path, *endless("--frames-per-batch", 50))
+    assert stop_in_the_middle(command, number) < AT_ONCE
+    assert command.status == 128 + number  # type: ignore[attr-defined]
+    resume = f"tallyroll collect {ORACLE} --out data --resume"
+    said = f"stopped by {number.name}; what is complete is committed. Go on with\n    {resume}\n"
+    assert command.err.endswith(said)
+    committed = rows_in(tmp_path / "data")
+    assert f"\n{committed:,} frames of {ORACLE}" in command.out
+    check_oracle(tmp_path / "data")
+    total = committed + 101
+    server.run(tmp_path, *shlex.split(resume)[1:], "--frames", total)
+    assert rows_in(tmp_path / "data") == total
+    check_oracle(tmp_path / "data")
+
+
+def test_a_signal_in_the_first_batch_loses_nothing(server: WarmServer, tmp_path: Path) -> None:
+    command = server.start(tmp_path, *endless("--frames-per-batch", 100_000))
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "data" / "manifest.json").exists():
+        assert time.monotonic() < deadline, command.err
+        time.sleep(0.01)
+    time.sleep(0.3)
+    command.kill(signal.SIGINT)
+    assert command.wait(AT_ONCE) == 130
+    assert rows_in(tmp_path / "data") > 0
+    check_oracle(tmp_path / "data")
+
+
+def test_a_signal_before_anything_was_made(server: WarmServer, tmp_path: Path) -> None:
+    (tmp_path / "sleepy.py").write_text(
+        "import sys, time\nsys.stderr.write('importing')\nsys.stderr.flush()\ntime.sleep(60)\n"
+    )
+    words = cartpole("my data", 77, "--policy", "sleepy:act")
+    command = server.start(tmp_path, *words)
+    command.wait_for("importing")
+    command.kill(signal.SIGTERM)
+    assert command.wait(AT_ONCE) == 143
+    assert "stopped by SIGTERM; nothing was collected yet. Go on with\n    tallyroll collect " \
+        "CartPole-v1 --frames 77 --policy sleepy:act --out 'my data' --resume\n" in command.err  # fmt: skip
+    assert not (tmp_path / "my data").exists()
+
+
+def test_a_second_signal_interrupts(server: WarmServer, tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import sys, time\n"
+        "calls = 0\n"
+        "def act(td):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 30:\n"
+        "        sys.stderr.write('stuck')\n"
+        "        sys.stderr.flush()\n"
+        "        time.sleep(60)\n"
+        "    return td.set('action', td['observation'][..., 0].long() * 0)\n"
+    )
+    words = cartpole("data", 1000, "--policy", "stuck:act", "--frames-per-batch", 10)
+    command = server.start(tmp_path, *words)
+    command.wait_for("stuck")
+    command.kill(signal.SIGINT)
+    time.sleep(0.2)
+    command.kill(signal.SIGINT)
+    assert command.wait(AT_ONCE) == 130
+    assert 20 <= rows_in(tmp_path / "data") < 30
+    server.run(tmp_path, *cartpole("data", 57), "--resume")
+    assert rows_in(tmp_path / "data") == 57
+
+
+def test_handlers_are_put_back(here: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert tallyroll(*cartpole(), "--quiet") == 0
+    assert tallyroll(*cartpole()) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+# --- a process of its own, cold -------------------------------------------------------------------
+
+
+def test_python_minus_m(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error:::tallyroll", "-m", "tallyroll.collector.cli"]
+    words = [str(word) for word in cartpole("data", 333, "--num-envs", 2, "--seed", 0)]
+    done = subprocess.run(
+        [*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "333 frames of CartPole-v1" in done.stdout
+    assert rows_in(tmp_path / "data") == 333
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def read_terminal(controller: int, done: Callable[[], bool]) -> str:
+    """What is written to a terminal until `done` says so and it is quiet."""
+    text = b""
+    while True:
+        ready, _, _ = select.select([controller], [], [], 0.1)
+        if ready:
+            try:
+                text += os.read(controller, 65536)
+            except OSError:
+                break
+        elif done():
+            break
+    return text.decode()
+
+
+def test_a_terminal_shows_a_bar(server: WarmServer, tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    try:
+        words = endless("--frames-per-batch", 10)
+        words = tuple(400 if word == 1_000_000 else word for word in words)
+        command = server.start(tmp_path, *words, tty=os.ttyname(terminal))
+        ended: list[int] = []
+
+        def done() -> bool:
+            path = tmp_path / "data" / "manifest.json"
+            return bool(path.exists() and rows_in(tmp_path / "data") == 400)
+
+        shown = read_terminal(controller, done)
+        ended.append(command.wait())
+    finally:
+        os.close(controller)
+        os.close(terminal)
+    assert ended == [0]
+    assert "━" in shown
+    assert "\x1b[" in shown
+    assert "400/400 frames" in shown
+    assert "/s" in shown
+    assert " return " in shown
+    assert shown.count("/400 frames") > 3, "it should move"
+
+
+def test_elsewhere_there_is_a_line_now_and_then(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tallyroll.collector.cli_progress.Lines.seconds", 0.0)
+    assert tallyroll(*cartpole("data", 100, "--frames-per-batch", 10)) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11
+    assert lines[2].startswith("tallyroll: 30 of 100 frames (30 %), ")
+    assert lines[2].endswith(" left")
+
+
+# --- inspect --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collected(here: Path) -> Path:
+    """Two runs, the second one resumed."""
+    assert tallyroll(*cartpole("data", 500), "--num-envs", 3, "--seed", 0, "--quiet") == 0
+    assert tallyroll(*cartpole("data", 211), "--append", "--seed", 1, "--quiet") == 0
+    more = ("collect", "--resume", "--frames", 300, "--out", "data", "--quiet")
+    assert tallyroll(*more) == 0
+    return here / "data"
+
+
+def by_hand(path: Path) -> tuple[list[float], list[int], int]:
+    """Returns and lengths of the trajectories that ended, and how many did not."""
+    sums: dict[int, list[float]] = {}
+    returns, lengths = [], []
+    with open_storage(path) as storage:
+        columns = [storage.column(("next", name))[:, 0] for name in ("reward", "done")]
+        for id, reward, done in zip(
+            storage.column(("collector", "traj_ids")), *columns, strict=True
+        ):
+            so_far = sums.setdefault(int(id), [])
+            so_far.append(float(reward))
+            if done:
+                returns.append(sum(so_far))
+                lengths.append(len(so_far))
+    return returns, lengths, len(sums) - len(returns)
+
+
+@pytest.mark.parametrize("chunk", [7, 2**18])
+def test_inspect_json(
+    collected: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+) -> None:
+    monkeypatch.setattr(cli_scan, "CHUNK_ROWS", chunk)
+    assert tallyroll("inspect", "data", "--json", "--rows", 2) == 0
+    found = json.loads(capsys.readouterr().out)
+    returns, lengths, unfinished = by_hand(collected)
+    assert found["rows"] == 800
+    assert found["bytes"] == 800 * found["row_bytes"]
+    assert {c["name"]: (c["dtype"], c["shape"]) for c in found["columns"]}["next.observation"] == (
+        "float32",
+        [4],
+    )
+    assert [(run["rows"], run["resumed"]) for run in found["runs"]] == [(500, 0), (300, 1)]
+    assert found["trajectories"] == {
+        "total": len(returns) + unfinished,
+        "terminated": len(returns),
+        "truncated": 0,
+        "cut": unfinished,
+        "open": 0,
+    }
+    for values, wanted in ((found["returns"], returns), (found["lengths"], lengths)):
+        assert values["episodes"] == len(wanted)
+        assert values["mean"] == pytest.approx(np.mean(wanted))
+        assert (values["min"], values["max"]) == (min(wanted), max(wanted))
+        assert values["q50"] == pytest.approx(np.median(wanted))
+    assert found["ledger"]["stored"] == 300
+    assert len(found["first_rows"]) == 2
+    assert found["first_rows"][1]["collector.step"] == 1
+
+
+def test_inspect_for_people(collected: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll("inspect", "data") == 0
+    said = capsys.readouterr().out
+    for part in (
+        "data: 800 rows of 75 bytes, 60.0 kB (tallyroll.memmap, created ",
+        "next.observation           float32    [4]",
+        "0  CartPole-v1, 500 rows from row 0, 3 lanes, seed 0, total frames 500",
+        "1  CartPole-v1, 300 rows from row 500, 1 lanes, seed 1, resumed once",
+        "gymnasium ",
+        " terminated, 0 truncated, ",
+        "return  ",
+        "Ledger of the last run, at its last commit\nslots 300, executed 300, stored 300",
+        "First rows\n",
+        "row 4",
+    ):
+        assert part in said, said
+
+
+def test_inspect_while_a_process_writes(server: WarmServer, tmp_path: Path) -> None:
+    command = server.start(tmp_path, *endless("--frames-per-batch", 10))
+    try:
+        while not (tmp_path / "data/manifest.json").exists():
+            time.sleep(0.02)
+        time.sleep(0.5)
+        for _ in range(5):
+            seen = json.loads(server.run(tmp_path / "look", "inspect", "../data", "--json").out)
+        assert 0 < seen["rows"] <= rows_in(tmp_path / "data")
+        assert 1 <= seen["trajectories"]["open"] <= 3
+        assert seen["trajectories"]["cut"] == 0
+        assert seen["ledger"]["stored"] >= seen["rows"]
+    finally:
+        command.kill()
+        assert command.wait() == -signal.SIGKILL
+    after = json.loads(server.run(tmp_path / "look", "inspect", "../data", "--json").out)
+    assert after["trajectories"]["open"] == 0
+    assert after["trajectories"]["cut"] > 0
+
+
+def test_inspect_of_rows_that_no_collector_wrote(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: dict[tuple[str, ...], np.ndarray[Any, Any]] = {
+        ("x",): np.array([1.0, np.nan, np.inf]),
+        ("z",): np.array([1j, 2, 3]),
+    }
+    with MemmapStorage("data") as storage:
+        storage.extend(rows)
+    assert tallyroll("inspect", "data") == 0
+    assert "Trajectories" not in capsys.readouterr().out
+    assert tallyroll("inspect", "data", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["x"] for row in found["first_rows"]] == [1.0, "nan", "inf"]
+    assert found["trajectories"] is found["ledger"] is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "data does not exist. Give the path of a storage."),
+        (lambda path: path.touch(), "data is a file, not a Tallyroll storage."),
+        (lambda path: path.mkdir(), "data is not a Tallyroll storage: it has no manifest.json."),
+    ],
+)
+def test_inspect_of_something_else(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], None],
+    message: str,
+) -> None:
+    make(here / "data")
+    assert tallyroll("inspect", "data") == 1
+    assert capsys.readouterr().err.startswith("tallyroll: error: ")
+    assert tallyroll("inspect", "data", "--json") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_inspect_for_a_reader_that_has_seen_enough(here: Path, server: WarmServer) -> None:
+    server.run(here, *cartpole())
+    command = f"{sys.executable} -m tallyroll.collector.cli inspect data --rows 100 | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.startswith("data: 101 rows")
+    assert done.stderr == ""
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["--help", "collect --help", "inspect --help"])
+def test_help_teaches_with_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        tallyroll(*words.split())
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "examples:" in said
+    assert said.count("    tallyroll ") + said.count("\n  tallyroll ") >= 3
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        tallyroll("--version")
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("tallyroll ")
+    assert "torchrl" in said
