@@ -219,7 +219,8 @@ class _Version(argparse.Action):
         found = versions()
         own = found.pop("tallyroll")
         rest = ", ".join(f"{name} {version}" for name, version in found.items())
-        parser.exit(message=f"tallyroll {own} ({rest})\n")
+        sys.stdout.write(f"tallyroll {own} ({rest})\n")
+        parser.exit()
 
 
 def _integer(text: str) -> int:

@@ -12,8 +12,6 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from rich.table import Table
-
 from tallyroll.collector.cli_plan import (
     CommandError,
     Plan,
@@ -22,7 +20,8 @@ from tallyroll.collector.cli_plan import (
     load_policy,
     open_target,
 )
-from tallyroll.collector.cli_progress import plain_console, progress_for, readable_bytes, times
+from tallyroll.collector.cli_progress import progress_for
+from tallyroll.collector.cli_report import ledger_table, plain_console, readable_bytes, times
 from tallyroll.collector.sync import SyncCollector
 
 _MOST_BATCH = 8192
@@ -80,6 +79,7 @@ class Run:
         self.out: str = args.out
         self.target, self.resume = target, args.resume and target.run is not None
         self.quiet: bool = args.quiet
+        self.options = ["--append"] if args.append else []
         self.console = plain_console()
         self.plan = self._planned(args)
         self.began = 0
@@ -211,7 +211,7 @@ class Run:
             f"\n{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
             f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
         )
-        self.console.print(_ledger_table(collector))
+        self.console.print(ledger_table(collector))
         if ledger.incarnation:
             show(
                 f"resumed {times(ledger.incarnation)}; of a process that was killed, the counts "
@@ -238,12 +238,12 @@ class Run:
     def stopped(self, signals: Signals) -> None:
         """Say what a signal left, and how to go on."""
         name = (signals.received or signal.SIGINT).name
-        if self.target.storage.head > self.target.first_row or self.resume:
+        has_rows = self.target.storage.head > self.target.first_row
+        kept = "what is complete is committed" if has_rows else "nothing was collected yet"
+        if self.resume or self.target.storage.begun:
             how = self._resume_command()
-            kept = "what is complete is committed"
         else:
-            how = self.plan.command(self.out, "--resume")
-            kept = "nothing was collected yet"
+            how = self.plan.command(self.out, *self.options)
         sys.stderr.write(f"tallyroll: stopped by {name}; {kept}. Go on with\n    {how}\n")
 
 
@@ -251,41 +251,6 @@ def default_batch(plan: Plan) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
     lanes = plan.num_envs or 1
     return max(lanes, min(max(1024, 64 * lanes), _MOST_BATCH) // lanes * lanes)
-
-
-def _ledger_table(collector: SyncCollector) -> Table:
-    ledger = collector.ledger
-    rows = [
-        ("slots", ledger.slots, "= executed + reset slots"),
-        ("  executed", ledger.executed, "= stored + discarded + carried + lost"),
-        ("    stored", ledger.stored, "transitions in the storage"),
-        ("    discarded", ledger.discarded, "beyond the budget or given up"),
-        ("    carried", ledger.carried, "waiting for a next batch"),
-        ("    lost", ledger.lost, "died with a process, uncommitted"),
-        ("  reset slots", ledger.reset_slots, "never stored, never counted"),
-        ("ticks", ledger.ticks, "of the simulator, in stored transitions"),
-        ("episodes complete", ledger.episodes_complete, _returns(collector)),
-        ("episodes cut", ledger.episodes_cut, "left unfinished"),
-    ]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for name, count, meaning in rows:
-        table.add_row(name, f"{count:,}", meaning)
-    table.add_row("seed", str(ledger.seed), "")
-    return table
-
-
-def _returns(collector: SyncCollector) -> str:
-    last = min(100, len(collector.episodes))
-    if not last:
-        return ""
-    metrics = collector.metrics(last)
-    return (
-        f"the last {last}: mean return {metrics['return_mean']:.5g}, "
-        f"mean length {metrics['length_mean']:.5g}"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -311,7 +276,7 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
     except KeyboardInterrupt:
         status = signals.exit_status
     except Exception:
-        if work is not None and target.storage.head > target.first_row:
+        if work is not None and target.storage.head > target.head:
             work.failed()
         raise
     if status and work is not None:

@@ -99,24 +99,29 @@ class CommandStorage(MemmapStorage):
     """A storage whose manifest also says which command wrote a run."""
 
     plan = Plan()
+    begun = False
+    """The run stands in the manifest."""
 
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         """As `MemmapStorage`, with the plan as the run's ``"command"``."""
         super().initialise(schema, {**(provenance or {}), "command": self.plan.as_dict()})
+        self.begun = True
 
 
-@dataclass(frozen=True)
 class Target:
-    """The storage of a command, open for writing."""
+    """The storage of a command, open for writing.
 
-    storage: CommandStorage
-    run: dict[str, Any] | None
-    """The run that is continued, as the manifest has it."""
+    Args:
+        storage: the storage.
+        run: the run that is continued, as the manifest has it; None begins one.
+    """
 
-    @property
-    def first_row(self) -> int:
+    def __init__(self, storage: CommandStorage, run: dict[str, Any] | None = None) -> None:
+        self.storage, self.run = storage, run
+        self.head = storage.head
+        """Rows that were there when it was opened."""
+        self.first_row = self.head if run is None else int(run["first_row_of_run"])
         """The run's first row."""
-        return self.storage.head if self.run is None else int(self.run["first_row_of_run"])
 
 
 def open_target(out: str, *, append: bool, resume: bool) -> Target:
@@ -129,7 +134,7 @@ def open_target(out: str, *, append: bool, resume: bool) -> Target:
     if resume:
         return _open_resumed(out)
     try:
-        return Target(CommandStorage(out, mode="append" if append else "create"), None)
+        return Target(CommandStorage(out, mode="append" if append else "create"))
     except StorageExists as error:
         raise CommandError(
             f"{out} holds a storage already: --append adds a new run behind its rows, --resume "
@@ -145,11 +150,11 @@ def _open_resumed(out: str) -> Target:
     try:
         storage = CommandStorage(out, mode="append")
     except StorageMissing:
-        return Target(CommandStorage(out, mode="create"), None)
+        return Target(CommandStorage(out, mode="create"))
     except NotAStorage:
         # A process that was killed before the manifest stood leaves what "create" accepts.
         try:
-            return Target(CommandStorage(out, mode="create"), None)
+            return Target(CommandStorage(out, mode="create"))
         except StorageExists:
             pass  # it holds a manifest, of another program: the first message says it best
         raise

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tallyroll.collector.cli_plan import Plan
+from tallyroll.collector.cli_report import clock, readable_bytes
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import MemmapStorage
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
-FILE_WIDTH = 160
 _WINDOW = 50
 
 
@@ -42,7 +42,7 @@ class Snapshot:
     @property
     def counts(self) -> str:
         """What the bar stands for."""
-        return f"{self.done:,}/{self.total:,} {self.unit}"
+        return f"{self.done:,}/{self.total:,}" + (" ep" if self.unit == "episodes" else "")
 
     @property
     def details(self) -> str:
@@ -52,7 +52,7 @@ class Snapshot:
             parts.append(f"{self.episodes:,} ep")
         if not math.isnan(self.mean_return):
             parts.append(f"return {self.mean_return:.4g}")
-        return " ".join([*parts, readable_bytes(self.nbytes), _clock(self.remaining)])
+        return " ".join([*parts, readable_bytes(self.nbytes), clock(self.remaining)])
 
     @property
     def line(self) -> str:
@@ -62,7 +62,7 @@ class Snapshot:
         return (
             f"{self.done:,} of {self.total:,} {self.unit} ({share} %), {self.rate:,.0f} frames/s, "
             f"{self.episodes:,} episodes{mean}, {readable_bytes(self.nbytes)}, "
-            f"{_clock(self.remaining)} left"
+            f"{clock(self.remaining)} left"
         )
 
 
@@ -163,7 +163,6 @@ class Bar(Display):
         super().__init__(meter)
         self._bar = Progress(
             BarColumn(bar_width=None),
-            TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.description}", markup=False),
             console=console,
             expand=True,
@@ -205,31 +204,3 @@ def progress_for(
     if quiet:
         return Silence(meter)
     return Bar(meter, console) if console.is_terminal else Lines(meter)
-
-
-def plain_console() -> Console:
-    """For reports on stdout; what goes to a file or a pipe is not folded to 80 columns."""
-    width = None if sys.stdout.isatty() else FILE_WIDTH
-    return Console(markup=False, highlight=False, emoji=False, width=width)
-
-
-def readable_bytes(count: float) -> str:
-    """``count`` bytes for people: 37.1 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def times(count: int) -> str:
-    """How often: once, 2 times."""
-    return "once" if count == 1 else f"{count} times"
-
-
-def _clock(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -117,11 +117,11 @@ def number(
     is_start[lane_start] = True
     # From here on one entry a segment: the part of one trajectory that lies in this block.
     begin = np.nonzero(is_start)[0]
-    size = np.diff(begin, append=rows)
+    size = _gaps(begin, rows)
     own = lane[begin]
     nth = np.arange(len(begin))
     opens_lane = np.searchsorted(begin, lane_start)
-    ordinal = nth - np.repeat(opens_lane, np.diff(opens_lane, append=len(begin)))
+    ordinal = nth - np.repeat(opens_lane, _gaps(opens_lane, len(begin)))
     carries_on = ordinal == 0
     closes = ended[begin + size - 1]
     trajectory = state.trajectory[own] + ordinal
@@ -148,3 +148,11 @@ def number(
     state.length[own] = np.where(closed, 0, lengths[last])
     state.first_version[own] = first_version[last]
     return numbers
+
+
+def _gaps(begin: NDArray[np.intp], end: int) -> NDArray[np.intp]:
+    """Distance of each entry of ``begin`` to the next, of the last to ``end``."""
+    gaps = np.empty_like(begin)
+    np.subtract(begin[1:], begin[:-1], out=gaps[:-1])
+    gaps[-1:] = end - begin[-1:]
+    return gaps

@@ -305,10 +305,10 @@ class Rollout(ABC):
         return ended
 
 
-def changed(key: Key, wanted: torch.Tensor, got: torch.Tensor | None) -> Exception:
+def changed(key: Key, got: torch.Tensor | None, wanted: torch.Tensor | None = None) -> Exception:
     """The error for a value that is not what the first step gave."""
     kind = TransitionError if key[0] == "next" else PolicyError
-    if got is None:
+    if got is None or wanted is None:
         return kind(f"{dotted(key)} is missing; it was there on the first step")
     return kind(
         f"{dotted(key)}: got {Column(got.dtype, tuple(got.shape))}, wanted "

@@ -5,8 +5,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.errors import PolicyError
-from tallyroll.collector.keys import RANDOM_VERSION, VALID, dotted
+from tallyroll.collector.keys import RANDOM_VERSION, VALID
 from tallyroll.collector.policy import PolicyFn
 from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slots import Mask
@@ -85,15 +84,13 @@ class CopyRollout(Rollout):
             except BaseException as error:
                 for key in self._actions:
                     if acted.get(key, None) is None:
-                        raise PolicyError(
-                            f"policy: {dotted(key)} is missing; it was there on the first call"
-                        ) from error
+                        raise changed(key, None) from error
                 error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
                 raise
             for key, rows in views:
                 value, row = td.get(key), rows[at]
                 if value is None or value.shape != row.shape:
-                    raise changed(key, row, value)
+                    raise changed(key, value, row)
                 row.copy_(value)
             if self._has_valid:
                 self._marked.append(td.get(("next", *VALID)).reshape(-1).cpu().numpy().copy())

@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
-from tallyroll.collector.keys import RANDOM_VERSION, TERMINATED, TRUNCATED
+from tallyroll.collector.keys import RANDOM_VERSION
 from tallyroll.collector.random_actions import block_draw
 from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slab import Array
@@ -21,12 +21,13 @@ class InPlaceRollout(Rollout):
     def bind(self) -> None:
         """Build the views, once."""
         (self._action,) = self._actions
-        self._slots = self.slab.bind(self._action)
-        self._action_array = self.slab.array(self._action)
+        self._cursor = self.slab.cursor(self._action)
         self._draw = None if self._random.masked else block_draw(self.env.action_spec)
+        self._blank = TensorDict({}, [self.lanes])
+        self._blank.cursor = self._cursor
+        looked_at = self.policy is not None or self._draw is None
+        self._tds = self.slab.tensordicts(self._cursor) if looked_at else []
         self._pending = np.zeros(self.lanes, np.bool_)
-        self._terminated = self.slab.array(TERMINATED)[..., 0]
-        self._truncated = self.slab.array(TRUNCATED)[..., 0]
         keys = (self._action, *self._extra)
         self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
 
@@ -40,7 +41,8 @@ class InPlaceRollout(Rollout):
 
     def ended(self, start: int, stop: int) -> Mask:
         """``[time, lane]``, the environment reported an end in this slot."""
-        ended: Mask = self._terminated[start:stop] | self._truncated[start:stop]
+        cursor = self._cursor
+        ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
         return ended
 
     def _transitions(self, start: int, stop: int) -> Mask:
@@ -55,11 +57,13 @@ class InPlaceRollout(Rollout):
         if self._draw is None:
             self._masked_steps(start, stop)
             return
-        self._action_array[start:stop] = self._draw(self.rng, stop - start)
-        step, slots, at = self.env.step_and_maybe_reset, self._slots, start
+        cursor, at = self._cursor, start
+        cursor.action[start:stop] = self._draw(self.rng, stop - start)
+        step, td = self.env.step_and_maybe_reset, self._blank
         try:
             for at in range(start, stop):
-                step(slots[at].td)
+                cursor.at = at
+                step(td)
                 if self.stopping:
                     break
             self._used = at + 1
@@ -69,7 +73,7 @@ class InPlaceRollout(Rollout):
 
     def _masked_steps(self, start: int, stop: int) -> None:
         for at in range(start, stop):
-            td = self._random(self._slots[at].td)
+            td = self._random(self._tds[at])
             self.slab.columns[self._action][at].copy_(td.get(self._action))
             self._step(at)
             if self.stopping:
@@ -88,20 +92,20 @@ class InPlaceRollout(Rollout):
         if self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
             self._act(at)
         elif self._draw is not None:
-            self._action_array[at] = self._draw(self.rng, 1)[0]
+            self._cursor.action[at] = self._draw(self.rng, 1)[0]
         else:
-            td = self._random(self._slots[at].td)
+            td = self._random(self._tds[at])
             self.slab.columns[self._action][at].copy_(td.get(self._action))
         self._step(at, lanes)
 
     def _act(self, at: int) -> None:
         assert self.policy is not None
-        td = self._slots[at].td
+        td = self._tds[at]
         out = self.policy(td.clone() if self.policy.changes_input else td)
         for key, views in self._outputs:
             value, row = out.get(key), views[at]
             if value is None or value.shape != row.shape:
-                raise changed(key, row, value)
+                raise changed(key, value, row)
             row.copy_(value)
             if out is td:
                 td.del_(key)
@@ -111,7 +115,7 @@ class InPlaceRollout(Rollout):
         if self._draw is not None:
             drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
         else:
-            drawn = self._random(self._slots[at].td).get(self._action)
+            drawn = self._random(self._tds[at]).get(self._action)
         chosen = torch.from_numpy(lanes)
         columns[self._action][at][chosen] = drawn[chosen]
         for key in self._extra:
@@ -119,10 +123,11 @@ class InPlaceRollout(Rollout):
 
     def _step(self, at: int, lanes: int | None = None) -> None:
         try:
-            if lanes is None:
-                self.env.step_and_maybe_reset(self._slots[at].td)
+            self._cursor.at = at
+            if lanes is None or lanes == self.lanes:
+                self.env.step_and_maybe_reset(self._blank)
             else:
-                self.env.step_part(self._slots[at], lanes)
+                self.env.step_part(self._cursor, lanes)
             self._used = at + 1
         except BaseException as error:
             self._failed(error, at)
@@ -130,5 +135,5 @@ class InPlaceRollout(Rollout):
 
     def _failed(self, error: BaseException, at: int) -> None:
         self._used = at
-        actions: Array = self._action_array[at]
+        actions: Array = self._cursor.action[at]
         error.add_note(f"tallyroll: raised by the step with the actions {actions.tolist()!r:.400}")

@@ -142,6 +142,11 @@ class Sink:
         )
 
     @property
+    def stores(self) -> bool:
+        """There is a storage or a replay buffer."""
+        return self.storage is not None or self.replay_buffer is not None
+
+    @property
     def ready(self) -> bool:
         """:meth:`open` was called."""
         return self._ready

@@ -7,7 +7,7 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from tallyroll.collector.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
-    dotted,
 )
 
 Array = NDArray[Any]
@@ -42,25 +41,26 @@ Layout = Mapping[Key, Column]
 
 
 @dataclass(slots=True)
-class Slot:
-    """Views of one slot, for an environment that writes in place. All are ``[lane, ...]``.
+class Cursor:
+    """Where an environment that writes in place reads its action and writes what came.
 
-    An adapter reads ``action`` and fills the rest: ``next_obs`` with what the step led to (the
-    final observation where an episode ended) and ``root_obs`` with what the policy sees next.
-    Both list the observation's columns in the order of the adapter's leaves; where the slab
-    shares their memory, ``root_obs`` is empty.
+    All arrays are ``[time, lane, ...]``; the slot is ``at``. An adapter reads ``action[at]`` and
+    fills ``reward``, ``terminated``, ``truncated``, ``next_obs`` with what the step led to (the
+    final observation where an episode ended) and ``root_obs`` with what the policy sees in the
+    slot after. Observations are listed in the order of the adapter's columns; where the slab
+    shares their memory, ``root_obs`` is empty. Whole arrays and one index, for as many views
+    as there are slots would be cold in the cache when their turn comes.
     """
 
-    td: TensorDict
     action: Array
     next_obs: tuple[Array, ...]
     root_obs: tuple[Array, ...]
     seen_obs: tuple[Array, ...]
-    """What the policy saw in this slot."""
+    """What the policy saw in the slot."""
     reward: Array
     terminated: Array
     truncated: Array
-    next_td: TensorDict = field(init=False)
+    at: int = 0
 
 
 class Slab:
@@ -139,63 +139,31 @@ class Slab:
         for key, memory in self._flow.items():
             memory[at].copy_(td.get(key))
 
-    def bind(self, action: Key) -> list[Slot]:
-        """The slots of an environment that writes in place, views built once.
+    def cursor(self, action: Key) -> Cursor:
+        """The arrays of an environment that writes in place."""
+        flow = [self._flow[key].numpy() for key in self.flowing]
+        return Cursor(
+            action=self.array(action),
+            next_obs=tuple(self.array((NEXT, *key)) for key in self.flowing),
+            root_obs=() if self.shared else tuple(memory[1:] for memory in flow),
+            seen_obs=tuple(memory[: self.slots] for memory in flow),
+            reward=self.array(REWARD)[..., 0],
+            terminated=self.array(TERMINATED)[..., 0],
+            truncated=self.array(TRUNCATED)[..., 0],
+        )
 
-        ``slots[t].td`` is the tensordict that the policy and the environment are handed in
-        slot ``t``; it carries its slot as the attribute ``slot``.
+    def tensordicts(self, cursor: Cursor) -> list[TensorDict]:
+        """What the policy and the environment are handed in each slot: views, built once.
+
+        Each carries ``cursor`` as an attribute, by which the environment knows it.
         """
         batch = torch.Size([self.lanes])
-        roots = {key: memory.unbind(0) for key, memory in self._flow.items()}
-        nexts = {key: self.columns[(NEXT, *key)].unbind(0) for key in self.flowing}
-        flags = {key: self.columns[key].unbind(0) for key in (REWARD, TERMINATED, TRUNCATED)}
-        arrays = {key: list(memory.numpy()) for key, memory in self._flow.items()}
-        next_arrays = {key: list(self.array((NEXT, *key))) for key in self.flowing}
-        actions = list(self.array(action))
-        rows = {key: list(self.array(key)[..., 0]) for key in flags}
-        slots: list[Slot] = []
-        for t in range(self.slots):
-            td = _nested({key: views[t] for key, views in roots.items()}, batch)
-            after = {key: views[t] for key, views in nexts.items()}
-            after |= {key[1:]: views[t] for key, views in flags.items()}
-            td.set(NEXT, _nested(after, batch))
-            slots.append(
-                Slot(
-                    td=td,
-                    action=actions[t],
-                    next_obs=tuple(next_arrays[key][t] for key in self.flowing),
-                    root_obs=()
-                    if self.shared
-                    else tuple(arrays[key][t + 1] for key in self.flowing),
-                    seen_obs=tuple(arrays[key][t] for key in self.flowing),
-                    reward=rows[REWARD][t],
-                    terminated=rows[TERMINATED][t],
-                    truncated=rows[TRUNCATED][t],
-                )
-            )
-            td.slot = slots[-1]
-        last = _nested({key: views[self.slots] for key, views in roots.items()}, batch)
-        for slot, following in zip(slots, [*(s.td for s in slots[1:]), last], strict=True):
-            slot.next_td = following
-        return slots
-
-
-def _nested(leaves: Mapping[Key, torch.Tensor], batch: torch.Size) -> TensorDict:
-    if all(len(key) == 1 for key in leaves):
-        return TensorDict({key[0]: leaf for key, leaf in leaves.items()}, batch)
-    td = TensorDict({}, batch)
-    for key, leaf in leaves.items():
-        td.set(key, leaf)
-    return td
-
-
-def differences(wanted: Layout, got: Layout) -> list[str]:
-    """How two layouts differ, a sentence each; empty where they do not."""
-    found = [f"{dotted(key)} is missing" for key in wanted if key not in got]
-    found += [f"{dotted(key)} is unexpected" for key in got if key not in wanted]
-    found += [
-        f"{dotted(key)} is {got[key]}, wanted {wanted[key]}"
-        for key in wanted
-        if key in got and got[key] != wanted[key]
-    ]
-    return found
+        views = {key: memory.unbind(0) for key, memory in self._flow.items()}
+        made = []
+        for at in range(self.slots):
+            td = TensorDict({}, batch)
+            for key, slots in views.items():
+                td.set(key, slots[at])
+            td.cursor = cursor
+            made.append(td)
+        return made

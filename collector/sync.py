@@ -369,6 +369,9 @@ class SyncCollector:
 
     def _rescue(self, parts: list[Rows], slots: int) -> None:
         """After an error: the rows of ``parts`` and of the first ``slots`` slots are stored."""
+        if not self._sink.stores:  # nobody would get them
+            self._finish()
+            return
         bad = self._checks.first_violation(self._rollout.slab, slots, self._state)
         rest = self._numbered(self._rollout.salvage(slots if bad is None else bad.slot))
         parts = parts if rest is None else [*parts, rest]

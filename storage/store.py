@@ -104,7 +104,7 @@ class RowStore:
             engine.close()
 
     def flush(self) -> None:
-        """Return when all committed rows are on the disk and shown to other libraries."""
+        """Show all committed rows to other libraries; with durability="power", sync them too."""
         self._require_open()
         if self._engine is not None:
             self._engine.flush()

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
 
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, drive
+
 from oracles import (
     OracleTorchEnv,
     OracleVectorEnv,
@@ -18,7 +20,6 @@ from oracles import (
     expected_ledger,
     make_oracle_vec,
 )
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, drive
 from test_collect_kit import ByObservation, assert_same, balanced, collect, joined
 
 Driver = Literal["next", "avoid", "same", "disabled", "native", "torch"]
@@ -140,7 +141,10 @@ def test_batches_longer_than_the_slab_are_the_same(
 ) -> None:
     lengths = [[3, 1, 4], [1, 1, 2], [5]]
     kwargs: dict[str, Any] = {
-        "frames_per_batch": 50, "total_frames": 130, "seed": 4, "init_random_frames": random_frames
+        "frames_per_batch": 50,
+        "total_frames": 130,
+        "seed": 4,
+        "init_random_frames": random_frames,
     }
     whole, first = collect(make(driver, 3, lengths)[0], ByObservation(), **kwargs)
     monkeypatch.setattr(drive, "MOST_SLOTS", slots)
@@ -153,7 +157,7 @@ def test_batches_longer_than_the_slab_are_the_same(
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_one_frame_a_batch(driver: Driver) -> None:
-    batches, collector = collect(
+    batches, _ = collect(
         make(driver, 3, [[2, 1]])[0], ByObservation(), frames_per_batch=1, total_frames=20
     )
     assert [len(batch) for batch in batches] == [1] * 20

@@ -1,4 +1,4 @@
-"""Finished episodes are told as they were, and a budget in episodes takes those that start first."""
+"""Episodes are told as they were; a budget in episodes takes those that start first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+
 from oracles import (
     OracleTorchEnv,
     OracleVectorEnv,
@@ -21,7 +23,6 @@ from oracles import (
     make_oracle_vec,
     reward_of,
 )
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from test_collect_kit import LENGTHS, Batches, ByObservation, balanced, collect, joined
 
 MODES = list(AutoresetMode)
@@ -96,9 +97,7 @@ def test_random_budgets_in_episodes(
     batches, collector = collect(env, frames_per_batch=per_batch, total_episodes=count)
     rows = check_rows(joined(batches), lengths, ends="mixed", contiguous=False)
     got = sorted(set(zip(rows.lane.tolist(), rows.episode.tolist(), strict=True)))
-    assert got == sorted(
-        first_started(count, lanes, lengths, reset_slots=driver in SPENDS_SLOTS)
-    )
+    assert got == sorted(first_started(count, lanes, lengths, reset_slots=driver in SPENDS_SLOTS))
     assert len(rows.lane) == sum(length_of(lengths, *each) for each in got)
     assert collector.ledger.episodes_cut == 0
 
@@ -194,5 +193,7 @@ def test_metrics_are_flat_numbers_of_the_last_episodes() -> None:
 
 
 def test_metrics_before_the_first_episode_are_not_numbers() -> None:
-    with SyncCollector(vec(AutoresetMode.DISABLED), frames_per_batch=1, total_frames=1) as collector:
+    with SyncCollector(
+        vec(AutoresetMode.DISABLED), frames_per_batch=1, total_frames=1
+    ) as collector:
         assert np.isnan(collector.metrics()["return_mean"])

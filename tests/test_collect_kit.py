@@ -10,8 +10,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from oracles import Actions, Kind, OracleEnv, OracleTorchEnv, encode
 from tallyroll.collector import Ledger, SyncCollector
+
+from oracles import Actions, Kind, OracleEnv, OracleTorchEnv, encode
 
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5]]
 
@@ -106,9 +107,7 @@ class OwnTicks(OracleEnv):
 def balanced(ledger: Ledger) -> bool:
     """Both equations."""
     accounted = ledger.stored + ledger.discarded + ledger.carried + ledger.lost
-    return (
-        ledger.slots == ledger.executed + ledger.reset_slots and ledger.executed == accounted
-    )
+    return ledger.slots == ledger.executed + ledger.reset_slots and ledger.executed == accounted
 
 
 def test_the_policy_acts_by_the_observation_alone() -> None:

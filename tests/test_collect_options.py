@@ -16,6 +16,9 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, Tensor
 from tensordict.nn import TensorDictSequential as Sequential
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+
 from oracles import (
     OracleTorchEnv,
     OracleVectorEnv,
@@ -23,8 +26,6 @@ from oracles import (
     expected_ledger,
     make_oracle_vec,
 )
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from test_collect_kit import (
     LENGTHS,
     ByObservation,
@@ -65,7 +66,7 @@ class Telling(ByObservation):
         return super().forward(td).set("told", torch.full((*td.batch_size, 2), 7.0))
 
 
-# --- random frames --------------------------------------------------------------------------------
+# --- random frames ------------------------------------------------------------------------------
 
 
 @given(
@@ -118,7 +119,7 @@ def test_random_actions_vary(driver: str) -> None:
     assert 20 < int(joined(batches)["action"].sum()) < 80
 
 
-# --- limits, resets, stop -----------------------------------------------------------------------------
+# --- limits, resets, stop -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,14 +168,18 @@ def test_every_batch_begins_with_a_reset(driver: str, per_batch: int) -> None:
     assert balanced(collector.ledger)
 
 
+@pytest.mark.parametrize("per_batch", [1, 4, 7])
 @pytest.mark.parametrize("driver", list(DRIVERS))
-def test_a_carried_transition_keeps_its_trajectory_over_the_reset(driver: str) -> None:
-    batches, _ = collect(
-        DRIVERS[driver](), frames_per_batch=4, total_frames=40, reset_at_each_iter=True
+def test_a_carried_transition_keeps_its_trajectory_over_the_reset(
+    driver: str, per_batch: int
+) -> None:
+    batches, collector = collect(
+        DRIVERS[driver](), frames_per_batch=per_batch, total_frames=40, reset_at_each_iter=True
     )
     check_rows(joined(batches), LENGTHS, ends="mixed", contiguous=False)
     for batch in batches:
         check_rows(batch, LENGTHS, ends="mixed", contiguous=False)
+    assert collector.ledger.stored == 40
 
 
 def test_setting_a_seed_in_between_starts_new_trajectories() -> None:
@@ -228,7 +233,7 @@ def test_leaving_early_gives_up_what_is_carried() -> None:
     collector.shutdown()
 
 
-# --- what becomes of a batch ----------------------------------------------------------------------
+# --- what becomes of a batch --------------------------------------------------------------------
 
 
 def test_postproc_changes_what_is_yielded_and_stored(tmp_path: Any) -> None:
@@ -259,7 +264,11 @@ def test_postproc_keeps_the_rows(postproc: Any, got: str) -> None:
 
 def test_batches_lie_on_the_storing_device() -> None:
     batches, _ = collect(
-        vec(DISABLED), frames_per_batch=7, total_frames=30, storing_device="cpu", policy_device="cpu"
+        vec(DISABLED),
+        frames_per_batch=7,
+        total_frames=30,
+        storing_device="cpu",
+        policy_device="cpu",
     )
     assert all(batch.device == torch.device("cpu") for batch in batches)
     check_rows(joined(batches), LENGTHS, ends="mixed", from_start=True)
@@ -288,7 +297,12 @@ def test_the_exploration_type_holds_while_collecting(
     kind: ExplorationType, least: int, most: int
 ) -> None:
     batches, _ = collect(
-        vec(NEXT), stochastic(), frames_per_batch=50, total_frames=100, seed=0, exploration_type=kind
+        vec(NEXT),
+        stochastic(),
+        frames_per_batch=50,
+        total_frames=100,
+        seed=0,
+        exploration_type=kind,
     )
     assert least <= int(joined(batches)["action"].sum()) <= most
     assert exploration_type() is not kind or kind is ExplorationType.RANDOM
@@ -304,14 +318,16 @@ def test_what_a_policy_writes_beside_the_action_becomes_columns() -> None:
 
 def test_nothing_that_is_collected_requires_a_gradient() -> None:
     net = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"])
-    policy = Sequential(net, TensorDictModule(
-        lambda logits: logits.argmax(-1), in_keys=["logits"], out_keys=["action"]))
+    policy = Sequential(
+        net,
+        TensorDictModule(lambda logits: logits.argmax(-1), in_keys=["logits"], out_keys=["action"]),
+    )
     batches, _ = collect(vec(NEXT), policy, frames_per_batch=10, total_frames=20)
     assert not any(leaf.requires_grad for leaf in batches[0].values(True, True))
     assert torch.is_grad_enabled()
 
 
-# --- infos and ticks ------------------------------------------------------------------------------
+# --- infos and ticks ----------------------------------------------------------------------------
 
 
 def with_infos(mode: AutoresetMode, keys: Any, cls: Any = OwnTicks, **kwargs: Any) -> Any:
@@ -325,9 +341,7 @@ def with_infos(mode: AutoresetMode, keys: Any, cls: Any = OwnTicks, **kwargs: An
 @pytest.mark.parametrize("reset_slots", ["mask", "avoid"])
 @pytest.mark.parametrize("mode", MODES)
 def test_infos_are_those_of_their_step_at_ends_too(mode: AutoresetMode, reset_slots: Any) -> None:
-    env = with_infos(
-        mode, ["lives", "tick"], frame_skip=4, noops=3, reset_slots=reset_slots
-    )
+    env = with_infos(mode, ["lives", "tick"], frame_skip=4, noops=3, reset_slots=reset_slots)
     batches, _ = collect(env, ByObservation(), frames_per_batch=9, total_frames=60)
     rows = joined(batches)
     check_rows(rows, LENGTHS, ends="mixed")

@@ -1,4 +1,4 @@
-"""The same seed gives the same data, from the first observation on; another seed gives other data."""
+"""A seed gives the same data from the first observation on; another seed gives other data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase
 from torchrl.envs import GymEnv, SerialEnv
 
-from oracles import OracleTorchEnv, OracleVectorEnv, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+
+from oracles import OracleTorchEnv, OracleVectorEnv, make_oracle_vec
 from test_collect_kit import LENGTHS, Batches, assert_same, collect, joined
 
 
@@ -48,9 +49,7 @@ every_driver = pytest.mark.parametrize("driver", list(DRIVERS))
 def run(driver: str, seed: int | None, policy: Any, **kwargs: Any) -> tuple[Batches, SyncCollector]:
     make = DRIVERS[driver]
     create = make() if driver == "id" else make
-    return collect(
-        create, policy, frames_per_batch=17, total_frames=60, seed=seed, **kwargs
-    )
+    return collect(create, policy, frames_per_batch=17, total_frames=60, seed=seed, **kwargs)
 
 
 @every_driver

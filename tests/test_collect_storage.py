@@ -20,6 +20,10 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector.errors import TransitionError
+from tallyroll.storage import MemmapStorage
+
 from oracles import (
     ENDS,
     KINDS,
@@ -29,9 +33,6 @@ from oracles import (
     check_rows,
     make_oracle_vec,
 )
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.errors import TransitionError
-from tallyroll.storage import MemmapStorage
 from test_collect_kit import LENGTHS, ByObservation, assert_same, balanced, collect, joined
 
 
@@ -54,7 +55,9 @@ DRIVERS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("layout", ["rows", "lanes", "trajectories"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("driver", list(DRIVERS))
-def test_stored_rows_are_the_yielded_ones(driver: str, kind: Any, layout: Any, tmp_path: Any) -> None:
+def test_stored_rows_are_the_yielded_ones(
+    driver: str, kind: Any, layout: Any, tmp_path: Any
+) -> None:
     kwargs: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 60, "seed": 0}
     collect(DRIVERS[driver](kind=kind), storage=tmp_path / "s", layout=layout, **kwargs)
     stored = rows_in(tmp_path / "s")
@@ -108,7 +111,11 @@ def test_runs_that_are_appended_have_ids_of_their_own(tmp_path: Any) -> None:
 
 def test_the_manifest_says_what_made_the_data(tmp_path: Any) -> None:
     _, collector = collect(
-        "CartPole-v1", num_envs=2, seed=5, frames_per_batch=9, total_frames=30,
+        "CartPole-v1",
+        num_envs=2,
+        seed=5,
+        frames_per_batch=9,
+        total_frames=30,
         storage=tmp_path / "s",
     )
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
@@ -120,7 +127,7 @@ def test_the_manifest_says_what_made_the_data(tmp_path: Any) -> None:
     assert collector.ledger.as_dict()["seed"] == 5
 
 
-# --- TorchRL's replay buffers -----------------------------------------------------------------------
+# --- TorchRL's replay buffers -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
@@ -175,7 +182,7 @@ def test_a_storage_and_a_replay_buffer_both(tmp_path: Any) -> None:
     assert_same(rows_in(tmp_path / "s"), buffer[:])
 
 
-# --- errors in the middle ---------------------------------------------------------------------------
+# --- errors in the middle -----------------------------------------------------------------------
 
 
 class Failing(OracleEnv):
@@ -203,9 +210,7 @@ class Failing(OracleEnv):
 
 
 def failing(what: str, at: int, mode: AutoresetMode) -> GymnasiumVectorEnv:
-    makes = [
-        partial(Failing, lane, LENGTHS, ends="mixed", at=at, what=what) for lane in range(3)
-    ]
+    makes = [partial(Failing, lane, LENGTHS, ends="mixed", at=at, what=what) for lane in range(3)]
     return GymnasiumVectorEnv(SyncVectorEnv(makes, autoreset_mode=mode))
 
 
@@ -227,7 +232,10 @@ def test_all_slots_before_an_error_are_stored(
     error, match = WRONG[what]
     with (
         SyncCollector(
-            failing(what, at, mode), ByObservation(), frames_per_batch=17, total_frames=100,
+            failing(what, at, mode),
+            ByObservation(),
+            frames_per_batch=17,
+            total_frames=100,
             storage=tmp_path / "s",
         ) as collector,
         pytest.raises(error, match=match),
@@ -282,7 +290,10 @@ class LyingVector(OracleVectorEnv):
 @pytest.mark.parametrize(
     ("lie", "match"),
     [
-        (lambda o: o.astype(np.float64), r"declares float32 \[3, 3\], the environment returned flo"),
+        (
+            lambda o: o.astype(np.float64),
+            r"declares float32 \[3, 3\], the environment returned flo",
+        ),
         (lambda o: o[:, :2], r"declares float32 \[3, 3\], the environment returned float32 \[3, 2"),
         (lambda o: o.tolist(), r"the environment returned None \[\] \(list\); correct the env"),
         (lambda _: None, r"returned None \[\] \(NoneType\)"),
@@ -311,7 +322,10 @@ def test_a_failing_postproc_stores_nothing_of_its_batch(tmp_path: Any) -> None:
 
     with (
         SyncCollector(
-            vec(), frames_per_batch=7, total_frames=30, storage=tmp_path / "s",
+            vec(),
+            frames_per_batch=7,
+            total_frames=30,
+            storage=tmp_path / "s",
             postproc=second_time,
         ) as collector,
         pytest.raises(ZeroDivisionError, match="no"),
@@ -322,14 +336,15 @@ def test_a_failing_postproc_stores_nothing_of_its_batch(tmp_path: Any) -> None:
 
 
 def test_an_error_in_the_loop_body_closes_everything(tmp_path: Any) -> None:
-    with (
-        pytest.raises(ZeroDivisionError),
-        SyncCollector(
-            vec(), frames_per_batch=7, total_frames=30, storage=tmp_path / "s"
-        ) as collector,
-    ):
-        for _ in collector:
-            raise ZeroDivisionError
+    collector = SyncCollector(vec(), frames_per_batch=7, total_frames=30, storage=tmp_path / "s")
+
+    def left_by_an_error() -> None:
+        with collector:
+            for _ in collector:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        left_by_an_error()
     assert len(rows_in(tmp_path / "s")) == 7
     assert balanced(collector.ledger)
     with MemmapStorage(tmp_path / "s", mode="append") as storage:

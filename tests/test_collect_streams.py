@@ -10,6 +10,8 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 
+from tallyroll.collector import GymnasiumVectorEnv
+
 from oracles import (
     ACTIONS,
     ENDS,
@@ -22,7 +24,6 @@ from oracles import (
     check_rows,
     make_oracle_vec,
 )
-from tallyroll.collector import GymnasiumVectorEnv
 from test_collect_kit import (
     LENGTHS,
     Batches,

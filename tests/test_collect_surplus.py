@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.envs import ParallelEnv, SerialEnv
 
-from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import ArgumentError
+
+from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from test_collect_kit import (
     LENGTHS,
     Batches,
@@ -113,7 +114,10 @@ def test_never_step_executes_nothing_beyond_the_batch(
 
 def test_never_step_in_a_parallel_environment() -> None:
     kwargs: dict[str, Any] = {
-        "frames_per_batch": 5, "total_frames": 17, "surplus": "never_step", "seed": 0
+        "frames_per_batch": 5,
+        "total_frames": 17,
+        "surplus": "never_step",
+        "seed": 0,
     }
     one, _ = collect(lambda: never_stepping("parallel"), ByObservation(), **kwargs)
     other, _ = collect(lambda: never_stepping("serial"), ByObservation(), **kwargs)

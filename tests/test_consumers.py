@@ -12,8 +12,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.objectives.value import GAE, TD0Estimator, TDLambdaEstimator
 
-from oracles import OracleTorchEnv, OracleVectorEnv, flat_rows, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv
+
+from oracles import OracleTorchEnv, OracleVectorEnv, flat_rows, make_oracle_vec
 from test_collect_kit import LENGTHS, ByObservation, collect
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -58,9 +59,7 @@ def plain_gae(rows: TensorDictBase) -> np.ndarray:
     for row in reversed(range(len(lane))):
         delta = reward[row] + GAMMA * following[row] * (not terminated[row]) - value[row]
         goes_on = (
-            row + 1 < len(lane)
-            and lane[row + 1] == lane[row]
-            and episode[row + 1] == episode[row]
+            row + 1 < len(lane) and lane[row + 1] == lane[row] and episode[row + 1] == episode[row]
         )
         advantage[row] = delta + (GAMMA * LAMBDA * advantage[row + 1] if goes_on else 0.0)
     return np.array(advantage)
@@ -75,9 +74,8 @@ def by_row(batch: TensorDictBase, key: str) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("layout", ["rows", "lanes", "trajectories"])
 @pytest.mark.parametrize("driver", list(DRIVERS))
-@pytest.mark.parametrize("shifted", [False])
-def test_gae_is_that_of_each_lane_alone(driver: str, layout: Any, shifted: bool) -> None:
-    gae = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=value_net(), shifted=shifted)
+def test_gae_is_that_of_each_lane_alone(driver: str, layout: Any) -> None:
+    gae = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=value_net())
     plain, _ = collect(DRIVERS[driver](), ByObservation(), frames_per_batch=23, total_frames=100)
     laid_out, _ = collect(
         DRIVERS[driver](), ByObservation(), frames_per_batch=23, total_frames=100, layout=layout
@@ -125,9 +123,7 @@ def test_stored_rows_need_the_split_before_an_estimate(tmp_path: Any) -> None:
     from tallyroll.storage import MemmapStorage
 
     gae = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=value_net())
-    collect(
-        DRIVERS["torch"](), frames_per_batch=7, total_frames=60, storage=tmp_path / "s", seed=0
-    )
+    collect(DRIVERS["torch"](), frames_per_batch=7, total_frames=60, storage=tmp_path / "s", seed=0)
     whole, _ = collect(DRIVERS["torch"](), frames_per_batch=60, total_frames=60, seed=0)
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
         got = by_row(gae(split_trajectories(storage.get(slice(None)))), "advantage")

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from warm_cli import LENGTHS, WarmServer, warm_server
 
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
+from warm_cli import LENGTHS, WarmServer, warm_server
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "20"))
 KILLS_A_CHAIN = 4

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
-from oracles import OracleTorchEnv, check_rows, flat_rows, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv, split_trajectories
 from tallyroll.collector.errors import ArgumentError
+
+from oracles import OracleTorchEnv, check_rows, flat_rows, make_oracle_vec
 from test_collect_kit import LENGTHS, ByObservation, assert_same, collect
 
 MASK = ("collector", "mask")
@@ -78,7 +79,7 @@ def test_a_lane_without_rows_is_empty_in_lanes() -> None:
     assert batches[0][MASK].squeeze(-1).tolist() == [True, True, False]
 
 
-# --- split_trajectories ---------------------------------------------------------------------------
+# --- split_trajectories -------------------------------------------------------------------------
 
 
 def rows_of(ids: Any, steps: Any = None, done: Any = None) -> TensorDict:
@@ -111,9 +112,7 @@ def plain_split(rows: TensorDictBase) -> dict[int, list[int]]:
 @st.composite
 def shuffled(draw: st.DrawFn) -> TensorDict:
     """Trajectories of random ids and lengths, their rows in any order."""
-    ids = draw(
-        st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 5), max_size=8, unique=True)
-    )
+    ids = draw(st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 5), max_size=8, unique=True))
     lengths = [draw(st.integers(1, 6)) for _ in ids]
     pairs = [
         (each, step) for each, length in zip(ids, lengths, strict=True) for step in range(length)
@@ -150,9 +149,7 @@ def test_a_split_is_that_of_a_plain_dict(rows: TensorDict, with_steps: bool) -> 
             assert torch.equal(done[:-1], rows["next", "done"][at].view(-1)[:-1])
             cut = piece["collector", "cut"]
             assert cut.tolist() == [False] * (len(at) - 1) + [not rows["next", "done"][at[-1]]]
-        assert padded[index][MASK].tolist() == [
-            i < len(at) for i in range(padded.batch_size[1])
-        ]
+        assert padded[index][MASK].tolist() == [i < len(at) for i in range(padded.batch_size[1])]
     assert_same(rows, before)
 
 
@@ -180,7 +177,8 @@ def test_shuffled_rows_of_a_run_are_put_in_order() -> None:
     rows = torch.cat(batches_in("rows", AutoresetMode.SAME_STEP))
     shuffled_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     for one, other in zip(
-        split_trajectories(rows, out="list"), split_trajectories(shuffled_rows, out="list"),
+        split_trajectories(rows, out="list"),
+        split_trajectories(shuffled_rows, out="list"),
         strict=True,
     ):
         assert_same(one, other)

@@ -18,7 +18,16 @@ FOLDERS = ("collector", "storage")
 
 # The public names, pinned: changing them is a decision, not an accident.
 PUBLIC: dict[str, list[str]] = {
-    "tallyroll.collector": [],
+    "tallyroll.collector": [
+        "CollectorError",
+        "Episode",
+        "Evaluation",
+        "GymnasiumVectorEnv",
+        "Ledger",
+        "SyncCollector",
+        "evaluate",
+        "split_trajectories",
+    ],
     "tallyroll.storage": [
         "CorruptStorage",
         "MemmapStorage",

@@ -12,9 +12,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from tensordict.nn import TensorDictSequential as Sequential
 
-from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import ArgumentError, PolicyError
+
+from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from test_collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
 
 
@@ -35,9 +36,7 @@ def linear(seed: int = 0) -> Sequential:
     """A greedy linear policy with weights of its own."""
     net = torch.nn.Linear(3, 2)
     with torch.no_grad():
-        net.weight.copy_(
-            torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
-        )
+        net.weight.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)))
         net.bias.zero_()
     logits = TensorDictModule(net, in_keys=["observation"], out_keys=["logits"])
     return Sequential(
@@ -96,26 +95,19 @@ def test_a_policy_that_rewrites_its_observation_sees_the_next_one_all_the_same(
     else:
         rows = joined(batches)
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
-    assert_same(
-        ByObservation()(rows.select("observation")).select("action"), rows.select("action")
-    )
+    assert_same(ByObservation()(rows.select("observation")).select("action"), rows.select("action"))
     assert len(torch.cat(seen)) >= collector.ledger.slots
 
 
-@every_driver
-def test_a_policy_that_writes_in_place_into_its_observation_is_not_believed(driver: str) -> None:
+@pytest.mark.parametrize("driver", ["next", "disabled", "native"])
+def test_a_policy_that_scribbles_on_its_observation_does_not_falsify_rows(driver: str) -> None:
     def scribbling(td: TensorDictBase) -> TensorDictBase:
         td = ByObservation()(td)
         td["observation"].neg_()
         return td
 
-    batches, _ = collect(
-        DRIVERS[driver](), ByObservation(), frames_per_batch=9, total_frames=45
-    )
+    batches, _ = collect(DRIVERS[driver](), scribbling, frames_per_batch=9, total_frames=45)
     check_rows(joined(batches), LENGTHS, ends="mixed", from_start=True)
-    with pytest.raises(Exception, match="observation"):
-        rows, _ = collect(DRIVERS[driver](), scribbling, frames_per_batch=9, total_frames=45)
-        check_rows(joined(rows), LENGTHS, ends="mixed", from_start=True)
 
 
 @pytest.mark.parametrize("driver", ["next", "disabled", "native"])
@@ -173,7 +165,9 @@ def test_random_actions_have_no_weights() -> None:
 
 def test_a_callable_has_no_weights_to_replace() -> None:
     with (
-        SyncCollector(vec(), lambda td: ByObservation()(td), frames_per_batch=9, total_frames=36) as c,
+        SyncCollector(
+            vec(), lambda td: ByObservation()(td), frames_per_batch=9, total_frames=36
+        ) as c,
         pytest.raises(ArgumentError, match="this policy is a plain callable: it has no weights"),
     ):
         c.update_policy_weights_({})
@@ -241,9 +235,7 @@ def test_an_action_on_another_device_is_refused() -> None:
 )
 def test_an_action_that_is_no_number_is_refused(action: Any, match: str) -> None:
     with pytest.raises(PolicyError, match=match):
-        SyncCollector(
-            vec(action="box"), writing(action=action), frames_per_batch=5, total_frames=9
-        )
+        SyncCollector(vec(action="box"), writing(action=action), frames_per_batch=5, total_frames=9)
 
 
 def test_a_column_needs_the_lanes_in_front() -> None:
@@ -253,7 +245,9 @@ def test_a_column_needs_the_lanes_in_front() -> None:
         return TensorDict({"action": torch.zeros(3, dtype=torch.int64), "x": torch.zeros(5)})
 
     collect(vec(), policy, frames_per_batch=5, total_frames=9)
-    with pytest.raises(PolicyError, match=r"policy: x has shape \[5\], wanted the batch size \[3\]"):
+    with pytest.raises(
+        PolicyError, match=r"policy: x has shape \[5\], wanted the batch size \[3\]"
+    ):
         SyncCollector(vec(), bad, frames_per_batch=5, total_frames=9)
 
 
@@ -292,7 +286,10 @@ def test_an_action_gone_wrong_later_keeps_all_that_was_before(
     env = DRIVERS[driver](action="box")
     with (
         SyncCollector(
-            env, ChangesItsMind(action), frames_per_batch=50, total_frames=90,
+            env,
+            ChangesItsMind(action),
+            frames_per_batch=50,
+            total_frames=90,
             storage=tmp_path / "s",
         ) as collector,
         pytest.raises(PolicyError, match=match),

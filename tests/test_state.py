@@ -10,14 +10,15 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase
+from test_policy import linear
 from torchrl.envs import RewardSum, TransformedEnv, VecNormV2
 
-from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage
+
+from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from test_collect_kit import LENGTHS, Batches, ByObservation, assert_same, balanced, joined
-from test_policy import linear
 
 NUMBERS = (("collector", "step"), ("collector", "traj_ids"))
 
@@ -40,6 +41,14 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=False)
     return loaded
+
+
+def flat(state: Any, name: str = "") -> dict[str, Any]:
+    """A nested state as plain values by dotted name."""
+    if hasattr(state, "items"):
+        parts = [flat(value, f"{name}.{key}") for key, value in state.items()]
+        return {key: value for part in parts for key, value in part.items()}
+    return {name: state.tolist() if isinstance(state, torch.Tensor) else state}
 
 
 def in_two_halves(
@@ -65,12 +74,15 @@ def in_two_halves(
     return first, second, [one, other]
 
 
-@every_driver
-@pytest.mark.parametrize("surplus", ["carry", "discard", "never_step"])
+@pytest.mark.parametrize(
+    ("driver", "surplus"),
+    [
+        *((driver, surplus) for driver in DRIVERS for surplus in ("carry", "discard")),
+        (AutoresetMode.DISABLED.value, "never_step"),
+    ],
+)
 @pytest.mark.parametrize("policy", [ByObservation, None])
 def test_a_run_that_goes_on_ends_at_the_exact_total(driver: str, surplus: Any, policy: Any) -> None:
-    if surplus == "never_step" and driver != AutoresetMode.DISABLED.value:
-        pytest.skip("lanes cannot be stepped apart here")
     first, second, (_, collector) = in_two_halves(driver, policy, surplus=surplus)
     assert [len(batch) for batch in first + second] == [7] * 8 + [5]
     ledger = collector.ledger
@@ -85,23 +97,20 @@ def test_a_run_that_goes_on_ends_at_the_exact_total(driver: str, surplus: Any, p
 
 @every_driver
 def test_no_seed_is_used_twice(driver: str) -> None:
-    envs = []
-    for state in (None, {}):
+    envs: list[Any] = []
+    saved: dict[str, Any] = {}
+    for _ in range(2):
         env = DRIVERS[driver]()
         with SyncCollector(env, frames_per_batch=7, total_frames=61, seed=3) as collector:
-            if state is not None:
+            if saved:
                 collector.load_state_dict(saved)
             next(iter(collector))
             saved = collector.state_dict()
         envs.append(env)
     if driver == "torch":
-        assert not torch.equal(
-            *(torch.from_numpy(env._noise.random(9)) for env in envs)
-        )
+        assert not torch.equal(*(torch.from_numpy(env._noise.random(9)) for env in envs))
         return
-    lanes = [
-        env.lanes if driver == "native" else env.vector_env.envs for env in envs
-    ]
+    lanes = [env.lanes if driver == "native" else env.vector_env.envs for env in envs]
     seeds = [
         [[seed for seed in lane.unwrapped.seeds if seed is not None][-1] for lane in each]
         for each in lanes
@@ -170,10 +179,8 @@ def test_transforms_go_on() -> None:
         saved = through_a_file(one.state_dict())
     with SyncCollector(make(), frames_per_batch=30, total_frames=90, seed=3) as other:
         other.load_state_dict(saved)
-        mine = other.env.state_dict()
-        for key, leaf in saved["env"].items():
-            assert torch.equal(torch.as_tensor(leaf), torch.as_tensor(mine[key]))
-        assert len(saved["env"]) > 0
+        assert flat(other.env.state_dict()) == flat(saved["env"])
+        assert any("count" in name for name in flat(saved["env"]))
 
 
 @pytest.mark.parametrize("saved_after", [1, 4, 9])
@@ -241,7 +248,9 @@ def test_a_run_of_another_seed_or_environment_is_not_resumed(tmp_path: Any) -> N
     kwargs |= {"total_frames": 61, "resume": True}
     with pytest.raises(StateError, match="to be continued has the seed 3, got 4; leave it out"):
         SyncCollector(vec(), seed=4, **kwargs)
-    with pytest.raises(StateError, match="made by another environment: .*type was 'SyncVectorEnv'"):
+    with pytest.raises(
+        StateError, match=r"made by another environment: .*type was 'SyncVectorEnv'"
+    ):
         SyncCollector(OracleTorchEnv(3, LENGTHS), **kwargs)
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
         assert (len(storage), len(storage.manifest["runs"])) == (7, 1)

@@ -1,4 +1,4 @@
-"""TorchRL environments are driven as they are: transforms, workers, recurrent policies, auto-reset."""
+"""TorchRL environments as they are: transforms, workers, recurrent policies, auto-reset."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from torchrl.envs import (
 )
 from torchrl.modules import GRUModule, LSTMModule
 
-from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import EnvironmentRefused
+
+from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
 from test_collect_kit import LENGTHS, ByObservation, assert_same, collect, joined, stream
 
 DISABLED = AutoresetMode.DISABLED
@@ -132,7 +133,7 @@ def test_normalisation_sees_each_observation(base: str) -> None:
 
 def test_a_primer_is_reset_with_its_lane() -> None:
     def make() -> EnvBase:
-        primer = TensorDictPrimer({"memory": Unbounded((3, 1))}, expand_specs=True)
+        primer = TensorDictPrimer({"memory": Unbounded((1,))}, expand_specs=True)
         return TransformedEnv(BASES["torch"](), Compose(InitTracker(), primer))
 
     def counting(td: TensorDictBase) -> TensorDictBase:
@@ -144,7 +145,7 @@ def test_a_primer_is_reset_with_its_lane() -> None:
     assert torch.equal(rows["next", "memory"], rows["memory"] + 1)
 
 
-# --- recurrent policies -------------------------------------------------------------------------------
+# --- recurrent policies -------------------------------------------------------------------------
 
 
 def recurrent(cls: Any) -> tuple[Any, Sequential]:
@@ -215,7 +216,7 @@ def test_a_recurrent_policy_is_refused_where_reset_masks_are_ignored() -> None:
         SyncCollector(OracleVectorEnv(3, LENGTHS), policy, frames_per_batch=5, total_frames=10)
 
 
-# --- environments of TorchRL's own ----------------------------------------------------------------
+# --- environments of TorchRL's own --------------------------------------------------------------
 
 
 def categorical(**kwargs: Any) -> GymEnv:
@@ -336,7 +337,7 @@ def test_an_action_mask_is_honoured() -> None:
 
 
 def test_chess_is_played_by_its_rules() -> None:
-    """The test extra has `chess`: legal moves alone, taken from the mask, lead from board to board."""
+    """Legal moves alone, by the mask; the test extra has `chess`."""
     import chess
 
     def make() -> EnvBase:

@@ -44,7 +44,8 @@ def make_oracle(lanes: int = 1, slow: float = 0.0, **kwargs: Any) -> oracles.Ora
     return env
 
 
-gymnasium.register("Oracle-v0", entry_point="warm_cli:make_oracle", disable_env_checker=True)
+if __name__ != "__main__":  # the server's children import it by its name
+    gymnasium.register("Oracle-v0", entry_point="warm_cli:make_oracle", disable_env_checker=True)
 
 
 @dataclass

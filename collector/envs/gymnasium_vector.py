@@ -17,7 +17,7 @@ from tallyroll.collector.envs.spaces import action_leaf, observation_leaves
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 from tallyroll.collector.keys import VALID, dotted
 from tallyroll.collector.lanes import lane_seed
-from tallyroll.collector.slab import Array, Slot
+from tallyroll.collector.slab import Array, Cursor
 
 _REFUSED = {
     "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
@@ -171,31 +171,35 @@ class GymnasiumVectorEnv(EnvBase):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """One batched step; lanes whose episode ended start the next one.
 
-        A tensordict of a slab (it has the attribute ``slot``) is filled in place; any other is
-        treated as TorchRL's own environments treat it.
+        With a tensordict of a slab (it has the attribute ``cursor``) the slab is filled in place,
+        and the tensordict returned as it is; any other is treated as TorchRL's own environments
+        treat it.
         """
-        slot: Slot | None = getattr(tensordict, "slot", None)
-        if slot is None:
+        cursor: Cursor | None = getattr(tensordict, "cursor", None)
+        if cursor is None:
             return self._step_and_maybe_reset_copied(tensordict)
-        action = slot.action.copy() if self._copy_action else slot.action
+        at = cursor.at
+        action = cursor.action[at]
+        if self._copy_action:
+            action = action.copy()
         obs, reward, terminated, truncated, info = self._vec_step(action)
         plain = self._plain
         if plain is None:
-            self._write(slot.next_obs, obs, info)
+            self._write([column[at] for column in cursor.next_obs], obs, info)
         else:
-            if obs.shape != plain[0] or obs.dtype is not plain[1]:
+            if type(obs) is not np.ndarray or obs.shape != plain[0] or obs.dtype is not plain[1]:
                 self._check_leaf(0, obs)
-            slot.next_obs[0][...] = obs
-        slot.reward[...] = reward
-        slot.terminated[...] = terminated
-        slot.truncated[...] = truncated
+            cursor.next_obs[0][at] = obs
+        cursor.reward[at] = reward
+        cursor.terminated[at] = terminated
+        cursor.truncated[at] = truncated
         if self._finish is not None:
-            for root, after in zip(slot.root_obs, slot.next_obs, strict=True):
-                root[...] = after
+            for root, after in zip(cursor.root_obs, cursor.next_obs, strict=True):
+                root[at] = after[at]
             ended = terminated | truncated
             if ended.any():
-                self._finish(slot, ended, info)
-        return slot.td, slot.next_td
+                self._finish(cursor, ended, info)
+        return tensordict, tensordict
 
     def _step_and_maybe_reset_copied(
         self, tensordict: TensorDictBase
@@ -237,16 +241,17 @@ class GymnasiumVectorEnv(EnvBase):
                 "correct the environment's space, or cast in a wrapper"
             )
 
-    def _finish_by_mask(self, slot: Slot, ended: NDArray[np.bool_], info: Any) -> None:
+    def _finish_by_mask(self, cursor: Cursor, ended: NDArray[np.bool_], info: Any) -> None:
         obs, info = self._vec.reset(options={"reset_mask": ended})
-        for index, get in enumerate(self._getters):
-            slot.root_obs[index][ended] = get(obs)[ended]
-        self._infos.write_reset(slot.root_obs[len(self._getters) :], info, ended)
+        rows = [column[cursor.at] for column in cursor.root_obs]
+        for row, get in zip(rows, self._getters, strict=False):
+            row[ended] = get(obs)[ended]
+        self._infos.write_reset(rows[len(self._getters) :], info, ended)
 
     def _finish_same_step(
-        self, slot: Slot, ended: NDArray[np.bool_], info: Mapping[str, Any]
+        self, cursor: Cursor, ended: NDArray[np.bool_], info: Mapping[str, Any]
     ) -> None:
-        self._put_finals(slot.next_obs, ended, info)
+        self._put_finals([column[cursor.at] for column in cursor.next_obs], ended, info)
 
     def _put_finals(
         self, rows: Sequence[Array], ended: NDArray[np.bool_], info: Mapping[str, Any]
@@ -280,26 +285,27 @@ class GymnasiumVectorEnv(EnvBase):
                 "NEXT_STEP or DISABLED, or return copies"
             )
 
-    def step_part(self, slot: Slot, lanes: int) -> None:
+    def step_part(self, cursor: Cursor, lanes: int) -> None:
         """Step only the first ``lanes`` lanes; the others keep what they had.
 
         Only where :attr:`can_step_part` holds.
         """
-        if lanes == self.batch_size[0]:
-            self.step_and_maybe_reset(slot.td)
-            return
-        for after, root, seen in zip(slot.next_obs, slot.root_obs, slot.seen_obs, strict=True):
-            after[lanes:] = seen[lanes:]
-            root[lanes:] = seen[lanes:]
         assert isinstance(self._vec, SyncVectorEnv)
+        at = cursor.at
+        after, root, seen = (
+            [column[at] for column in columns]
+            for columns in (cursor.next_obs, cursor.root_obs, cursor.seen_obs)
+        )
+        for row, following, before in zip(after, root, seen, strict=True):
+            row[lanes:] = following[lanes:] = before[lanes:]
         for lane, env in enumerate(self._vec.envs[:lanes]):
-            obs, reward, terminated, truncated, info = env.step(slot.action[lane].copy())
-            self._write_lane(slot.next_obs, lane, obs, info)
-            slot.reward[lane], slot.terminated[lane] = reward, terminated
-            slot.truncated[lane] = truncated
+            obs, reward, terminated, truncated, info = env.step(cursor.action[at, lane].copy())
+            self._write_lane(after, lane, obs, info)
+            cursor.reward[at, lane] = reward
+            cursor.terminated[at, lane], cursor.truncated[at, lane] = terminated, truncated
             if terminated or truncated:
                 obs, info = env.reset()
-            self._write_lane(slot.root_obs, lane, obs, info)
+            self._write_lane(root, lane, obs, info)
 
     def _write_lane(
         self, rows: Sequence[Array], lane: int, obs: Any, info: Mapping[str, Any]

@@ -1,0 +1,76 @@
+"""What the commands' reports are made of."""
+
+import math
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from tallyroll.collector.sync import SyncCollector
+
+FILE_WIDTH = 160
+
+
+def plain_console() -> Console:
+    """For reports on stdout; what goes to a file or a pipe is not folded to 80 columns."""
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def readable_bytes(count: float) -> str:
+    """``count`` bytes for people: 37.1 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def times(count: int) -> str:
+    """How often: once, 2 times."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def clock(seconds: float) -> str:
+    """A duration for people: 1:02:03, 0:07, -:-- where it is NaN."""
+    if math.isnan(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def ledger_table(collector: SyncCollector) -> Table:
+    """The ledger of a run, a line a count."""
+    ledger = collector.ledger
+    rows = [
+        ("slots", ledger.slots, "= executed + reset slots"),
+        ("  executed", ledger.executed, "= stored + discarded + carried + lost"),
+        ("    stored", ledger.stored, "transitions in the storage"),
+        ("    discarded", ledger.discarded, "beyond the budget or given up"),
+        ("    carried", ledger.carried, "waiting for a next batch"),
+        ("    lost", ledger.lost, "died with a process, uncommitted"),
+        ("  reset slots", ledger.reset_slots, "never stored, never counted"),
+        ("ticks", ledger.ticks, "of the simulator, in stored transitions"),
+        ("episodes complete", ledger.episodes_complete, _returns(collector)),
+        ("episodes cut", ledger.episodes_cut, "left unfinished"),
+    ]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for name, count, meaning in rows:
+        table.add_row(name, f"{count:,}", meaning)
+    table.add_row("seed", str(ledger.seed), "")
+    return table
+
+
+def _returns(collector: SyncCollector) -> str:
+    last = min(100, len(collector.episodes))
+    if not last:
+        return ""
+    metrics = collector.metrics(last)
+    return (
+        f"the last {last}: mean return {metrics['return_mean']:.5g}, "
+        f"mean length {metrics['length_mean']:.5g}"
+    )
