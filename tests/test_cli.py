@@ -20,7 +20,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tallyroll.collector import SyncCollector, cli_scan
+from tallyroll.collector import SyncCollector
+from tallyroll.collector.cli import scan as cli_scan
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage
 
@@ -138,8 +139,8 @@ def test_options_reach_the_collector(here: Path) -> None:
     ("lanes", "batch"), [(1, 1024), (3, 1023), (64, 4096), (100, 6400), (1000, 8000), (9999, 9999)]
 )
 def test_the_default_batch_is_a_multiple_of_the_lanes(lanes: int, batch: int) -> None:
-    from tallyroll.collector.cli_collect import default_batch
-    from tallyroll.collector.cli_plan import Plan
+    from tallyroll.collector.cli.collect import default_batch
+    from tallyroll.collector.cli.plan import Plan
 
     assert default_batch(Plan(num_envs=lanes)) == batch
 
@@ -644,7 +645,7 @@ def test_a_terminal_shows_a_bar(server: WarmServer, tmp_path: Path) -> None:
 def test_elsewhere_there_is_a_line_now_and_then(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.collector.cli_progress.Lines.seconds", 0.0)
+    monkeypatch.setattr("tallyroll.collector.cli.progress.Lines.seconds", 0.0)
     assert tallyroll(*cartpole("data", 100, "--frames-per-batch", 10)) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 11

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from tallyroll.collector import cli_collect, cli_inspect
-from tallyroll.collector.cli_plan import CommandError
+from tallyroll.collector.cli import collect as collecting
+from tallyroll.collector.cli import inspect as inspecting
+from tallyroll.collector.cli.plan import CommandError
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.provenance import versions
 from tallyroll.storage import StorageError
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_COLLECT,
         epilog=_COLLECT_EXAMPLES,
     )
-    collect.set_defaults(run=cli_collect.run, usage_error=collect.error)
+    collect.set_defaults(run=collecting.run, usage_error=collect.error)
     _add_collect(collect)
     inspect = _new(
         commands.add_parser,
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_INSPECT,
         epilog=_INSPECT_EXAMPLES,
     )
-    inspect.set_defaults(run=cli_inspect.run)
+    inspect.set_defaults(run=inspecting.run)
     inspect.add_argument("dir", metavar="DIR", help="the storage")
     inspect.add_argument(
         "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
@@ -265,7 +266,3 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"wanted names with commas between them, got {text!r}")
     return names
-
-
-if __name__ == "__main__":
-    sys.exit(main())

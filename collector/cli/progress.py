@@ -12,8 +12,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tallyroll.collector.cli_plan import Plan
-from tallyroll.collector.cli_report import clock, readable_bytes
+from tallyroll.collector.cli.plan import Plan
+from tallyroll.collector.cli.report import clock, readable_bytes
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import MemmapStorage
 

@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from tallyroll.collector.cli_plan import (
+from tallyroll.collector.cli.plan import (
     CommandError,
     Plan,
     Target,
@@ -20,8 +20,8 @@ from tallyroll.collector.cli_plan import (
     load_policy,
     open_target,
 )
-from tallyroll.collector.cli_progress import progress_for
-from tallyroll.collector.cli_report import ledger_table, plain_console, readable_bytes, times
+from tallyroll.collector.cli.progress import progress_for
+from tallyroll.collector.cli.report import ledger_table, plain_console, readable_bytes, times
 from tallyroll.collector.sync import SyncCollector
 
 _MOST_BATCH = 8192
@@ -95,6 +95,7 @@ class Run:
         before = Plan.of_run(self.target.run)
         plan = given.or_else(before)
         self._require_complete(plan)
+        self._refuse_imports(given, before)
         policy = self.target.run.get("call", {}).get("policy")
         if policy is not None and plan.policy is None:
             raise CommandError(
@@ -107,6 +108,17 @@ class Run:
                 "out, or use --append for a new run"
             )
         return plan
+
+    def _refuse_imports(self, given: Plan, before: Plan) -> None:
+        """Nothing that a storage names is imported: the command line has to name it again."""
+        env_module = given.env is None and ":" in (before.env or "")
+        if not env_module and (given.policy is not None or before.policy is None):
+            return
+        raise CommandError(
+            f"--resume: the manifest in {self.out} names code of yours, which is not run on a "
+            "storage's word; if it is right, name it again:\n    "
+            + self._resume_command(given.or_else(before))
+        )
 
     def _require_complete(self, plan: Plan) -> None:
         if plan.env is None or (plan.frames is None and plan.episodes is None):
@@ -224,9 +236,10 @@ class Run:
     def _append_command(self) -> str:
         return replace(self.plan, seed=None).command(self.out, "--append")
 
-    def _resume_command(self) -> str:
+    def _resume_command(self, plan: Plan | None = None) -> str:
         # All else stands in the manifest.
-        return Plan(env=self.plan.env).command(self.out, "--resume")
+        plan = plan or self.plan
+        return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume")
 
     def failed(self) -> None:
         """Say what an error left, and how to go on."""

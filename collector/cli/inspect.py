@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tallyroll.collector.cli_report import plain_console, readable_bytes, times
-from tallyroll.collector.cli_scan import Scan, scan
+from tallyroll.collector.cli.report import plain_console, readable_bytes, times
+from tallyroll.collector.cli.scan import Scan, scan
 from tallyroll.collector.keys import dotted
 from tallyroll.storage import MemmapStorage, open_storage
 
