@@ -122,16 +122,17 @@ def copied_layout(env: EnvBase) -> dict[Key, Column]:
     """Columns that any TorchRL environment returns, from its specs."""
     lead = len(env.batch_size)
     flags = {as_key(key) for key in env.done_spec.keys(True, True)}
+    for name, spec in env.observation_spec.items(True, True):
+        if spec.dtype is None:
+            raise EnvironmentRefused(
+                f"{dotted(name)} is {type(spec).__name__}, which no column can hold; leave it out "
+                f'with TransformedEnv(env, ExcludeTransform("{dotted(name)}"))'
+            )
     layout: dict[Key, Column] = {}
     for name, value in env.fake_tensordict().items(True, True):
         key = as_key(name)
         if key in flags or key in (VALID, (NEXT, *VALID)):
             continue
-        if not isinstance(value, torch.Tensor):
-            raise EnvironmentRefused(
-                f"{dotted(key)} is {type(value).__name__}, which no column can hold; leave it out "
-                f'with TransformedEnv(env, ExcludeTransform("{dotted(key)}"))'
-            )
         layout[key] = Column(value.dtype, tuple(value.shape[lead:]))
     if DONE not in layout or TERMINATED not in layout:
         raise EnvironmentRefused("the environment declares no done and terminated at its root")

@@ -123,8 +123,11 @@ class Rollout(ABC):
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
 
     @abstractmethod
-    def _policy_part(self, at: int, lanes: int) -> None:
-        """Fill one slot, stepping the first ``lanes`` lanes only."""
+    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        """Fill one slot, stepping the first ``lanes`` lanes only.
+
+        Those in ``random_lanes`` act at random; None: all or none do, as the version says.
+        """
 
     @abstractmethod
     def _transitions(self, start: int, stop: int) -> Mask:
@@ -244,7 +247,7 @@ class Rollout(ABC):
     def _random_slots(self, start: int, stop: int, stepped: int) -> None:
         self.slab.version[start:stop] = RANDOM_VERSION
         if stepped < self.lanes:
-            self._policy_part(start, stepped)
+            self._part(start, stepped, None)
         else:
             self._random_steps(start, stop)
 
@@ -252,7 +255,7 @@ class Rollout(ABC):
         assert self.policy is not None
         self.slab.version[start:stop] = self.policy.version
         if stepped < self.lanes:
-            self._policy_part(start, stepped)
+            self._part(start, stepped, None)
         else:
             self._policy_steps(start, stop)
 
@@ -270,7 +273,10 @@ class Rollout(ABC):
                 upcoming = self.gate.upcoming(upcoming)
             drawn = upcoming & (np.cumsum(upcoming) <= self.random_frames)
             self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.version)
-            self._policy_steps(start, start + 1, drawn)
+            if stepped < self.lanes:
+                self._part(start, stepped, drawn)
+            else:
+                self._policy_steps(start, start + 1, drawn)
 
     def _count(self, start: int, stop: int, stepped: int) -> None:
         """Mark and count the transitions of slots ``[start, stop)``."""

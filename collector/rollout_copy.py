@@ -44,10 +44,14 @@ class CopyRollout(Rollout):
 
     def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         assert self.policy is not None
-        if random_lanes is None:
-            self._steps(start, stop, self.policy)
-            return
+        self._steps(start, stop, self.policy if random_lanes is None else self._both(random_lanes))
+
+    def _both(self, random_lanes: Mask) -> PolicyFn:
+        """The policy, with random actions in some lanes."""
         policy, lanes = self.policy, torch.from_numpy(random_lanes)
+        assert policy is not None
+        if self._squeeze:  # one lane is never divided
+            return policy
 
         def both(td: TensorDictBase) -> TensorDictBase:
             drawn = self._random(td.clone(False))
@@ -58,16 +62,20 @@ class CopyRollout(Rollout):
                 out.set(key, value)
             return out
 
-        self._steps(start, stop, policy if self._squeeze else both)
+        return both
 
-    def _policy_part(self, at: int, lanes: int) -> None:
+    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         assert self._td is not None
         mask = torch.zeros(self.lanes, dtype=torch.bool)
         mask[:lanes] = True
         self._td.set("_step", mask)
-        random = self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION
+        act: PolicyFn = self._random
+        if random_lanes is not None:
+            act = self._both(random_lanes)
+        elif self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
+            act = self.policy
         try:
-            self._steps(at, at + 1, self._random if random or self.policy is None else self.policy)
+            self._steps(at, at + 1, act)
         finally:
             self._td.pop("_step", None)
 

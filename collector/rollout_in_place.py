@@ -88,8 +88,11 @@ class InPlaceRollout(Rollout):
             if self.stopping:
                 break
 
-    def _policy_part(self, at: int, lanes: int) -> None:
-        if self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
+    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        if random_lanes is not None:
+            self._act(at)
+            self._randomise(at, random_lanes)
+        elif self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
             self._act(at)
         elif self._draw is not None:
             self._cursor.action[at] = self._draw(self.rng, 1)[0]

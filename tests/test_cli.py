@@ -21,8 +21,8 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.cli import scan as cli_scan
 from tallyroll.collector.cli import main
+from tallyroll.collector.cli import scan as cli_scan
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
@@ -439,8 +439,25 @@ def test_an_error_in_mid_run_keeps_the_rows_and_says_how_to_go_on(
     assert said.endswith("tallyroll: error: RuntimeError: enough\n")
     assert "rows are committed in data; once the cause of the error is gone, go on with" in said
     assert 30 <= rows_in("data") <= 42
-    assert tallyroll("collect", "CartPole-v1", "--resume", "--out", "data", "--quiet") == 0
+    words = ("--policy", "moody:act", "--resume", "--out", "data", "--quiet")
+    assert tallyroll("collect", "CartPole-v1", *words) == 0
     assert rows_in("data") == 100
+
+
+def test_code_that_a_storage_names_is_not_run(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "sly.py").write_text(AGENT)
+    assert tallyroll(*cartpole("data", 20), "--policy", "sly:act", "--quiet") == 0
+    sys.modules.pop("sly")
+    (here / "sly.py").write_text("open('was-run', 'w').close()\n" + AGENT)
+    assert tallyroll("collect", "--resume", "--frames", 30, "--out", "data") == 1
+    assert "names code of yours, which is not run on a storage's word" in capsys.readouterr().err
+    assert not (here / "was-run").exists()
+    assert "sly" not in sys.modules
+    named = ("--policy", "sly:act", "--resume", "--frames", 30, "--out", "data", "--quiet")
+    assert tallyroll("collect", *named) == 0
+    assert rows_in("data") == 30
 
 
 # --- policies -------------------------------------------------------------------------------------
@@ -456,7 +473,8 @@ def test_a_policy_from_the_current_directory(here: Path, server: WarmServer, att
         if attr in ("act", "make"):
             wanted = storage.column("observation")[:, 2] > 0
             assert (storage.column("action") == wanted).all()
-    server.run(here, "collect", "--resume", "--frames", 150, "--out", "data")
+    policy = ("--policy", f"agent:{attr}")
+    server.run(here, "collect", *policy, "--resume", "--frames", 150, "--out", "data")
     assert rows_in("data") == 150
 
 
@@ -573,7 +591,7 @@ def test_a_second_signal_interrupts(server: WarmServer, tmp_path: Path) -> None:
     command.kill(signal.SIGINT)
     assert command.wait(AT_ONCE) == 130
     assert 20 <= rows_in(tmp_path / "data") < 30
-    server.run(tmp_path, *cartpole("data", 45), "--resume")
+    server.run(tmp_path, *cartpole("data", 45), "--policy", "stuck:act", "--resume")
     assert rows_in(tmp_path / "data") == 45
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from storage_contract import StorageContract, arrays, assert_rows, files_of, process, receive, rows
 from tensordict import TensorDict
 
 from tallyroll.storage import CorruptStorage, MemmapStorage, StorageFull, open_storage
@@ -27,6 +26,8 @@ from tallyroll.storage.errors import (
     NotWritable,
     PathIsFile,
 )
+
+from storage_contract import StorageContract, arrays, assert_rows, files_of, process, receive, rows
 
 HEADER = "tallyroll.header"
 

@@ -331,7 +331,7 @@ class GymnasiumVectorEnv(EnvBase):
         if self.autoreset is AutoresetMode.NEXT_STEP:
             self._pending = ended.copy()
         td = self._td(rows)
-        td.set("reward", torch.as_tensor(reward, dtype=torch.float32).unsqueeze(-1))
+        td.set("reward", torch.from_numpy(np.array(reward, np.float32)).unsqueeze(-1))
         for name, flag in (("done", ended), ("terminated", terminated), ("truncated", truncated)):
             td.set(name, torch.from_numpy(np.array(flag)).unsqueeze(-1))
         if self.marks_transitions:
