@@ -29,8 +29,8 @@ from loops import Case, Work, make_policy, raw_contenders, tallyroll_contenders
 from peers import peer_contenders
 
 CASES = (
-    Case("sync1", lanes=1, native=False, frames=1024),
-    Case("sync8", lanes=8, native=False, frames=2048),
+    Case("sync1", lanes=1, native=False, frames=2048),
+    Case("sync8", lanes=8, native=False, frames=4096),
     Case("sync64", lanes=64, native=False, frames=16384),
     Case("native64", lanes=64, native=True, frames=16384),
 )

@@ -56,10 +56,10 @@ class RowSource:
     def rows(self, block: Block, state: LaneState) -> tuple[Rows, Numbers]:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
         slab = self.slab
-        rows = {key: take(slab.columns[key], block) for key in self.layout}
+        rows = {key: take(slab, key, block) for key in self.layout}
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
-        version = slab.version[: block.used].reshape(-1)[block.index]
+        version = slab.version.reshape(-1).take(block.index)
         numbers = number(state, block.lane, block.per_lane, ended, self._rewards(rows), version)
         rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
         rows[STEP] = torch.from_numpy(numbers.step)
@@ -74,7 +74,7 @@ class RowSource:
         total: NDArray[np.float64] | float = 0.0
         for key in self.rewards:
             reward = rows[key]
-            flat = reward.reshape(len(reward), -1).to(torch.float64).cpu().numpy()
+            flat = reward.cpu().to(torch.float64).numpy().reshape(len(reward), -1)
             total = total + (flat[:, 0] if flat.shape[1] == 1 else flat.sum(axis=1))
         return np.asarray(total, np.float64)
 
@@ -88,13 +88,13 @@ def _flags(rows: Rows) -> torch.Tensor:
     return rows[DONE]
 
 
-def take(column: torch.Tensor, block: Block) -> torch.Tensor:
-    """The rows of ``block`` out of a slab column ``[time, lane, ...]``, copied."""
-    flat = column[: block.used].flatten(0, 1)
-    if flat.device.type != "cpu" or flat.dtype is torch.bfloat16:
-        return flat.index_select(0, torch.from_numpy(block.index).to(flat.device))
-    # NumPy's gather is up to 8 times faster than torch's on rows of uint8.
-    return torch.from_numpy(np.take(flat.numpy(), block.index, axis=0))
+def take(slab: Slab, key: Key, block: Block) -> torch.Tensor:
+    """The rows of ``block`` out of a column of the slab, copied."""
+    if key in slab.flat:
+        # NumPy's gather is up to 8 times faster than torch's on rows of uint8.
+        return torch.from_numpy(slab.flat[key].take(block.index, axis=0))
+    column = slab.columns[key].flatten(0, 1)
+    return column.index_select(0, torch.from_numpy(block.index).to(column.device))
 
 
 def merge(parts: Sequence[Rows]) -> Rows:

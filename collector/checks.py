@@ -55,6 +55,13 @@ class _Range:
         return np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
 
 
+def _values(slab: Slab, key: Key, start: int, stop: int) -> NDArray[Any]:
+    """A column ``[time, lane, ...]`` from slot ``start`` to ``stop``."""
+    if key in slab.flat:
+        return slab.array(key)[start:stop]
+    return np.asarray(slab.columns[key][start:stop].cpu().numpy())
+
+
 def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Lowest and highest entry over time and lane; NaN where there is one."""
     rows = values.reshape(-1, *values.shape[2:])
@@ -119,7 +126,7 @@ class RangeChecks:
         """What is wrong with the policy's actions in ``slot``, which the environment refused."""
         for check in self._ranges:
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
-                values = slab.columns[check.key][slot : slot + 1].cpu().numpy()
+                values = _values(slab, check.key, slot, slot + 1)
                 bad = check.bad(values)
                 if bad is not None:
                     lane = int(np.argmax(bad[0]))
@@ -129,12 +136,11 @@ class RangeChecks:
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         for check in self._ranges:
-            column = slab.columns.get(check.key)
-            if column is None or column.dtype is torch.bfloat16:
+            if check.key not in slab.columns:
                 continue
             # In a shared slab the root column is the next one, a slot later.
             root = slab.shared and check.key in slab.flowing
-            values = column[: 1 if root else used].detach().cpu().numpy()
+            values = _values(slab, check.key, 0, 1 if root else used)
             bad = check.bad(values)
             if bad is None:
                 continue

@@ -31,7 +31,7 @@ from tallyroll.collector.rollout_copy import CopyRollout
 from tallyroll.collector.rollout_in_place import InPlaceRollout
 from tallyroll.collector.slab import Column, Layout, Slab
 
-MOST_SLOTS = 2048
+MOST_SLOTS = 4096
 SLAB_BYTES = 256 * 2**20
 """A slab is at most about this large; longer batches are put together from several fills."""
 

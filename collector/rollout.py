@@ -190,6 +190,10 @@ class Rollout(ABC):
         """Use ``first``, what the environment's reset returned, instead of another reset."""
         self._first = first
 
+    def stop(self) -> None:
+        """End the run after the step under way."""
+        self.stopping = True
+
     @property
     def finished(self) -> bool:
         """An episode budget is fulfilled and nothing waits."""

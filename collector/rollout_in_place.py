@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.keys import RANDOM_VERSION
@@ -23,8 +23,6 @@ class InPlaceRollout(Rollout):
         (self._action,) = self._actions
         self._cursor = self.slab.cursor(self._action)
         self._draw = None if self._random.masked else block_draw(self.env.action_spec)
-        self._blank = TensorDict({}, [self.lanes])
-        self._blank.cursor = self._cursor
         looked_at = self.policy is not None or self._draw is None
         self._tds = self.slab.tensordicts(self._cursor) if looked_at else []
         self._pending = np.zeros(self.lanes, np.bool_)
@@ -57,25 +55,19 @@ class InPlaceRollout(Rollout):
         if self._draw is None:
             self._masked_steps(start, stop)
             return
-        cursor, at = self._cursor, start
-        cursor.action[start:stop] = self._draw(self.rng, stop - start)
-        step, td = self.env.step_and_maybe_reset, self._blank
-        try:
-            for at in range(start, stop):
-                cursor.at = at
-                step(td)
-                if self.stopping:
-                    break
-            self._used = at + 1
-        except BaseException as error:
-            self._failed(error, at)
-            raise
+        self._cursor.action[start:stop] = self._draw(self.rng, stop - start)
+        self._step(start, stop)
+
+    def stop(self) -> None:
+        """End the run after the step under way."""
+        super().stop()
+        self._cursor.stopping = True
 
     def _masked_steps(self, start: int, stop: int) -> None:
         for at in range(start, stop):
             td = self._random(self._tds[at])
             self.slab.columns[self._action][at].copy_(td.get(self._action))
-            self._step(at)
+            self._step(at, at + 1)
             if self.stopping:
                 break
 
@@ -84,7 +76,7 @@ class InPlaceRollout(Rollout):
             self._act(at)
             if random_lanes is not None:
                 self._randomise(at, random_lanes)
-            self._step(at)
+            self._step(at, at + 1)
             if self.stopping:
                 break
 
@@ -99,7 +91,10 @@ class InPlaceRollout(Rollout):
         else:
             td = self._random(self._tds[at])
             self.slab.columns[self._action][at].copy_(td.get(self._action))
-        self._step(at, lanes)
+        if lanes < self.lanes:
+            self._step_part(at, lanes)
+        else:
+            self._step(at, at + 1)
 
     def _act(self, at: int) -> None:
         assert self.policy is not None
@@ -124,19 +119,26 @@ class InPlaceRollout(Rollout):
         for key in self._extra:
             columns[key][at][chosen] = 0
 
-    def _step(self, at: int, lanes: int | None = None) -> None:
+    def _step(self, start: int, stop: int) -> None:
+        """Step through slots ``[start, stop)``, whose actions are there."""
+        cursor = self._cursor
         try:
-            self._cursor.at = at
-            if lanes is None or lanes == self.lanes:
-                self.env.step_and_maybe_reset(self._blank)
-            else:
-                self.env.step_part(self._cursor, lanes)
-            self._used = at + 1
+            self.env.step_block(cursor, start, stop)
         except BaseException as error:
-            self._failed(error, at)
+            self._failed(error)
             raise
+        self._used = cursor.at + 1
 
-    def _failed(self, error: BaseException, at: int) -> None:
-        self._used = at
-        actions: Array = self._cursor.action[at]
+    def _step_part(self, at: int, lanes: int) -> None:
+        self._cursor.at = at
+        try:
+            self.env.step_part(self._cursor, lanes)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        self._used = at + 1
+
+    def _failed(self, error: BaseException) -> None:
+        self._used = self._cursor.at
+        actions: Array = self._cursor.action[self._used]
         error.add_note(f"tallyroll: raised by the step with the actions {actions.tolist()!r:.400}")

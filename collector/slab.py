@@ -61,6 +61,8 @@ class Cursor:
     terminated: Array
     truncated: Array
     at: int = 0
+    stopping: bool = False
+    """The run is to end after the step under way."""
 
 
 class Slab:
@@ -101,14 +103,18 @@ class Slab:
         if shared:
             for key in self.flowing:
                 self.columns[(NEXT, *key)] = self._flow[key][1:]
-        self.on_cpu = device is None or device.type == "cpu"
+        self.flat = {
+            key: column.flatten(0, 1).numpy()
+            for key, column in self.columns.items()
+            if column.device.type == "cpu" and column.dtype is not torch.bfloat16
+        }
+        """Columns as NumPy views ``[time * lane, ...]``, where NumPy can hold them."""
         self.transitions = np.zeros((slots, lanes), np.bool_)
         self.version = np.zeros((slots, lanes), np.int64)
 
     def array(self, key: Key) -> Array:
         """A column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
-        view: Array = self.columns[key].numpy()
-        return view
+        return self.flat[key].reshape(self.slots, self.lanes, *self.flat[key].shape[1:])
 
     def keep_last(self, used: int, lanes: NDArray[np.bool_] | None) -> None:
         """Make room for the next block after ``used`` slots were filled.

@@ -394,7 +394,7 @@ class SyncCollector:
 
         Safe to call from a signal handler or another thread.
         """
-        self._rollout.stopping = True
+        self._rollout.stop()
 
     def shutdown(self) -> None:
         """End the run, close what was made here: the environment, the storage. Idempotent."""

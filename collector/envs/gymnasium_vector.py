@@ -178,28 +178,38 @@ class GymnasiumVectorEnv(EnvBase):
         cursor: Cursor | None = getattr(tensordict, "cursor", None)
         if cursor is None:
             return self._step_and_maybe_reset_copied(tensordict)
-        at = cursor.at
-        action = cursor.action[at]
-        if self._copy_action:
-            action = action.copy()
-        obs, reward, terminated, truncated, info = self._vec_step(action)
-        plain = self._plain
-        if plain is None:
-            self._write([column[at] for column in cursor.next_obs], obs, info)
-        else:
-            if type(obs) is not np.ndarray or obs.shape != plain[0] or obs.dtype is not plain[1]:
-                self._check_leaf(0, obs)
-            cursor.next_obs[0][at] = obs
-        cursor.reward[at] = reward
-        cursor.terminated[at] = terminated
-        cursor.truncated[at] = truncated
-        if self._finish is not None:
-            for root, after in zip(cursor.root_obs, cursor.next_obs, strict=True):
-                root[at] = after[at]
-            ended = terminated | truncated
-            if ended.any():
-                self._finish(cursor, ended, info)
+        self.step_block(cursor, cursor.at, cursor.at + 1)
         return tensordict, tensordict
+
+    def step_block(self, cursor: Cursor, start: int, stop: int) -> None:
+        """Step through the slots ``[start, stop)``, whose actions are all known beforehand.
+
+        ``cursor.at`` is the slot under way; ``cursor.stopping`` ends the block after it.
+        """
+        step, copies, plain, finish = self._vec_step, self._copy_action, self._plain, self._finish
+        actions, rewards, next_obs = cursor.action, cursor.reward, cursor.next_obs
+        terminations, truncations, first_obs = cursor.terminated, cursor.truncated, next_obs[0]
+        for at in range(start, stop):
+            cursor.at = at
+            action = actions[at].copy() if copies else actions[at]
+            obs, reward, terminated, truncated, info = step(action)
+            if plain is None:
+                self._write([column[at] for column in next_obs], obs, info)
+            else:
+                if type(obs) is not np.ndarray or obs.shape != plain[0] or obs.dtype != plain[1]:
+                    self._check_leaf(0, obs)
+                first_obs[at] = obs
+            rewards[at] = reward
+            terminations[at] = terminated
+            truncations[at] = truncated
+            if finish is not None:
+                for root, after in zip(cursor.root_obs, next_obs, strict=True):
+                    root[at] = after[at]
+                ended = terminated | truncated
+                if ended.any():
+                    finish(cursor, ended, info)
+            if cursor.stopping:
+                break
 
     def _step_and_maybe_reset_copied(
         self, tensordict: TensorDictBase
