@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 ENV_ID = "CartPole-v1"
 OBSERVATION, ACTIONS, HIDDEN = 4, 2, 64
+ROW = (16, 8, 16, 4, 1, 1, 1, 8, 8, 4, 8)
+"""Bytes of the eleven columns of a CartPole row."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,40 @@ class RawSample(RawLoop):
             step(sample())
 
 
+class RawWriting(RawRandom):
+    """The raw loop, and as many bytes as a row has written to files that grow: the floor.
+
+    Nothing is gathered or numbered, the bytes are always the same.
+    """
+
+    name = "raw + bare files (floor)"
+
+    def __init__(self, work: Work) -> None:
+        """Build the environment, and a file a column."""
+        super().__init__(work)
+        self.arrays = [np.ones((work.case.frames, width), np.uint8) for width in ROW]
+        self.files = [
+            os.open(work.scratch / f"floor-{index}", os.O_RDWR | os.O_CREAT)
+            for index in range(len(ROW))
+        ]
+        self.blocks = 0
+
+    def advance(self) -> None:
+        """Step one block, write its rows."""
+        super().advance()
+        for file, array in zip(self.files, self.arrays, strict=True):
+            at = self.blocks * array.nbytes
+            os.posix_fallocate(file, at, array.nbytes)
+            os.pwrite(file, array, at)
+        self.blocks += 1
+
+    def close(self) -> None:
+        """Close the environment and the files."""
+        super().close()
+        for file in self.files:
+            os.close(file)
+
+
 class RawPolicy(RawLoop):
     """The policy module on one TensorDict that is used again at every step."""
 
@@ -238,7 +275,7 @@ def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> 
     share = count_reset_share(make_raw(work, policy), blocks)
     loops = [make_raw(work, policy)]
     if policy is None:
-        loops.append(RawSample(work))
+        loops += [RawSample(work), RawWriting(work)]
     for loop in loops:
         loop.reset_share = share
     return list(loops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from tallyroll.collector.errors import (
     CollectorError,
     EnvironmentRefused,
     LedgerError,
+    MissingExtra,
     SpaceError,
     StateError,
     TransitionError,
@@ -469,3 +471,15 @@ def test_an_environment_without_a_done_of_its_own_is_refused(untouched: Path) ->
         EnvironmentRefused, match="wanted a root-level 'done' beside the per-agent o"
     ):
         SyncCollector(env, storage=untouched, **BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "extra"), [("ALE/Pong-v5", "atari"), ("HalfCheetah-v5", "mujoco")]
+)
+def test_a_missing_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, env_id: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    monkeypatch.setattr("tallyroll.collector.envs.make.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=rf"pip install 'tallyroll\[{extra}\]'"):
+        SyncCollector(env_id, frames_per_batch=8, total_frames=8)

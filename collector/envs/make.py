@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import gymnasium
@@ -12,7 +14,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import AutoResetEnv
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.collector.keys import as_key
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | Callable[[], EnvBase | VectorEnv]
@@ -80,6 +82,8 @@ def make_env(
 
 def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequence[str]) -> Made:
     try:
+        if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
+            import_module("ale_py")  # registers the ids
 
         def make() -> gymnasium.Env[Any, Any]:
             return gymnasium.make(env_id, **kwargs)
@@ -87,11 +91,25 @@ def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequenc
         # Observations are copied into the slab, so that the vector need not copy them before.
         vector = SyncVectorEnv([make] * lanes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     except (gymnasium.error.Error, ImportError) as error:
+        _name_the_extra(env_id, error)
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
     except TypeError as error:
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
     env = GymnasiumVectorEnv(vector, info_keys=info_keys)
     return Made(env, True, {"id": env_id, "kwargs": kwargs, "type": "SyncVectorEnv"})
+
+
+def _name_the_extra(env_id: str, error: Exception) -> None:
+    """Raise :class:`MissingExtra` where one of tallyroll's extras would have helped."""
+    extra = None
+    if env_id.startswith("ALE/") and find_spec("ale_py") is None:
+        extra = "atari"
+    elif isinstance(error, gymnasium.error.DependencyNotInstalled) and "mujoco" in str(error):
+        extra = "mujoco"
+    if extra is not None:
+        raise MissingExtra(
+            f"{env_id} needs a package that is not installed: pip install 'tallyroll[{extra}]'"
+        ) from error
 
 
 def _describe(env: EnvBase) -> dict[str, Any]:
