@@ -1,7 +1,11 @@
 """What made the data: versions, and the part of a call that is worth keeping."""
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tallyroll.collector.ledger import Ledger
 
 _PACKAGES = ("tallyroll", "torch", "tensordict", "torchrl", "gymnasium", "numpy")
 
@@ -15,3 +19,17 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def run_provenance(
+    environment: Mapping[str, Any], ledger: Ledger, *, lanes: int, **call: Any
+) -> dict[str, Any]:
+    """What a manifest says of a run: JSON values."""
+    return {
+        "environment": environment,
+        "versions": ledger.versions,
+        "seed": ledger.seed,
+        "incarnation": ledger.incarnation,
+        "lanes": lanes,
+        "call": call,
+    }

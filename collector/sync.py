@@ -1,9 +1,7 @@
 """The collector of one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import ceil
-from types import TracebackType
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tallyroll.collector import arguments
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batch import Rows, RowSource
 from tallyroll.collector.checks import RangeChecks, Validate
 from tallyroll.collector.delivery import Delivery, Postproc
@@ -29,11 +28,11 @@ from tallyroll.collector.envs.make import (
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.episodes import EpisodeLog
 from tallyroll.collector.errors import ArgumentError, StateError
-from tallyroll.collector.keys import POLICY_VERSION, RANDOM_VERSION, STEP, TERMINATED
+from tallyroll.collector.keys import POLICY_VERSION, STEP, TERMINATED
 from tallyroll.collector.lanes import LaneState, Numbers, driver_seed, lane_seed
 from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.policy import Policy, PolicyFn
-from tallyroll.collector.provenance import versions
+from tallyroll.collector.provenance import run_provenance, versions
 from tallyroll.collector.rollout import Block, Surplus
 from tallyroll.collector.sink import Sink, StorageLike
 from tallyroll.collector.trajectories import Layout
@@ -42,7 +41,7 @@ EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
 
 
-class SyncCollector:
+class SyncCollector(Collector):
     """Collects exactly ``total_frames`` transitions in batches of exactly ``frames_per_batch``.
 
     Iterating yields TensorDicts in TorchRL's episode data format; the last one holds what
@@ -231,7 +230,17 @@ class SyncCollector:
             self._sink,
             source,
             self.ledger,
-            self._provenance(description, policy, total_episodes),
+            run_provenance(
+                description,
+                self.ledger,
+                lanes=self.lanes,
+                frames_per_batch=self.frames_per_batch,
+                total_frames=self._budget.total,
+                total_episodes=total_episodes,
+                policy=None if policy is None else type(policy).__qualname__,
+                surplus=self._surplus,
+                frame_skip=self.frame_skip,
+            ),
             layout=self.layout,
             postproc=self._postproc,
             device=self._storing_device,
@@ -240,39 +249,7 @@ class SyncCollector:
         )
         self._over = False
 
-    def _provenance(
-        self, description: dict[str, Any], policy: PolicyFn | None, total_episodes: int | None
-    ) -> dict[str, Any]:
-        return {
-            "environment": description,
-            "versions": self.ledger.versions,
-            "seed": self.ledger.seed,
-            "incarnation": self.ledger.incarnation,
-            "lanes": self.lanes,
-            "call": {
-                "frames_per_batch": self.frames_per_batch,
-                "total_frames": self._budget.total,
-                "total_episodes": total_episodes,
-                "policy": None if policy is None else type(policy).__qualname__,
-                "surplus": self._surplus,
-                "frame_skip": self.frame_skip,
-            },
-        }
-
     # --- iteration --------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the budget is met or :meth:`stop` was called."""
-        while not self._over:
-            batch = self._collect()
-            if batch is not None:
-                yield batch
-
-    def __len__(self) -> int:
-        """Number of batches that a run of limited frames has in all."""
-        if self._budget.total is None:
-            raise TypeError("a collector without total_frames has no length")
-        return ceil(self._budget.total / self.frames_per_batch)
 
     def _collect(self) -> TensorDictBase | None:
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
@@ -404,38 +381,7 @@ class SyncCollector:
             self.env.close(raise_if_closed=False)
         self._sink.close()
 
-    def __enter__(self) -> Self:
-        """The collector; leaving the block shuts it down."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Shut down."""
-        self.shutdown()
-
     # --- policy, seeds, state -------------------------------------------------------------------
-
-    @property
-    def policy_version(self) -> int:
-        """How often the policy's weights were updated; -1 where actions are random."""
-        return RANDOM_VERSION if self._policy is None else self._policy.version
-
-    def update_policy_weights_(
-        self, weights: TensorDictBase | Mapping[str, Any] | None = None
-    ) -> None:
-        """Use new weights for every action chosen from here on, and count the version up.
-
-        Args:
-            weights: a TensorDict of parameters or a state dict; None takes those that the
-                policy given at construction has now.
-        """
-        if self._policy is None:
-            raise ArgumentError("this collector draws random actions: it has no weights to update")
-        self._policy.update_weights(weights)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed everything and start new trajectories; returns a seed for another collector.
@@ -515,22 +461,3 @@ class SyncCollector:
         if self._gate is not None:
             self._gate.started = self._gate.completed = ledger.episodes_complete
         self._over = self._budget.remaining(ledger.stored) == 0
-
-    def metrics(self, window: int = 100) -> dict[str, float]:
-        """A flat dict for any logger: the counts, and means over the last ``window`` episodes."""
-        arguments.positive("window", window)
-        recent = self.episodes[-window:]
-        return {
-            "frames": self.ledger.stored,
-            "ticks": self.ledger.ticks,
-            "reset_slots": self.ledger.reset_slots,
-            "discarded": self.ledger.discarded,
-            "episodes": self.ledger.episodes_complete,
-            "policy_version": self.policy_version,
-            "return_mean": _mean([episode.total_return for episode in recent]),
-            "length_mean": _mean([float(episode.length) for episode in recent]),
-        }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
