@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
     from tallyroll.collector.episodes import Episode
     from tallyroll.collector.errors import CollectorError
-    from tallyroll.collector.evaluate import Evaluation, evaluate
+    from tallyroll.collector.evaluation import Evaluation, evaluate
     from tallyroll.collector.ledger import Ledger
     from tallyroll.collector.sync import SyncCollector
     from tallyroll.collector.trajectories import split_trajectories
@@ -26,11 +26,11 @@ __all__ = [
 _HOMES = {
     "CollectorError": "errors",
     "Episode": "episodes",
-    "Evaluation": "evaluate",
+    "Evaluation": "evaluation",
     "GymnasiumVectorEnv": "envs.gymnasium_vector",
     "Ledger": "ledger",
     "SyncCollector": "sync",
-    "evaluate": "evaluate",
+    "evaluate": "evaluation",
     "split_trajectories": "trajectories",
 }
 

@@ -279,7 +279,7 @@ class MemmapFormat(Format):
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the file, which the maps show at once."""
         file, at = self._files[column], row * self._columns[column].row_nbytes
-        rest = memoryview(rows.reshape(-1).view(np.uint8))
+        rest = rows.reshape(-1).view(np.uint8).data
         while len(rest):
             written = os.pwrite(file, rest, at)
             rest, at = rest[written:], at + written

@@ -760,10 +760,12 @@ def test_inspect_while_a_process_writes(server: WarmServer, tmp_path: Path) -> N
         while not (tmp_path / "data/manifest.json").exists():
             time.sleep(0.02)
         time.sleep(0.5)
+        looks = []
         for _ in range(5):
             seen = json.loads(server.run(tmp_path / "look", "inspect", "../data", "--json").out)
+            looks.append(seen["trajectories"]["open"])
         assert 0 < seen["rows"] <= rows_in(tmp_path / "data")
-        assert 1 <= seen["trajectories"]["open"] <= 3
+        assert 1 <= max(looks) <= 3  # now and then every lane has just ended
         assert seen["trajectories"]["cut"] == 0
         assert seen["ledger"]["stored"] >= seen["rows"]
     finally:

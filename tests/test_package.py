@@ -146,3 +146,15 @@ def test_storage_never_imports_collector() -> None:
 def test_the_command_says_what_it_does() -> None:
     tallyroll = Path(sys.executable).parent / "tallyroll"
     assert "collect" in run(tallyroll, "--help", cwd=ROOT)
+
+
+def test_each_public_name_is_what_it_says() -> None:
+    told = run(
+        sys.executable,
+        "-c",
+        "import tallyroll.collector as c, tallyroll.storage as s\n"
+        "from tallyroll.collector import *\n"
+        "print(all(callable(getattr(m, n)) for m in (c, s) for n in m.__all__))",
+        cwd=ROOT,
+    )
+    assert told.strip() == "True"
