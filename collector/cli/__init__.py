@@ -12,12 +12,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from tallyroll.collector.cli import collect as collecting
-from tallyroll.collector.cli import inspect as inspecting
-from tallyroll.collector.cli.plan import CommandError
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.provenance import versions
-from tallyroll.storage import StorageError
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
@@ -29,7 +25,7 @@ examples:
     tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
   what is in there:
     tallyroll inspect runs/cartpole
-  go on after Ctrl-C, a kill or a power cut; it ends at exactly a million:
+  go on after Ctrl-C or a kill; it ends at exactly a million:
     tallyroll collect --resume --out runs/cartpole
 
 `tallyroll collect --help` and `tallyroll inspect --help` say more.
@@ -75,21 +71,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
-    except (CommandError, CollectorError, StorageError) as error:
+    except CollectorError as error:
         return _failed(error, show)
     except BrokenPipeError:
         # The reader of our output (`| head`) has seen enough; nor must the exit flush fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001  what an environment or a policy raised is theirs
-        return _failed(error, True)
+        from tallyroll.storage import StorageError
+
+        return _failed(error, show or not isinstance(error, StorageError))
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from tallyroll.collector.cli import collect  # torch takes seconds, and --help none
+
+    return collect.run(args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from tallyroll.collector.cli import inspect
+
+    return inspect.run(args)
 
 
 def _failed(error: Exception, show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    known = isinstance(error, (CommandError, CollectorError, StorageError))
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    foreign = type(error).__module__.partition(".")[0] != "tallyroll"
+    text = f"{type(error).__name__}: {error}" if foreign else str(error)
     sys.stderr.write(f"tallyroll: error: {' '.join(text.split())}\n")
     return 1
 
@@ -105,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_COLLECT,
         epilog=_COLLECT_EXAMPLES,
     )
-    collect.set_defaults(run=collecting.run, usage_error=collect.error)
+    collect.set_defaults(run=_collect, usage_error=collect.error)
     _add_collect(collect)
     inspect = _new(
         commands.add_parser,
@@ -114,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_INSPECT,
         epilog=_INSPECT_EXAMPLES,
     )
-    inspect.set_defaults(run=inspecting.run)
+    inspect.set_defaults(run=_inspect)
     inspect.add_argument("dir", metavar="DIR", help="the storage")
     inspect.add_argument(
         "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
+from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policy import PolicyFn
 from tallyroll.storage import (
     MemmapStorage,
@@ -22,7 +23,7 @@ from tallyroll.storage import (
 from tallyroll.storage.errors import NotAStorage
 
 
-class CommandError(Exception):
+class CommandError(CollectorError):
     """The command cannot be carried out; the message says what to do. Nothing was changed."""
 
 
