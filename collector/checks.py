@@ -136,20 +136,28 @@ class RangeChecks:
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         for check in self._ranges:
-            if check.key not in slab.columns:
-                continue
-            # In a shared slab the root column is the next one, a slot later.
-            root = slab.shared and check.key in slab.flowing
-            values = _values(slab, check.key, 0, 1 if root else used)
-            bad = check.bad(values)
+            bad = self._bad(check, slab, used)
             if bad is None:
                 continue
-            bad &= slab.transitions[: len(bad)]
+            bad &= slab.transitions[:used]
             if bad.any():
                 slot, lane = (int(index) for index in np.argwhere(bad)[0])
                 step = _step_of(slab, slot, lane, state)
-                error = self._error(check, values[slot, lane], lane, step)
-                yield Violation(slot, error, check.by_policy)
+                value = _values(slab, check.key, slot, slot + 1)[0, lane]
+                yield Violation(slot, self._error(check, value, lane, step), check.by_policy)
+
+    def _bad(self, check: _Range, slab: Slab, used: int) -> NDArray[np.bool_] | None:
+        """``[time, lane]`` where the column lies outside, or None if nowhere."""
+        key = check.key
+        if key not in slab.columns:
+            return None
+        if slab.shared and key in slab.flowing:
+            bad = check.bad(slab.flow(key, used))
+            return None if bad is None else bad[:-1]
+        if slab.shared and key[1:] in slab.flowing:
+            bad = check.bad(slab.flow(key[1:], used))
+            return None if bad is None else bad[1:]
+        return check.bad(_values(slab, key, 0, used))
 
     def _error(self, check: _Range, value: NDArray[Any], lane: int, step: int) -> Exception:
         kind = PolicyError if check.by_policy else TransitionError

@@ -46,7 +46,9 @@ class Policy:
         self.source = policy
         self.version = 0
         self.changes_input = False
-        """It was seen to replace or to write to what it is given, so it is given copies."""
+        """It was seen to replace, to write to or to leave out what it is given: it gets copies."""
+        self.writes: tuple[Key, ...] = ()
+        """What it adds to what it is given, the action among it."""
         self._device = device
         self._move_back = env_device
         self.module = self._on_device(policy)
@@ -122,17 +124,20 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
     entries = list(given.items(True, True))
     with generators_restored():
         out = probe(given)
-    policy.changes_input = any(
-        given.get(key) is not before or not _same(before, td.get(key)) for key, before in entries
-    )
     if not is_tensor_collection(out):
         raise PolicyError(
             f"policy: wanted a TensorDict back, got {type(out).__name__}; return the tensordict "
             "with the action set"
         )
+    policy.changes_input = any(
+        out.get(key, None) is None or given.get(key) is not before or not _same(before, td.get(key))
+        for key, before in entries
+    )
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         _check_action(key, spec, out, td)
+    written = [as_key(name) for name in out.keys(True, True)]
+    policy.writes = tuple(k for k in written if k in actions or k not in td.keys(True))
     extra: dict[Key, Column] = {}
     for name, value in out.items(True, True):
         key = as_key(name)

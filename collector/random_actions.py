@@ -94,6 +94,8 @@ class RandomActions:
             mask = self._masks[key]
             if mask is not None:
                 leaf = leaf.clone()
-                leaf.update_mask(td.get(mask).to(torch.bool))
+                allowed = td.get(mask).to(torch.bool)
+                # A final observation may allow nothing; what follows it in a reset slot is ignored.
+                leaf.update_mask(allowed | ~allowed.any(-1, keepdim=True))
             td.set(key, leaf.rand())
         return td

@@ -79,6 +79,17 @@ class CopyRollout(Rollout):
         finally:
             self._td.pop("_step", None)
 
+    def _acted(self, td: TensorDictBase, act: PolicyFn) -> TensorDictBase:
+        """``td`` with what ``act`` chose; whatever else a policy does to its input is left out."""
+        if self.policy is None or not self.policy.changes_input or act is self._random:
+            return act(td)
+        out = act(td.clone())
+        for key in self.policy.writes:
+            value = out.get(key, None)
+            if value is not None:
+                td.set(key, value)
+        return td
+
     def _steps(self, start: int, stop: int, act: PolicyFn) -> None:
         td = self._td
         assert td is not None
@@ -86,7 +97,7 @@ class CopyRollout(Rollout):
         views = [view for view in self._views if not (random and view[0] in self._extra)]
         step = self.env.step_and_maybe_reset
         for at in range(start, stop):
-            acted = act(td)
+            acted = self._acted(td, act)
             try:
                 td, following = step(acted)
             except BaseException as error:

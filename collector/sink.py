@@ -59,8 +59,9 @@ class Sink:
                 "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer="
             )
         self.replay_buffer = replay_buffer
-        self._direct = storage
         behind = None if replay_buffer is None else replay_buffer.storage
+        # A buffer over this very storage writes to it: writing twice would store each row twice.
+        self._direct = None if storage is behind else storage
         self.storage = storage if storage is not None else behind
         if not isinstance(self.storage, MemmapStorage):
             self.storage = None

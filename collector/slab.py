@@ -140,6 +140,14 @@ class Slab:
         if lanes is not None:
             self.transitions[0] = lanes
 
+    def flow(self, key: Key, used: int) -> Array:
+        """What a shared column held before, between and after the first ``used`` slots.
+
+        ``[used + 1, lane, ...]``: entry ``t`` is the root of slot ``t``, entry ``t + 1`` its next.
+        """
+        view: Array = self._flow[key][: used + 1].numpy()
+        return view
+
     def set_root(self, at: int, td: TensorDict) -> None:
         """Write the observation that the policy sees in slot ``at``."""
         for key, memory in self._flow.items():

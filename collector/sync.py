@@ -387,7 +387,13 @@ class SyncCollector(Collector):
         """Seed everything and start new trajectories; returns a seed for another collector.
 
         Transitions that wait for the next batch are discarded.
+
+        Raises:
+            StateError: with ``total_episodes``, once batches were delivered: whole episodes were
+                promised.
         """
+        if self._gate is not None and self._delivery.batches:
+            raise StateError("set_seed would cut the episodes of total_episodes: call it before")
         self._discard()
         self.ledger.episodes_cut += self._restart_lanes()
         self._seed_everything(arguments.seed(seed))
