@@ -118,8 +118,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise NotAStorage(
-            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. If its creation "
-            'was interrupted, mode="create" starts it anew.'
+            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "
+            "one; if its creation was interrupted, create it again."
         ) from error
     except (ValueError, RecursionError) as error:
         raise CorruptStorage(

@@ -81,6 +81,7 @@ class MemmapFormat(Format):
 
     def refuse_existing(self) -> None:
         """Accept a path where nothing is, an empty directory, or an unfinished creation."""
+        self._refuse_impossible()
         if self.manifest_path.exists():
             raise StorageExists(
                 f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
@@ -96,6 +97,14 @@ class MemmapFormat(Format):
                 "of its own; give another path."
             )
 
+    def _refuse_impossible(self) -> None:
+        try:
+            self.manifest_path.exists()
+        except OSError as error:
+            raise NotWritable(
+                f"{self.path} cannot be the path of a storage: {error.strerror}. Give another path."
+            ) from error
+
     def _require_creatable(self) -> None:
         for place in (self.path, *self.path.parents):
             if place.is_dir():
@@ -105,7 +114,12 @@ class MemmapFormat(Format):
                         "path that can."
                     )
                 return
-            if place.exists() or place.is_symlink():
+            if place.is_symlink() and not place.exists():
+                raise PathIsFile(
+                    f"{self.path} should be a directory, and {place} is a link to nothing. Give "
+                    "another path."
+                )
+            if place.exists():
                 raise PathIsFile(
                     f"{self.path} should be a directory, and {place} is a file. Give another path."
                 )
@@ -122,6 +136,7 @@ class MemmapFormat(Format):
 
     def refuse_missing(self) -> None:
         """Accept a directory."""
+        self._refuse_impossible()
         if not self.path.exists():
             raise StorageMissing(
                 f'{self.path} does not exist. Give the path of a storage, or use mode="create".'

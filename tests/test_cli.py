@@ -217,9 +217,10 @@ def test_resume_goes_on_after_a_run_of_a_script(here: Path) -> None:
 USAGE = {
     "--frames 0": "argument --frames: wanted a whole number above 0, got '0'",
     "--frames -5": "argument --frames: wanted a whole number above 0, got '-5'",
-    "--frames 1.5": "argument --frames: wanted a whole number, got '1.5'",
-    "--frames many": "argument --frames: wanted a whole number, got 'many'",
-    "--frames nan": "argument --frames: wanted a whole number, got 'nan'",
+    "--frames 1.5": "argument --frames: wanted a whole number below 2**63, got '1.5'",
+    "--frames many": "argument --frames: wanted a whole number below 2**63, got 'many'",
+    "--frames nan": "argument --frames: wanted a whole number below 2**63, got 'nan'",
+    "--frames 5 --out ''": "argument --out: wanted a path, got ''",
     "--episodes 0": "argument --episodes: wanted a whole number above 0, got '0'",
     "--episodes 1 --frames 1": "not allowed with argument",
     "": "one of the arguments --frames --episodes is required",

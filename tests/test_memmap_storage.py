@@ -10,6 +10,7 @@ import subprocess
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -204,7 +205,7 @@ def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     (five / "old").mkdir()
     (five / "old" / "column.memmap").write_text("")
     for mode in ("append", "read"):
-        with pytest.raises(NotAStorage, match=r'creation was interrupted, mode="create" starts'):
+        with pytest.raises(NotAStorage, match="creation was interrupted, create it again"):
             MemmapStorage(five, mode=mode)
     with MemmapStorage(five) as storage:
         storage.extend(rows(0, 3))
@@ -430,3 +431,17 @@ def fill_and_survive(place: Path) -> None:
         assert_rows(storage, head)
     with open_storage(place) as reader:
         np.testing.assert_array_equal(reader.column("id"), np.arange(head))
+
+
+@pytest.mark.parametrize("mode", ["create", "append", "read"])
+def test_a_name_that_no_file_can_have(
+    tmp_path: Path, mode: Literal["create", "append", "read"]
+) -> None:
+    with pytest.raises(NotWritable, match="cannot be the path of a storage: File name too long"):
+        MemmapStorage(tmp_path / ("a" * 300), mode=mode)
+
+
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(PathIsFile, match="is a link to nothing"):
+        MemmapStorage(tmp_path / "link")

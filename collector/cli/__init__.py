@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_INSPECT_EXAMPLES,
     )
     inspect.set_defaults(run=_inspect)
-    inspect.add_argument("dir", metavar="DIR", help="the storage")
+    inspect.add_argument("dir", type=_path, metavar="DIR", help="the storage")
     inspect.add_argument(
         "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
     )
@@ -154,7 +154,9 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "env", nargs="?", metavar="ENV",
         help="Gymnasium id, or module:Id-v0 where importing the module registers it",
     )  # fmt: skip
-    parser.add_argument("--out", required=True, metavar="DIR", help="the storage, a directory")
+    parser.add_argument(
+        "--out", required=True, type=_path, metavar="DIR", help="the storage, a directory"
+    )
     budget = parser.add_argument_group("how much (one of them)").add_mutually_exclusive_group()
     budget.add_argument("--frames", type=_positive, metavar="N", help="exactly N transitions")
     budget.add_argument(
@@ -242,7 +244,13 @@ def _integer(text: str) -> int:
             return int(number)
     except InvalidOperation:
         pass
-    raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}")
+    raise argparse.ArgumentTypeError(f"wanted a whole number below 2**63, got {text!r}")
+
+
+def _path(text: str) -> str:
+    if not text:  # an unset variable in a script, and not the current directory
+        raise argparse.ArgumentTypeError("wanted a path, got ''")
+    return text
 
 
 def _positive(text: str) -> int:
