@@ -483,3 +483,13 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setattr("tallyroll.collector.envs.make.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=rf"pip install 'tallyroll\[{extra}\]'"):
         SyncCollector(env_id, frames_per_batch=8, total_frames=8)
+
+
+def test_a_reward_of_several_numbers_is_named() -> None:
+    class Several(OracleVectorEnv):
+        def step(self, actions: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(actions)
+            return obs, np.stack([reward, reward], axis=1), terminated, truncated, info
+
+    with pytest.raises(TransitionError, match=r"'reward': \[3, 2\].*reduce a vector of rewards"):
+        collect(Several(3, LENGTHS), None, **BUDGET)

@@ -199,9 +199,12 @@ class GymnasiumVectorEnv(EnvBase):
                 if type(obs) is not np.ndarray or obs.shape != plain[0] or obs.dtype != plain[1]:
                     self._check_leaf(0, obs)
                 first_obs[at] = obs
-            rewards[at] = reward
-            terminations[at] = terminated
-            truncations[at] = truncated
+            try:
+                rewards[at] = reward
+                terminations[at] = terminated
+                truncations[at] = truncated
+            except (TypeError, ValueError) as error:
+                raise self._wrong_shapes(reward, terminated, truncated) from error
             if finish is not None:
                 for root, after in zip(cursor.root_obs, next_obs, strict=True):
                     root[at] = after[at]
@@ -250,6 +253,14 @@ class GymnasiumVectorEnv(EnvBase):
                 f"environment returned {dtype} {list(shape or ())} ({type(value).__name__}); "
                 "correct the environment's space, or cast in a wrapper"
             )
+
+    def _wrong_shapes(self, *got: Any) -> TransitionError:
+        names = ("reward", "terminated", "truncated")
+        shapes = {name: list(np.shape(value)) for name, value in zip(names, got, strict=True)}
+        return TransitionError(
+            f"wanted reward, terminated and truncated of shape {list(self.batch_size)}, one number "
+            f"a lane, got the shapes {shapes}; reduce a vector of rewards in a wrapper"
+        )
 
     def _finish_by_mask(self, cursor: Cursor, ended: NDArray[np.bool_], info: Any) -> None:
         obs, info = self._vec.reset(options={"reset_mask": ended})
