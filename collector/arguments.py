@@ -73,9 +73,12 @@ def seed(value: Any) -> int | None:
     return None if value is None else not_negative("seed", value)
 
 
-def device(value: torch.device | str | None) -> torch.device | None:
+def device(name: str, value: torch.device | str | None) -> torch.device | None:
     """A torch device, or None."""
-    return None if value is None else torch.device(value)
+    try:
+        return None if value is None else torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{name}: wanted a torch device, got {value!r}") from error
 
 
 def column(leaf: torch.Tensor) -> Column:

@@ -1,10 +1,10 @@
 """What every collector is to its user: an iterator of batches, a ledger, a policy, metrics."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tensordict import TensorDictBase
 
@@ -13,7 +13,7 @@ from tallyroll.collector.episodes import EpisodeLog
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.keys import RANDOM_VERSION
 from tallyroll.collector.ledger import Budget, Ledger
-from tallyroll.collector.policy import Policy
+from tallyroll.collector.policy import Policy, Weights
 
 
 class Collector(ABC):
@@ -77,14 +77,12 @@ class Collector(ABC):
         """How often the policy's weights were updated; -1 where actions are random."""
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
-    def update_policy_weights_(
-        self, weights: TensorDictBase | Mapping[str, Any] | None = None
-    ) -> None:
+    def update_policy_weights_(self, weights: Weights = None) -> None:
         """Use new weights for every action chosen from here on, and count the version up.
 
         Args:
-            weights: a TensorDict of parameters or a state dict; None takes those that the
-                policy given at construction has now.
+            weights: a TensorDict of parameters, a state dict or a module; None takes those that
+                the policy given at construction has now.
         """
         if self._policy is None:
             raise ArgumentError("this collector draws random actions: it has no weights to update")

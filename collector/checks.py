@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrl.data import Bounded, Categorical, MultiCategorical, TensorSpec
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import ArgumentError, PolicyError, TransitionError
@@ -193,6 +193,8 @@ def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | 
     if type(spec) is MultiCategorical:
         top = spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0] - 1
         return np.zeros_like(top), top
+    if isinstance(spec, Binary):
+        return np.asarray(0, kind), np.asarray(1, kind)
     if isinstance(spec, Bounded):
         index = (0,) * lead
         low, high = (bound.cpu().numpy()[index] for bound in (spec.low, spec.high))

@@ -16,7 +16,17 @@ from tallyroll.collector.batch import (
     without_cuts,
 )
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.keys import DONE, NEXT, POLICY_VERSION, RANDOM_VERSION, STEP
+from tallyroll.collector.keys import (
+    CUT,
+    DONE,
+    LANE,
+    NEXT,
+    POLICY_VERSION,
+    RANDOM_VERSION,
+    STEP,
+    TRAJ_IDS,
+    dotted,
+)
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.sink import Sink, columns_of
 from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
@@ -70,7 +80,7 @@ class Delivery:
         try:
             self._count(rows)
             if self._postproc is None:
-                self._sink.write(rows, self._ledger.counts(), open_lanes)
+                self._sink.write(rows, self._ledger, open_lanes)
                 batch: TensorDictBase = as_tensordict(with_cuts(rows), self._device)
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
@@ -90,11 +100,14 @@ class Delivery:
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
             got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
             raise ArgumentError(f"postproc: wanted a TensorDict of batch size [{count}], got {got}")
+        missing = [dotted(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
+        if missing:
+            raise ArgumentError(f"postproc: wanted the columns {missing} kept, they are gone")
         stored = without_cuts(columns_of(batch))
         if not self._sink.ready:
             schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
             self._sink.open(schema, self._provenance)
-        self._sink.write(stored, self._ledger.counts(), open_lanes)
+        self._sink.write(stored, self._ledger, open_lanes)
         return batch
 
     def _count(self, rows: Rows) -> None:

@@ -63,9 +63,8 @@ class EpisodeGate:
         lane = np.arange(transitions.shape[1])
         return np.where(last >= 0, ended[last, lane], self._fresh)
 
-    def restart(self) -> None:
-        """Every lane begins a new episode; what was unfinished is given up and run again."""
-        given_up = int((self._open & ~self._fresh).sum())
-        self.started -= given_up
+    def restart(self, delivered: int) -> None:
+        """Every lane begins a new episode; all but the ``delivered`` whole ones are run again."""
+        self.started = self.completed = delivered
         self._fresh[:] = True
         self._open[:] = False

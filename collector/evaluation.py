@@ -63,10 +63,13 @@ def evaluate(
         episodes: how many.
         num_envs: lanes, with an id.
         env_kwargs: keyword arguments of ``gymnasium.make``, with an id.
-        seed: as for :class:`SyncCollector`; global generators are as before afterwards.
+        seed: as for :class:`SyncCollector`; None draws a fresh one, which the ledger reports.
+            Global generators are as before afterwards.
         exploration_type: by default actions are deterministic where the policy knows how.
         max_frames_per_traj: a time limit.
     """
+    if seed is None:
+        seed = int(np.random.SeedSequence().generate_state(1)[0])
     with (
         generators_restored(),
         SyncCollector(

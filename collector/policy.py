@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tallyroll.collector.keys import NEXT, Key, as_key, dotted
 from tallyroll.collector.slab import Column
 
 PolicyFn = Callable[[TensorDictBase], TensorDictBase]
+Weights: TypeAlias = TensorDictBase | Mapping[str, Any] | nn.Module | None
 
 
 class Policy:
@@ -68,40 +69,52 @@ class Policy:
         out = self.module(td.to(self._device))
         return out if self._move_back is None else out.to(self._move_back)
 
-    def update_weights(self, weights: TensorDictBase | Mapping[str, Any] | None = None) -> None:
+    def update_weights(self, weights: Weights = None) -> None:
         """Take new weights and count a version up.
 
         Args:
-            weights: a TensorDict of parameters or a state dict; None takes those that the
-                policy given at construction has now.
+            weights: a TensorDict of parameters, a state dict or a module; None takes those that
+                the policy given at construction has now.
         """
+        module = self.module
         if weights is not None:
-            if not isinstance(self.source, nn.Module):
+            if not isinstance(module, nn.Module):
                 raise ArgumentError("this policy is a plain callable: it has no weights to replace")
-            if isinstance(weights, TensorDictBase):
-                flat = dict(weights.flatten_keys(".").items())
-                self.source.load_state_dict(flat, strict=False)
-            else:
-                self.source.load_state_dict(weights)
-        if self.module is not self.source:
-            assert isinstance(self.source, nn.Module) and isinstance(self.module, nn.Module)
-            self.module.load_state_dict(self.source.state_dict())
+            _load(module, weights)
+        elif module is not self.source:
+            assert isinstance(self.source, nn.Module) and isinstance(module, nn.Module)
+            module.load_state_dict(self.source.state_dict())
         self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, buffers and version."""
-        module = self.source
+        module = self.module
         weights = module.state_dict() if isinstance(module, nn.Module) else {}
         return {"version": self.version, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` returned."""
-        if isinstance(self.source, nn.Module):
-            self.source.load_state_dict(state["weights"])
-            if self.module is not self.source:
-                assert isinstance(self.module, nn.Module)
-                self.module.load_state_dict(state["weights"])
+        if isinstance(self.module, nn.Module):
+            self.module.load_state_dict(state["weights"])
         self.version = int(state["version"])
+
+
+def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Module) -> None:
+    """Load every parameter, and what buffers there are, by name."""
+    state: Any = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    if isinstance(state, TensorDictBase):
+        state = dict(state.flatten_keys(".").items())
+    wanted = {name for name, _ in module.named_parameters()}
+    known = wanted | {name for name, _ in module.named_buffers()} | set(module.state_dict())
+    unknown, missing = sorted(set(state) - known), sorted(wanted - set(state))
+    if unknown or missing:
+        raise ArgumentError(
+            "weights: wanted the parameters of the policy; "
+            f"missing are {missing}, unknown are {unknown}"
+        )
+    module.load_state_dict(
+        {k: v for k, v in state.items() if k in module.state_dict()}, strict=False
+    )
 
 
 def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:
@@ -118,7 +131,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
     probe = copy.copy(policy)
     try:
         probe.module = copy.deepcopy(policy.module)
-    except (TypeError, RuntimeError, ValueError):  # some callables hold what cannot be copied
+    except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
         probe.module = policy.module
     given = td.clone()
     entries = list(given.items(True, True))

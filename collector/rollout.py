@@ -184,7 +184,7 @@ class Rollout(ABC):
         """Reset every lane before the next slot; transitions already carried stay."""
         self._restarting, self._first = True, None
         if self.gate is not None:
-            self.gate.restart()
+            self.gate.restart(self.ledger.episodes_complete)
 
     def start_from(self, first: TensorDictBase) -> None:
         """Use ``first``, what the environment's reset returned, instead of another reset."""
@@ -236,8 +236,8 @@ class Rollout(ABC):
             steps = min(steps, 8 if 0 < self.gate.started < self.gate.total else 1)
         stepped = self.lanes
         if self._surplus == "never_step":
-            stepped = min(missing, self.lanes)
-            steps = max(1, min(steps, missing // self.lanes))
+            stepped = self._needed(missing)
+            steps = 1 if stepped < self.lanes else max(1, min(steps, missing // self.lanes))
         try:
             if self.policy is None:
                 self._random_slots(start, start + steps, stepped)
@@ -247,6 +247,13 @@ class Rollout(ABC):
                 self._policy_slots(start, start + steps, stepped)
         finally:
             self._count(start, self._used, stepped)
+
+    def _needed(self, missing: int) -> int:
+        """Lanes to step, from the lowest on, for ``missing`` transitions; all where that is few."""
+        if self.gate is None:
+            return min(missing, self.lanes)
+        made = np.cumsum(self.gate.upcoming(self._upcoming()))
+        return min(int(np.searchsorted(made, missing)) + 1, self.lanes)
 
     def _random_slots(self, start: int, stop: int, stepped: int) -> None:
         self.slab.version[start:stop] = RANDOM_VERSION

@@ -108,7 +108,7 @@ class CopyRollout(Rollout):
                 raise
             for key, rows in views:
                 value, row = td.get(key), rows[at]
-                if value is None or value.shape != row.shape:
+                if value is None or value.shape != row.shape or value.dtype != row.dtype:
                     raise changed(key, value, row)
                 row.copy_(value)
             if self._has_valid:

@@ -102,7 +102,7 @@ class InPlaceRollout(Rollout):
         out = self.policy(td.clone() if self.policy.changes_input else td)
         for key, views in self._outputs:
             value, row = out.get(key), views[at]
-            if value is None or value.shape != row.shape:
+            if value is None or value.shape != row.shape or value.dtype != row.dtype:
                 raise changed(key, value, row)
             row.copy_(value)
             if out is td:

@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer
 from tallyroll.collector.batch import Rows, as_tensordict
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.keys import DONE, TRAJ_IDS, Key, as_key
+from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.slab import Column
 from tallyroll.storage import MemmapStorage, Schema
 
@@ -73,11 +74,17 @@ class Sink:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
         self._resume = resume
         self._ready = False
+        self._stored_before = 0
 
     def resumed(self) -> Resumed | None:
         """The run to be continued, or None where a new one begins."""
         if not self._resume or self.storage is None:
             return None
+        if self.storage.mode == "create":
+            raise StateError(
+                f'{self.storage.path} was opened with mode="create", which has no run yet; open '
+                'the one to be continued with mode="append"'
+            )
         runs = self.storage.manifest["runs"]
         if not runs:
             raise StateError(
@@ -89,23 +96,34 @@ class Sink:
                 f"{self.storage.path} was not written by a collector: its last run has no seed; "
                 "append to it instead"
             )
+        record = self._record_of(int(last["first_row_of_run"]))
+        if record is not None and record["incarnation"] >= last["incarnation"]:
+            last = {**last, "seed": record["seed"], "incarnation": record["incarnation"]}
         return Resumed(int(last["seed"]), int(last["incarnation"]) + 1, self._counts(last))
+
+    def _record_of(self, first_row: int) -> dict[str, Any] | None:
+        """The newest record of the run that began at ``first_row``, and ``"at"``: its head."""
+        if self.storage is None or self.storage.record is None:
+            return None
+        at, payload = self.storage.record
+        record: dict[str, Any] = json.loads(payload)
+        return {**record, "at": at} if record["first_row_of_run"] == first_row else None
 
     def _counts(self, run: Mapping[str, Any]) -> dict[str, int]:
         """The ledger of ``run`` at the last commit, brought up to the rows that are there."""
         assert self.storage is not None
         first, head = int(run["first_row_of_run"]), self.storage.head
         at, counts = first, {}
-        if self.storage.record is not None:
-            written_at, payload = self.storage.record
-            record = json.loads(payload)
-            if record["first_row_of_run"] == first:
-                at, counts = written_at, record["ledger"]
-                # A killed process left its trajectories unfinished.
-                counts["episodes_cut"] += record["open"]
+        record = self._record_of(first)
+        if record is not None:
+            at, counts = record["at"], record["ledger"]
+            self._stored_before = record["stored_before"]
+            # A killed process left its trajectories unfinished.
+            counts["episodes_cut"] += record["open"]
+        stored = self._stored_before + head - first
         ended = int(self.storage.column(DONE)[at:head].sum()) if head > at else 0
-        unknown = head - first - counts.get("stored", 0)
-        counts["stored"] = head - first
+        unknown = stored - counts.get("stored", 0)
+        counts["stored"] = stored
         for name in ("slots", "executed") if unknown > 0 else ():
             counts[name] = counts.get(name, 0) + unknown
         counts["lost"] = counts.get("lost", 0) + max(0, -unknown)
@@ -152,19 +170,26 @@ class Sink:
         """:meth:`open` was called."""
         return self._ready
 
-    def write(self, rows: Rows, ledger: Mapping[str, int], open_lanes: int) -> None:
+    def write(self, rows: Rows, ledger: Ledger, open_lanes: int) -> None:
         """Commit ``rows``, and the ledger as it stands with them.
 
         ``open_lanes`` trajectories go on behind them.
         """
         if self.storage is not None:
             self.storage.stage_record(self._record(ledger, open_lanes))
-        if self._direct is not None:
-            self._direct.extend(_arrays(rows))
+        # The storage last: what it has committed is counted, and nothing can fail after it.
         if self.replay_buffer is not None:
             self.replay_buffer.extend(as_tensordict(rows, None))
+        if self._direct is not None:
+            self._direct.extend(_arrays(rows))
 
-    def finish(self, ledger: Mapping[str, int]) -> None:
+    def goes_on_from(self, ledger: Ledger) -> None:
+        """The run goes on from a loaded state: its earlier rows are not of this storage's run."""
+        if self.storage is not None and self._ready:
+            self._stored_before = ledger.stored - (self.storage.head - self._first_row)
+            self.storage.put_record(self._record(ledger, 0))
+
+    def finish(self, ledger: Ledger) -> None:
         """Commit the final ledger and bring what other programs read up to date."""
         if self.storage is not None and self._ready:
             self.storage.put_record(self._record(ledger, 0))
@@ -175,8 +200,15 @@ class Sink:
         if self.owned and self._direct is not None:
             self._direct.close()
 
-    def _record(self, ledger: Mapping[str, int], open_lanes: int) -> bytes:
-        record = {"first_row_of_run": self._first_row, "ledger": ledger, "open": open_lanes}
+    def _record(self, ledger: Ledger, open_lanes: int) -> bytes:
+        record = {
+            "first_row_of_run": self._first_row,
+            "stored_before": self._stored_before,
+            "seed": ledger.seed,
+            "incarnation": ledger.incarnation,
+            "ledger": ledger.counts(),
+            "open": open_lanes,
+        }
         return json.dumps(record).encode()
 
 

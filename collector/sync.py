@@ -22,6 +22,7 @@ from tallyroll.collector.envs.make import (
     can_step_part,
     chain,
     make_env,
+    runs_on_cpu,
     with_recurrent_states,
     with_time_limit,
 )
@@ -74,7 +75,8 @@ class SyncCollector(Collector):
         storage: a Tallyroll storage, or a path for a new one; likewise.
         resume: continue the last run in ``storage`` up to ``total_frames``.
         policy_device, env_device, storing_device: where the policy runs, where the environment
-            is moved, where yielded batches lie.
+            is moved, where yielded batches lie. ``device`` stands for those that are left out
+            (Gymnasium environments stay on the CPU).
         init_random_frames: exactly that many transitions at the start have random actions
             (``policy_version`` -1, the policy's other columns 0).
         max_frames_per_traj: a time limit: such trajectories are truncated.
@@ -108,6 +110,7 @@ class SyncCollector(Collector):
         replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
         resume: bool = False,
+        device: torch.device | str | None = None,
         policy_device: torch.device | str | None = None,
         env_device: torch.device | str | None = None,
         storing_device: torch.device | str | None = None,
@@ -128,6 +131,10 @@ class SyncCollector(Collector):
         arguments.positive("max_frames_per_traj", max_frames_per_traj, optional=True)
         self._init_random_frames = arguments.not_negative("init_random_frames", init_random_frames)
         arguments.one_of("layout", layout, ("rows", "lanes", "trajectories"))
+        if split_trajs and layout == "lanes":
+            raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
+        if postproc is not None and not callable(postproc):
+            raise ArgumentError(f"postproc: wanted a callable, got {type(postproc).__name__}")
         arguments.one_of("surplus", surplus, ("carry", "discard", "never_step"))
         self.frame_skip = arguments.frame_skip(frame_skip)
         self.layout: Layout = "trajectories" if split_trajs else layout
@@ -136,7 +143,10 @@ class SyncCollector(Collector):
         self._postproc = postproc
         self._exploration = exploration_type
         self._reset_each = reset_at_each_iter
-        self._storing_device = arguments.device(storing_device)
+        default = arguments.device("device", device)
+        self._storing_device = arguments.device("storing_device", storing_device) or default
+        policy_device = arguments.device("policy_device", policy_device) or default
+        env_device = arguments.device("env_device", env_device)
         self._sink = Sink(storage, replay_buffer, resume)
         try:
             if isinstance(frame_skip, str) and frame_skip not in info_keys:
@@ -158,7 +168,7 @@ class SyncCollector(Collector):
                 policy,
                 seed,
                 total_episodes,
-                env_device,
+                env_device or (None if runs_on_cpu(made.env) else default),
                 policy_device,
                 max_frames_per_traj,
                 validate,
@@ -173,14 +183,14 @@ class SyncCollector(Collector):
         policy: PolicyFn | None,
         seed: int | None,
         total_episodes: int | None,
-        env_device: torch.device | str | None,
-        policy_device: torch.device | str | None,
+        env_device: torch.device | None,
+        policy_device: torch.device | None,
         max_frames_per_traj: int | None,
         validate: Validate,
         description: dict[str, Any],
     ) -> None:
         if env_device is not None:
-            self.env = self.env.to(arguments.device(env_device))
+            self.env = self.env.to(env_device)
         self.env = with_recurrent_states(self.env, policy)
         if max_frames_per_traj is not None:
             self.env = with_time_limit(self.env, max_frames_per_traj)
@@ -203,11 +213,11 @@ class SyncCollector(Collector):
         self._gate = None
         if total_episodes is not None:
             self._gate = EpisodeGate(total_episodes, self.lanes)
-            self._gate.started = self._gate.completed = self.ledger.episodes_complete
+            self._gate.restart(self.ledger.episodes_complete)
         self._rng = np.random.default_rng()
         self._policy = None
         if policy is not None:
-            self._policy = Policy(policy, arguments.device(policy_device), self.env.device)
+            self._policy = Policy(policy, policy_device, self.env.device)
         self._state = LaneState.fresh(self.lanes, self._sink.next_id())
         self._seed_everything(arguments.seed(seed))
         self._rollout, source = build_rollout(
@@ -262,7 +272,7 @@ class SyncCollector(Collector):
                 self.ledger.episodes_cut += self._restart_lanes()
         have = sum(len(part[STEP]) for part in parts)
         with torch.no_grad(), set_exploration_type(self._exploration):
-            while have < size and not self._rollout.stopping:
+            while have < size and (self._rollout.held or not self._rollout.stopping):
                 part = self._numbered(self._fill(size - have, parts))
                 if part is not None:
                     parts.append(part)
@@ -364,7 +374,7 @@ class SyncCollector(Collector):
         ledger.discarded = ledger.executed - ledger.stored - ledger.lost
         ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
         ledger.check()
-        self._sink.finish(ledger.counts())
+        self._sink.finish(ledger)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -387,13 +397,7 @@ class SyncCollector(Collector):
         """Seed everything and start new trajectories; returns a seed for another collector.
 
         Transitions that wait for the next batch are discarded.
-
-        Raises:
-            StateError: with ``total_episodes``, once batches were delivered: whole episodes were
-                promised.
         """
-        if self._gate is not None and self._delivery.batches:
-            raise StateError("set_seed would cut the episodes of total_episodes: call it before")
         self._discard()
         self.ledger.episodes_cut += self._restart_lanes()
         self._seed_everything(arguments.seed(seed))
@@ -442,6 +446,12 @@ class SyncCollector(Collector):
         """
         if self.ledger.slots:
             raise StateError("load_state_dict: this collector has collected already")
+        missing = sorted({"ledger", "seed", "next_id", "policy", "env", "generators"} - set(state))
+        if missing:
+            raise StateError(
+                "load_state_dict: wanted what state_dict() returned, got a mapping without "
+                f"{missing}"
+            )
         if (state["policy"] is None) != (self._policy is None):
             saved = "without" if state["policy"] is None else "with"
             raise StateError(
@@ -464,6 +474,5 @@ class SyncCollector(Collector):
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = max(0, self._init_random_frames - ledger.stored)
         self._rollout.restart_lanes()
-        if self._gate is not None:
-            self._gate.started = self._gate.completed = ledger.episodes_complete
+        self._sink.goes_on_from(ledger)
         self._over = self._budget.remaining(ledger.stored) == 0

@@ -1,5 +1,6 @@
 """What ``create_env_fn`` may be, and what is refused with the way out."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -96,7 +97,12 @@ def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequenc
     except TypeError as error:
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
     env = GymnasiumVectorEnv(vector, info_keys=info_keys)
-    return Made(env, True, {"id": env_id, "kwargs": kwargs, "type": "SyncVectorEnv"})
+    return Made(env, True, {"id": env_id, "kwargs": _json(kwargs), "type": "SyncVectorEnv"})
+
+
+def _json(value: Any) -> Any:
+    """``value`` as a manifest can hold it; what JSON cannot say is there as its repr."""
+    return json.loads(json.dumps(value, default=repr))
 
 
 def _name_the_extra(env_id: str, error: Exception) -> None:
@@ -173,6 +179,11 @@ def _refuse_silent_vector(env: EnvBase) -> None:
             "observations and counts reset slots as transitions; pass the id and num_envs to the "
             "collector, or GymnasiumVectorEnv(gymnasium.make_vec(id, num_envs=N))"
         )
+
+
+def runs_on_cpu(env: EnvBase) -> bool:
+    """A Gymnasium environment, which steps on the CPU whatever device is asked for."""
+    return isinstance(list(chain(env))[-1], GymnasiumVectorEnv)
 
 
 def loses_finals(env: EnvBase) -> bool:
