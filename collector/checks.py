@@ -161,13 +161,14 @@ class RangeChecks:
 
     def _error(self, check: _Range, value: NDArray[Any], lane: int, step: int) -> Exception:
         kind = PolicyError if check.by_policy else TransitionError
-        low, high = check.low.min(), check.high.max()
-        got = np.array2string(value.reshape(-1)[:8], precision=6, separator=", ")
+        low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
+        at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
+        where = f" at {[int(index) for index in at]}" if at else ""
         what = "the action space" if check.by_policy else "its space"
         return kind(
             f"{dotted(check.key)} lies outside {what} at lane {lane}, step {step} of its "
-            f"trajectory: got {got}, wanted "
-            f'[{low:g}, {high:g}] and no NaN; correct it, or pass validate="warn" or "off"'
+            f"trajectory: got {value[at]:g}{where}, wanted [{low[at]:g}, {high[at]:g}] and no NaN; "
+            'correct it, or let it pass with validate "warn" or "off"'
         )
 
 

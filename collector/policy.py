@@ -135,13 +135,16 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
         probe.module = policy.module
     given = td.clone()
     entries = list(given.items(True, True))
-    with generators_restored():
-        out = probe(given)
-    if not is_tensor_collection(out):
+    try:
+        with generators_restored():
+            out = probe(given)
+    except KeyError as error:
+        known = sorted(dotted(as_key(key)) for key, _ in entries)
         raise PolicyError(
-            f"policy: wanted a TensorDict back, got {type(out).__name__}; return the tensordict "
-            "with the action set"
-        )
+            f"policy: {error.args[0]}; what it is given has the keys {known}"
+        ) from error
+    if not is_tensor_collection(out):
+        raise no_tensordict(out)
     policy.changes_input = any(
         out.get(key, None) is None or given.get(key) is not before or not _same(before, td.get(key))
         for key, before in entries
@@ -164,6 +167,14 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
             )
         extra[key] = Column(value.dtype, tuple(value.shape[lead:]))
     return extra
+
+
+def no_tensordict(got: object) -> PolicyError:
+    """The error for a policy that returns something else."""
+    return PolicyError(
+        f"policy: wanted a TensorDict back, got {type(got).__name__}; return the tensordict with "
+        "the action set"
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

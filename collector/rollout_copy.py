@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.keys import RANDOM_VERSION, VALID
-from tallyroll.collector.policy import PolicyFn
+from tallyroll.collector.policy import PolicyFn, no_tensordict
 from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slots import Mask
 
@@ -81,9 +81,12 @@ class CopyRollout(Rollout):
 
     def _acted(self, td: TensorDictBase, act: PolicyFn) -> TensorDictBase:
         """``td`` with what ``act`` chose; whatever else a policy does to its input is left out."""
-        if self.policy is None or not self.policy.changes_input or act is self._random:
-            return act(td)
-        out = act(td.clone())
+        copies = self.policy is not None and self.policy.changes_input and act is not self._random
+        out = act(td.clone() if copies else td)
+        if not isinstance(out, TensorDictBase):
+            raise no_tensordict(out)
+        if not copies or self.policy is None:
+            return out
         for key in self.policy.writes:
             value = out.get(key, None)
             if value is not None:

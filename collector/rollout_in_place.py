@@ -7,6 +7,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.keys import RANDOM_VERSION
+from tallyroll.collector.policy import no_tensordict
 from tallyroll.collector.random_actions import block_draw
 from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slab import Array
@@ -100,6 +101,8 @@ class InPlaceRollout(Rollout):
         assert self.policy is not None
         td = self._tds[at]
         out = self.policy(td.clone() if self.policy.changes_input else td)
+        if not isinstance(out, TensorDictBase):
+            raise no_tensordict(out)
         for key, views in self._outputs:
             value, row = out.get(key), views[at]
             if value is None or value.shape != row.shape or value.dtype != row.dtype:

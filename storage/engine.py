@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import numpy as np
 
 from .commit import Header, check_record
-from .errors import ReadOnlyStorage, RowsMismatch, StorageFull, WriterForked
+from .errors import ReadOnlyStorage, RowsMismatch, StorageFull, StorageLocked, WriterForked
 from .format import Access, Format
 from .lock import WriterLock
 from .rows import Key, spell
@@ -74,7 +74,7 @@ class Engine:
     @property
     def owns_lock(self) -> bool:
         """Whether this process may write."""
-        return self._lock is not None and not self._lock.lost
+        return self._lock is not None and not self._lock.lost and self._lock.stands
 
     @property
     def head(self) -> int:
@@ -164,6 +164,13 @@ class Engine:
                 f"{self._format.path} is written by the process that opened it, and this is a "
                 "forked child of it. Write from the parent, or open the storage in the child with "
                 'mode="read".'
+            )
+
+        if not self._lock.stands:
+            raise StorageLocked(
+                f"the lock file of {self._format.path} was removed while this process writes, so "
+                "that another one may be writing too. Committed rows are intact, and nothing more "
+                "is written from here; open the storage again, and never remove that file."
             )
 
     def _checked(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:

@@ -34,6 +34,7 @@ class WriterLock:
 
     def __init__(self, path: Path) -> None:
         self.lost = False
+        self._path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -46,7 +47,16 @@ class WriterLock:
         except BaseException:
             os.close(self._file)
             raise
+        self._inode = os.fstat(self._file).st_ino
         _held.add(self)
+
+    @property
+    def stands(self) -> bool:
+        """The lock file is where it was: whoever removes it lets a second writer in."""
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except OSError:
+            return False
 
     def _acquire(self, path: Path) -> None:
         try:
@@ -56,7 +66,8 @@ class WriterLock:
             raise StorageLocked(
                 f"{path.parent} has one writer at a time, and "
                 f"{f'process {holder}' if holder else 'another process'} is writing to it. Wait "
-                'for it to close the storage, or open with mode="read".'
+                'for it to close the storage, or open with mode="read". The lock goes with its '
+                "process: never remove the file."
             ) from error
         except OSError as error:
             raise UnsupportedPlatform(

@@ -270,7 +270,7 @@ class ChangesItsMind(ByObservation):
     ("action", "match"),
     [
         (torch.full((3, 2), torch.nan), r"action lies outside .* at lane 0, step \d of its traj"),
-        (torch.full((3, 2), 3.0), r"got \[3., 3.\], wanted \[-1, 1\] and no NaN"),
+        (torch.full((3, 2), 3.0), r"got 3 at \[0\], wanted \[-1, 1\] and no NaN"),
         (torch.zeros(3, 3), r"action: got float32 \[3, 3\], wanted float32 \[3, 2\] as on the f"),
         (None, "action is missing; it was there on the first step"),
     ],

@@ -15,9 +15,16 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import GymWrapper, SerialEnv
 
 from tallyroll.collector import CollectorError, SyncCollector
-from tallyroll.collector.errors import ArgumentError, PolicyError, StateError, TransitionError
+from tallyroll.collector.errors import (
+    ArgumentError,
+    EnvironmentRefused,
+    PolicyError,
+    StateError,
+    TransitionError,
+)
 from tallyroll.storage import MemmapStorage
 
 from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
@@ -337,7 +344,10 @@ def test_a_state_without_its_parts_is_refused() -> None:
 
 
 def test_a_new_storage_has_nothing_to_resume(tmp_path: Path) -> None:
-    with MemmapStorage(tmp_path / "runs") as storage, pytest.raises(StateError, match="no run"):
+    with (
+        MemmapStorage(tmp_path / "runs") as storage,
+        pytest.raises(StateError, match=r"no run yet|begins a storage"),
+    ):
         SyncCollector(
             make_oracle_vec(2, LENGTHS),
             frames_per_batch=4,
@@ -356,3 +366,89 @@ def test_two_layouts_at_once_are_refused() -> None:
             layout="lanes",
             split_trajs=True,
         )
+
+
+# --- what the first fixes left open ---------------------------------------------------------------
+
+
+def test_all_that_is_carried_is_delivered_when_stopped_between_batches() -> None:
+    with SyncCollector(make_oracle_vec(9, [[9]]), frames_per_batch=2, total_frames=-1) as collector:
+        rows = 0
+        for batch in collector:
+            rows += len(batch)
+            collector.stop()
+    assert rows == collector.ledger.executed == 9
+
+
+def test_a_policy_is_not_copied_to_where_it_is_already() -> None:
+    policy = linear()
+    env = make_oracle_vec(2, LENGTHS, action="box")
+    with SyncCollector(
+        env, policy, frames_per_batch=4, total_frames=8, policy_device="cpu:0"
+    ) as collector:
+        batches = iter(collector)
+        next(batches)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.zero_()
+        assert not next(batches)["action"].any()
+
+
+def test_a_postproc_does_not_lose_what_was_stored_before_a_state(tmp_path: Path) -> None:
+    def part(**kwargs: Any) -> SyncCollector:
+        return SyncCollector(
+            make_oracle_vec(2, LENGTHS),
+            frames_per_batch=5,
+            total_frames=60,
+            postproc=lambda td: td,
+            **kwargs,
+        )
+
+    with part(storage=tmp_path / "runs", seed=1) as first:
+        next(iter(first))
+        state = first.state_dict()
+    with (
+        MemmapStorage(tmp_path / "runs", mode="append") as storage,
+        part(storage=storage) as second,
+    ):
+        second.load_state_dict(state)
+        next(iter(second))
+    with part(storage=tmp_path / "runs", resume=True) as third:
+        assert third.ledger.stored == 10
+
+
+def test_a_storage_that_this_process_created_is_resumed(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "runs") as storage:
+        for resume in (False, True):
+            with SyncCollector(
+                make_oracle_vec(2, LENGTHS),
+                frames_per_batch=5,
+                total_frames=20,
+                storage=storage,
+                resume=resume,
+            ) as collector:
+                batches = iter(collector)
+                next(batches), next(batches)
+        assert len(storage) == 20
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lost_final_observations_of_a_serial_environment_are_marked_or_refused() -> None:
+    class AutoReset(OracleEnv):
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            if terminated or truncated:
+                observation, _ = self.reset()
+            return observation, reward, terminated, truncated, info
+
+    def make() -> Any:
+        return GymWrapper(AutoReset(0, LENGTHS), auto_reset=True, categorical_action_encoding=True)
+
+    try:
+        batches, _ = collect(
+            SerialEnv(2, make), frames_per_batch=6, total_frames=24, validate="off"
+        )
+    except EnvironmentRefused:
+        return
+    rows = joined(batches)
+    assert torch.equal(~rows["collector", "next_valid"], rows["next", "done"].view(-1))

@@ -100,7 +100,7 @@ def _failed(error: Exception, show_traceback: bool) -> int:
         traceback.print_exception(error)
     foreign = type(error).__module__.partition(".")[0] != "tallyroll"
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
-    sys.stderr.write(f"tallyroll: error: {' '.join(text.split())}\n")
+    sys.stderr.write(f"tallyroll: error: {text.strip()}\n")
     return 1
 
 

@@ -28,7 +28,7 @@ _MOST_BATCH = 8192
 
 
 class Signals:
-    """SIGINT and SIGTERM, taken over for a while.
+    """SIGINT, SIGTERM and SIGHUP, taken over for a while.
 
     The first one calls what :meth:`ask` was given, and KeyboardInterrupt is raised where there
     is nothing to ask yet; a second one always raises it.
@@ -46,7 +46,9 @@ class Signals:
     def __enter__(self) -> Self:
         """Install the handlers, where that is possible: in the main thread."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_IGN:  # nohup means it
+                    continue
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
