@@ -76,9 +76,12 @@ def seed(value: Any) -> int | None:
 def device(name: str, value: torch.device | str | None) -> torch.device | None:
     """A torch device, or None."""
     try:
-        return None if value is None else torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"{name}: wanted a torch device, got {value!r}") from error
+        # A tensor's device is named in full ("cuda:0", not "cuda"), and is there.
+        return None if value is None else torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(
+            f"{name}: wanted a torch device of this machine, got {value!r}: {error}"
+        ) from error
 
 
 def column(leaf: torch.Tensor) -> Column:

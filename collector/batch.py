@@ -33,8 +33,7 @@ Rows = dict[Key, torch.Tensor]
 class RowSource:
     """What a slab's columns become as rows.
 
-    ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
-    ``episode_ticks`` names a column that counts simulator ticks since the episode's reset.
+    ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost.
     """
 
     slab: Slab

@@ -21,11 +21,6 @@ class EpisodeGate:
         self._open: NDArray[np.bool_] = np.zeros(lanes, np.bool_)
 
     @property
-    def all_started(self) -> bool:
-        """No further episode will be let through."""
-        return self.started >= self.total
-
-    @property
     def finished(self) -> bool:
         """Every episode of the budget has ended."""
         return self.completed >= self.total

@@ -26,9 +26,6 @@ VALID: Final[Key] = (COLLECTOR, "valid")
 CUT: Final[Key] = (COLLECTOR, "cut")
 MASK: Final[Key] = (COLLECTOR, "mask")
 
-BATCH_ONLY: Final = (CUT, MASK)
-"""Columns that describe a yielded batch and are never stored."""
-
 RANDOM_VERSION: Final = -1
 """``policy_version`` of a transition whose action was drawn at random."""
 

@@ -57,7 +57,7 @@ class Policy:
     def _on_device(self, policy: PolicyFn) -> PolicyFn:
         if self._device is None or not isinstance(policy, nn.Module):
             return policy
-        if all(tensor.device == self._device for tensor in _tensors(policy)):
+        if all(_same_place(tensor.device, self._device) for tensor in _tensors(policy)):
             return policy
         moved: PolicyFn = copy.deepcopy(policy).to(self._device)
         return moved
@@ -94,8 +94,9 @@ class Policy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` returned."""
-        if isinstance(self.module, nn.Module):
-            self.module.load_state_dict(state["weights"])
+        for module in (self.module, self.source):
+            if isinstance(module, nn.Module):
+                module.load_state_dict(state["weights"])
         self.version = int(state["version"])
 
 
@@ -112,9 +113,8 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
             "weights: wanted the parameters of the policy; "
             f"missing are {missing}, unknown are {unknown}"
         )
-    module.load_state_dict(
-        {k: v for k, v in state.items() if k in module.state_dict()}, strict=False
-    )
+    persistent = module.state_dict().keys() & state.keys()
+    module.load_state_dict({name: state[name] for name in persistent}, strict=False)
 
 
 def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:
@@ -175,6 +175,11 @@ def no_tensordict(got: object) -> PolicyError:
         f"policy: wanted a TensorDict back, got {type(got).__name__}; return the tensordict with "
         "the action set"
     )
+
+
+def _same_place(one: torch.device, other: torch.device) -> bool:
+    """``cuda`` and ``cuda:0`` are one device, and so are ``cpu`` and ``cpu:0``."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def _same(one: Any, other: Any) -> bool:

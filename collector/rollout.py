@@ -25,6 +25,7 @@ from tallyroll.collector.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
+    as_key,
     dotted,
 )
 from tallyroll.collector.ledger import Ledger
@@ -32,6 +33,9 @@ from tallyroll.collector.policy import Policy
 from tallyroll.collector.random_actions import RandomActions
 from tallyroll.collector.slab import Column, Slab
 from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major
+
+_SLOTS_AT_ONCE = 8
+"""With a budget of episodes: few, for each look at it costs little beside a step."""
 
 Surplus = Literal["carry", "discard", "never_step"]
 
@@ -94,10 +98,7 @@ class Rollout(ABC):
         self._surplus = surplus
         self._extra = tuple(extra)
         self._random = RandomActions(env)
-        self._actions = tuple(
-            (key,) if isinstance(key, str) else tuple(key)
-            for key in env.full_action_spec.keys(True, True)
-        )
+        self._actions = tuple(as_key(key) for key in env.full_action_spec.keys(True, True))
         self._used = 0
         self._held: NDArray[np.bool_] | None = None
         self._restarting = True
@@ -181,7 +182,8 @@ class Rollout(ABC):
         return total, self.ended(at, at + 1)[0]
 
     def restart_lanes(self) -> None:
-        """Reset every lane before the next slot; transitions already carried stay."""
+        """Reset every lane before the next slot; nothing may be carried then."""
+        assert not self.held
         self._restarting, self._first = True, None
         if self.gate is not None:
             self.gate.restart(self.ledger.episodes_complete)
@@ -233,7 +235,8 @@ class Rollout(ABC):
         steps = min(ceil(missing / self.lanes), self.slab.slots - start)
         if self.gate is not None:
             # What is stepped beyond the last episode of the budget would be wasted.
-            steps = min(steps, 8 if 0 < self.gate.started < self.gate.total else 1)
+            more = 0 < self.gate.started < self.gate.total
+            steps = min(steps, _SLOTS_AT_ONCE if more else 1)
         stepped = self.lanes
         if self._surplus == "never_step":
             stepped = self._needed(missing)

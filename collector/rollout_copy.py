@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.keys import RANDOM_VERSION, VALID
+from tallyroll.collector.keys import RANDOM_VERSION, VALID, as_key
 from tallyroll.collector.policy import PolicyFn, no_tensordict
 from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slots import Mask
@@ -23,10 +23,7 @@ class CopyRollout(Rollout):
         }
         self._views = list(views.items())
         self._marked: list[NDArray[np.bool_]] = []
-        self._has_valid = VALID in [
-            key if isinstance(key, tuple) else (key,)
-            for key in self.env.observation_spec.keys(True, True)
-        ]
+        self._has_valid = VALID in map(as_key, self.env.observation_spec.keys(True, True))
         self._td: TensorDictBase | None = None
 
     def begin(self, first: TensorDictBase) -> None:

@@ -80,7 +80,7 @@ class Sink:
         """The run to be continued, or None where a new one begins."""
         if not self._resume or self.storage is None:
             return None
-        if self.storage.mode == "create":
+        if self.storage.mode == "create" and not self.storage.head:
             raise StateError(
                 f'{self.storage.path} was opened with mode="create", which has no run yet; open '
                 'the one to be continued with mode="append"'
@@ -185,8 +185,11 @@ class Sink:
 
     def goes_on_from(self, ledger: Ledger) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run."""
-        if self.storage is not None and self._ready:
-            self._stored_before = ledger.stored - (self.storage.head - self._first_row)
+        if self.storage is None:
+            return
+        first = self._first_row if self._ready else self.storage.head
+        self._stored_before = ledger.stored - (self.storage.head - first)
+        if self._ready:
             self.storage.put_record(self._record(ledger, 0))
 
     def finish(self, ledger: Ledger) -> None:

@@ -38,6 +38,7 @@ from tallyroll.collector.rollout import Block, Surplus
 from tallyroll.collector.sink import Sink, StorageLike
 from tallyroll.collector.trajectories import Layout
 
+_STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
 
@@ -190,6 +191,11 @@ class SyncCollector(Collector):
         description: dict[str, Any],
     ) -> None:
         if env_device is not None:
+            if env_device.type != "cpu" and runs_on_cpu(self.env):
+                raise ArgumentError(
+                    f"env_device: a Gymnasium environment steps on the CPU, got {env_device}; "
+                    "leave it out, and pass policy_device or storing_device"
+                )
             self.env = self.env.to(env_device)
         self.env = with_recurrent_states(self.env, policy)
         if max_frames_per_traj is not None:
@@ -283,7 +289,8 @@ class SyncCollector(Collector):
         if self._surplus == "discard":
             self._discard()
         spent = self._budget.remaining(self.ledger.stored) == 0
-        if spent or self._rollout.stopping or self._rollout.finished:
+        stopped = self._rollout.stopping and not self._rollout.held
+        if spent or stopped or self._rollout.finished:
             self._finish()
         return batch
 
@@ -446,7 +453,7 @@ class SyncCollector(Collector):
         """
         if self.ledger.slots:
             raise StateError("load_state_dict: this collector has collected already")
-        missing = sorted({"ledger", "seed", "next_id", "policy", "env", "generators"} - set(state))
+        missing = sorted(_STATE - set(state))
         if missing:
             raise StateError(
                 "load_state_dict: wanted what state_dict() returned, got a mapping without "

@@ -384,7 +384,7 @@ def test_a_policy_is_not_copied_to_where_it_is_already() -> None:
     policy = linear()
     env = make_oracle_vec(2, LENGTHS, action="box")
     with SyncCollector(
-        env, policy, frames_per_batch=4, total_frames=8, policy_device="cpu:0"
+        env, policy, frames_per_batch=4, total_frames=8, surplus="discard", policy_device="cpu:0"
     ) as collector:
         batches = iter(collector)
         next(batches)

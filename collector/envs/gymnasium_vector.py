@@ -415,10 +415,9 @@ class GymnasiumVectorEnv(EnvBase):
         return td
 
     def _with_flags(self, td: TensorDict) -> TensorDict:
-        for name in ("done", "terminated", "truncated"):
-            td.set(name, torch.zeros((*self.batch_size, 1), dtype=torch.bool))
         if self.marks_transitions:
             td.set(VALID, torch.ones((*self.batch_size, 1), dtype=torch.bool))
+        self._reset_flags(td)
         return td
 
     def _reset_flags(self, td: TensorDictBase) -> TensorDictBase:

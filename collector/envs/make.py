@@ -188,10 +188,17 @@ def runs_on_cpu(env: EnvBase) -> bool:
 
 def loses_finals(env: EnvBase) -> bool:
     """The final observation of an episode is lost (TorchRL's ``auto_reset=True``)."""
-    return any(
-        isinstance(each, AutoResetEnv) or each.__dict__.get("_torchrl_native_autoreset", False)
-        for each in chain(env)
-    )
+    for each in chain(env):
+        if isinstance(each, AutoResetEnv) or each.__dict__.get("_torchrl_native_autoreset", False):
+            return True
+        if isinstance(each, BatchedEnvBase):
+            # What its workers do can only be seen on one of them.
+            worker = each.create_env_fn[0](**each.create_env_kwargs[0])
+            try:
+                return loses_finals(worker)
+            finally:
+                worker.close(raise_if_closed=False)
+    return False
 
 
 def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
