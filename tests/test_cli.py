@@ -510,7 +510,7 @@ def stop_in_the_middle(command: Command, number: signal.Signals) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_commits_what_is_complete(
     server: WarmServer, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -597,10 +597,12 @@ def test_a_second_signal_interrupts(server: WarmServer, tmp_path: Path) -> None:
 
 
 def test_handlers_are_put_back(here: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert tallyroll(*cartpole(), "--quiet") == 0
     assert tallyroll(*cartpole()) == 1
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before
 
 
 # --- a process of its own, cold -------------------------------------------------------------------
@@ -773,8 +775,12 @@ def test_inspect_while_a_process_writes(server: WarmServer, tmp_path: Path) -> N
         command.kill()
         assert command.wait() == -signal.SIGKILL
     after = json.loads(server.run(tmp_path / "look", "inspect", "../data", "--json").out)
+    with open_storage(tmp_path / "data") as storage:
+        ids = storage.column(("collector", "traj_ids"))
+        ended = ids[storage.column(("next", "done"))[:, 0]]
+        unfinished = len(set(ids.tolist()) - set(ended.tolist()))
     assert after["trajectories"]["open"] == 0
-    assert after["trajectories"]["cut"] > 0
+    assert after["trajectories"]["cut"] == unfinished
 
 
 def test_inspect_of_rows_that_no_collector_wrote(

@@ -17,7 +17,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tallyroll.storage import CorruptStorage, MemmapStorage, StorageFull, open_storage
+from tallyroll.storage import (
+    CorruptStorage,
+    MemmapStorage,
+    StorageFull,
+    StorageLocked,
+    open_storage,
+)
 from tallyroll.storage.commit import HEADER_NBYTES
 from tallyroll.storage.errors import (
     DirectoryNotEmpty,
@@ -445,3 +451,18 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(PathIsFile, match="is a link to nothing"):
         MemmapStorage(tmp_path / "link")
+
+
+def test_a_removed_lock_file_ends_the_writing_and_harms_nothing(tmp_path: Path) -> None:
+    batch = arrays(0, 10)
+    first = MemmapStorage(tmp_path / "rows")
+    first.extend(batch)
+    (tmp_path / "rows" / "tallyroll.lock").unlink()
+    with MemmapStorage(tmp_path / "rows", mode="append") as second:
+        second.extend(batch)
+        with pytest.raises(StorageLocked, match=r"the lock file of .*rows was removed while"):
+            first.extend(batch)
+        first.close()
+        second.extend(batch)
+    with open_storage(tmp_path / "rows") as storage:
+        assert storage.head == 30

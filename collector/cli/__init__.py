@@ -1,6 +1,6 @@
 """The command line: ``tallyroll collect`` and ``tallyroll inspect``.
 
-Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM.
+Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
 """
 
 import argparse
