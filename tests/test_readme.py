@@ -1,0 +1,44 @@
+"""What the README shows is what happens, and the benchmarks run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "example.py").write_text(block, encoding="utf-8")
+    told = run("example.py", cwd=tmp_path)
+    assert told.count("torch.Size([1000])") == 10
+    assert "torch.Size([1]) " in told
+    assert "'stored': 10001" in told
+    assert "torch.Size([256, 4])" in told
+
+
+def test_the_files_that_it_names_are_there() -> None:
+    named = re.findall(r"`((?:examples|benchmarks)/[\w./]*)`", README)
+    named += [f"examples/{name}" for name in re.findall(r"`(\w+\.py)`", README)]
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("script", ["collect", "split", "memory", "profile_loop"])
+def test_each_benchmark_runs(script: str, tmp_path: Path) -> None:
+    told = run("-W", "ignore", ROOT / f"benchmarks/{script}.py", "--quick", cwd=tmp_path)
+    assert "us / vector step" in told or "MiB" in told
