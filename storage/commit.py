@@ -25,7 +25,14 @@ import numpy as np
 
 from .errors import CorruptStorage, FormatVersionMismatch, RecordTooLarge
 
-__all__ = ["FORMAT_VERSION", "HEADER_NBYTES", "RECORD_LIMIT", "Header", "header_bytes"]
+__all__ = [
+    "FORMAT_VERSION",
+    "HEADER_NBYTES",
+    "RECORD_LIMIT",
+    "Header",
+    "committed_counts",
+    "header_bytes",
+]
 
 FORMAT_VERSION = 1
 RECORD_LIMIT = 65536
@@ -190,6 +197,12 @@ class Header:
     def close(self) -> None:
         """Close the file. The map goes when nothing refers to it."""
         os.close(self._file)
+
+
+def committed_counts(header: bytes) -> tuple[int, int]:
+    """``reserve`` and ``head`` in the bytes of a header; zeros where it is too short for them."""
+    words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.int64)
+    return int(words[_RESERVE]), int(words[_HEAD])
 
 
 def check_record(payload: bytes) -> None:

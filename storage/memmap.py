@@ -22,6 +22,7 @@ from typing import ClassVar
 import numpy as np
 
 from .base import DiskStorage
+from .commit import HEADER_NBYTES, committed_counts
 from .errors import (
     CorruptStorage,
     DirectoryNotEmpty,
@@ -87,6 +88,7 @@ class MemmapFormat(Format):
                 f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
                 "it, or give another path."
             )
+        self._refuse_lost_manifest()
         if not self.path.is_dir():
             self._require_creatable()
         elif not os.access(self.path, os.W_OK | os.X_OK):
@@ -95,6 +97,19 @@ class MemmapFormat(Format):
             raise DirectoryNotEmpty(
                 f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory "
                 "of its own; give another path."
+            )
+
+    def _refuse_lost_manifest(self) -> None:
+        """An unfinished creation has committed nothing; anything else is somebody's data."""
+        try:
+            with open(self.header_path, "rb") as header:
+                reserve, head = committed_counts(header.read(HEADER_NBYTES))
+        except OSError:
+            return
+        if reserve or head:
+            raise CorruptStorage(
+                f"{self.path} has {head} committed rows and no {_MANIFEST}, which says what they "
+                "are. Restore it from a copy; or delete the directory, and give it again."
             )
 
     def _refuse_impossible(self) -> None:

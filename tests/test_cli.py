@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -651,6 +652,10 @@ def test_a_terminal_shows_a_bar(server: WarmServer, tmp_path: Path) -> None:
 
         shown = read_terminal(controller, done)
         ended.append(command.wait())
+        os.set_blocking(controller, False)  # what it wrote after its last row
+        with contextlib.suppress(OSError):
+            while more := os.read(controller, 65536):
+                shown += more.decode(errors="replace")
     finally:
         os.close(controller)
         os.close(terminal)
@@ -851,3 +856,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.startswith("tallyroll ")
     assert "torchrl" in said
+
+
+def test_a_run_by_frames_is_not_resumed_by_episodes(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll(*cartpole("data", 50), "--quiet") == 0
+    assert tallyroll("collect", "--resume", "--episodes", 3, "--out", "data") == 1
+    assert "the run was begun with --frames, so that --episodes cannot end it" in (
+        capsys.readouterr().err
+    )
+    assert rows_in("data") == 50

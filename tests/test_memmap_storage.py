@@ -208,6 +208,9 @@ def test_a_place_that_cannot_be_written_to_is_refused(
 
 def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     (five / "manifest.json").unlink()
+    with open(five / "tallyroll.header", "r+b") as header:  # it had committed nothing
+        header.seek(64)
+        header.write(bytes(72))
     (five / "old").mkdir()
     (five / "old" / "column.memmap").write_text("")
     for mode in ("append", "read"):
@@ -466,3 +469,13 @@ def test_a_removed_lock_file_ends_the_writing_and_harms_nothing(tmp_path: Path) 
         second.extend(batch)
     with open_storage(tmp_path / "rows") as storage:
         assert storage.head == 30
+
+
+def test_rows_whose_manifest_is_lost_are_not_overwritten(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(arrays(0, 10))
+    (tmp_path / "rows" / "manifest.json").unlink()
+    before = files_of(tmp_path / "rows")
+    with pytest.raises(CorruptStorage, match=r"has 10 committed rows and no manifest\.json"):
+        MemmapStorage(tmp_path / "rows")
+    assert files_of(tmp_path / "rows") == before

@@ -98,6 +98,11 @@ class Run:
         plan = given.or_else(before)
         self._require_complete(plan)
         self._refuse_imports(given, before)
+        if given.episodes is not None and before.frames is not None:
+            raise CommandError(
+                "--resume: the run was begun with --frames, so that --episodes cannot end it; give "
+                "--frames, or leave both out"
+            )
         policy = self.target.run.get("call", {}).get("policy")
         if policy is not None and plan.policy is None:
             raise CommandError(

@@ -1,5 +1,6 @@
 """How far a run is: a bar on a terminal, a plain line now and then elsewhere."""
 
+import contextlib
 import math
 import sys
 import time
@@ -150,7 +151,8 @@ class Lines(Display):
 
     def show(self, now: Snapshot) -> None:
         """Write a line."""
-        sys.stderr.write(f"tallyroll: {now.line}\n")
+        with contextlib.suppress(OSError):  # a run outlives whoever watched it
+            sys.stderr.write(f"tallyroll: {now.line}\n")
         sys.stderr.flush()
 
 
