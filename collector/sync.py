@@ -138,6 +138,8 @@ class SyncCollector(Collector):
             raise ArgumentError(f"postproc: wanted a callable, got {type(postproc).__name__}")
         arguments.one_of("surplus", surplus, ("carry", "discard", "never_step"))
         self.frame_skip = arguments.frame_skip(frame_skip)
+        if isinstance(info_keys, str):
+            raise ArgumentError(f"info_keys: wanted a sequence of names, got {info_keys!r}")
         self.layout: Layout = "trajectories" if split_trajs else layout
         self._surplus: Surplus = surplus
         self._budget = Budget(total)

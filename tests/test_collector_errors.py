@@ -493,3 +493,8 @@ def test_a_reward_of_several_numbers_is_named() -> None:
 
     with pytest.raises(TransitionError, match=r"'reward': \[3, 2\].*reduce a vector of rewards"):
         collect(Several(3, LENGTHS), None, **BUDGET)
+
+
+def test_info_keys_are_several() -> None:
+    with pytest.raises(ArgumentError, match="info_keys: wanted a sequence of names, got 'lives'"):
+        SyncCollector("CartPole-v1", info_keys="lives", **BUDGET)
