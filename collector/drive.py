@@ -26,6 +26,7 @@ from tallyroll.collector.keys import (
 )
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.policy import Policy, next_keys, try_out
+from tallyroll.collector.random_actions import action_keys
 from tallyroll.collector.rollout import Rollout, Surplus
 from tallyroll.collector.rollout_copy import CopyRollout
 from tallyroll.collector.rollout_in_place import InPlaceRollout
@@ -90,10 +91,6 @@ def build_rollout(
     return rollout, RowSource(slab, layout, rewards, loses_finals(env))
 
 
-def _actions(env: EnvBase) -> list[Key]:
-    return [as_key(key) for key in env.full_action_spec.keys(True, True)]
-
-
 def _slots(layout: Layout, lanes: int, frames_per_batch: int) -> int:
     """Enough for a batch even where every second slot is a reset slot, within bounds."""
     row = sum(
@@ -109,7 +106,7 @@ def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, Column]:
     layout: dict[Key, Column] = {}
     for key in env.observation_keys:
         layout[key] = _column(env.observation_spec[key], 1)
-    for key in _actions(env):
+    for key in action_keys(env):
         layout[key] = _column(env.full_action_spec[key], 1)
     for key in env.observation_keys:
         layout[(NEXT, *key)] = layout[key]

@@ -61,6 +61,11 @@ def _box(rng: np.random.Generator, low: Array, high: Array, size: tuple[int, ...
     return np.where(both, uniform, drawn)
 
 
+def action_keys(env: EnvBase) -> tuple[Key, ...]:
+    """The keys of every action of ``env``, in the order of its spec."""
+    return tuple(as_key(key) for key in env.full_action_spec.keys(True, True))
+
+
 def mask_key(env: EnvBase, action: Key) -> Key | None:
     """The key of the mask of legal actions that belongs to ``action``, if the specs have one."""
     candidate = (*action[:-1], MASK_NAME)
@@ -76,9 +81,8 @@ class RandomActions:
     """
 
     def __init__(self, env: EnvBase) -> None:
-        spec = env.full_action_spec
         self._env = env
-        self._keys = [as_key(key) for key in spec.keys(True, True)]
+        self._keys = action_keys(env)
         self._masks = {key: mask_key(env, key) for key in self._keys}
 
     @property

@@ -25,12 +25,11 @@ from tallyroll.collector.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
-    as_key,
     dotted,
 )
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.policy import Policy
-from tallyroll.collector.random_actions import RandomActions
+from tallyroll.collector.random_actions import RandomActions, action_keys
 from tallyroll.collector.slab import Column, Slab
 from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major
 
@@ -98,7 +97,7 @@ class Rollout(ABC):
         self._surplus = surplus
         self._extra = tuple(extra)
         self._random = RandomActions(env)
-        self._actions = tuple(as_key(key) for key in env.full_action_spec.keys(True, True))
+        self._actions = action_keys(env)
         self._used = 0
         self._held: NDArray[np.bool_] | None = None
         self._restarting = True
