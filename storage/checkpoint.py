@@ -34,7 +34,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         if storage._engine is None:
             raise NotInitialised(f"{storage.path} has no rows to dump yet. Write some first.")
         copy_class, path = type(storage), Path(path)
-        exists = storage._format_class(path).manifest_path.exists()
+        exists = storage._format_class(path).stands()
         with copy_class(path, mode="append" if exists else "create") as copy:
             _bring_up(copy, storage)
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
+from .manifest import Manifest, read_manifest, write_aside
 from .schema import Schema
 
 __all__ = ["Access", "Format"]
@@ -38,7 +39,19 @@ class Format(ABC):
     @property
     @abstractmethod
     def manifest_path(self) -> Path:
-        """The manifest; a storage is one from the moment that this exists."""
+        """The file that holds the manifest."""
+
+    def stands(self) -> bool:
+        """Whether a storage is there: it is one from the moment that its manifest exists."""
+        return self.manifest_path.exists()
+
+    def read_manifest(self) -> Manifest:
+        """The manifest, checked; raises as `manifest.read_manifest`."""
+        return read_manifest(self.manifest_path)
+
+    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+        """Replace the manifest, whole or not at all."""
+        write_aside(self.manifest_path, manifest, durable=durable)
 
     @abstractmethod
     def refuse_existing(self) -> None:

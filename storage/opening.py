@@ -11,7 +11,7 @@ from .engine import Durability, Engine
 from .errors import NotAStorage
 from .format import Format
 from .lock import WriterLock
-from .manifest import Manifest, new_manifest, read_manifest, schema_crc, schema_of, write_aside
+from .manifest import Manifest, new_manifest, schema_crc, schema_of
 from .schema import Schema
 
 __all__ = ["Opened", "create_new", "manifest_of", "open_existing"]
@@ -34,7 +34,7 @@ def manifest_of(format: Format) -> Manifest:
         CorruptStorage: it is damaged.
     """
     format.refuse_missing()
-    manifest = read_manifest(format.manifest_path)
+    manifest = format.read_manifest()
     if manifest["format"] != format.name:
         raise NotAStorage(
             f"{format.path} is of format {manifest['format']}, not {format.name}. "
@@ -99,7 +99,7 @@ def create_new(
         engine = _start(format, schema, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
-        write_aside(format.manifest_path, manifest, durable=durability == "power")
+        format.write_manifest(manifest, durable=durability == "power")
         undo.pop_all()
     return Opened(engine, manifest)
 

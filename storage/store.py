@@ -19,7 +19,7 @@ from .engine import Durability, Engine
 from .errors import InvalidSchema, NotInitialised, RowsMismatch, SchemaMismatch, StorageClosed
 from .format import Format
 from .indexing import resolve
-from .manifest import Manifest, run_of, write_aside
+from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
 from .rows import Key, array_of, leaves, nest, spell
 from .schema import Column, Schema
@@ -94,7 +94,7 @@ class RowStore:
     def _write_runs(self, runs: list[Any]) -> None:
         manifest = {**self.manifest, "runs": runs}
         durable = self._durability == "power"
-        write_aside(self._format.manifest_path, manifest, durable=durable)
+        self._format.write_manifest(manifest, durable=durable)
         self._manifest = manifest
 
     def close(self) -> None:
