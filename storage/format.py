@@ -41,6 +41,11 @@ class Format(ABC):
     def manifest_path(self) -> Path:
         """The file that holds the manifest."""
 
+    @property
+    @abstractmethod
+    def episodes_path(self) -> Path:
+        """The file for the table of episodes."""
+
     def stands(self) -> bool:
         """Whether a storage is there: it is one from the moment that its manifest exists."""
         return self.manifest_path.exists()
@@ -70,8 +75,30 @@ class Format(ABC):
         """Make the place for a new storage's lock file."""
 
     @abstractmethod
-    def create(self, schema: Schema, header: bytes) -> None:
-        """Make files without rows, and the header. What an unfinished creation left goes."""
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
+        """Make files without rows, and the header. What an unfinished creation left goes.
+
+        ``capacity`` is how many rows are wanted, 0 where nobody knows.
+
+        Raises:
+            StorageFull: no space.
+        """
+
+    def fit(self, schema: Schema, capacity: int) -> None:
+        """Make a storage that cannot grow in place able to hold ``capacity`` rows.
+
+        The writer holds the lock and nothing is open yet. Formats that grow do nothing.
+
+        Raises:
+            StorageFull: no space; nothing was changed.
+        """
+
+    def finish(self, schema: Schema, rows: int) -> None:
+        """Leave exactly ``rows`` rows, for good. The writer holds the lock and nothing else.
+
+        Raises:
+            StorageFull: no space; nothing was changed.
+        """
 
     @abstractmethod
     def discard(self) -> None:

@@ -43,14 +43,16 @@ from .schema import Column, Schema
 
 __all__ = ["MemmapFormat", "MemmapStorage"]
 
-_MANIFEST, _HEADER, _LOCK, _META = (
+_MANIFEST, _HEADER, _LOCK, _META, _EPISODES = (
     "manifest.json",
     "tallyroll.header",
     "tallyroll.lock",
     "meta.json",
+    "episodes.npy",
 )
 _ASIDE = ".tmp"
-_OURS = {_MANIFEST, _HEADER, _LOCK, _META, _MANIFEST + _ASIDE, _META + _ASIDE}
+_WHOLE = {_MANIFEST, _META, _EPISODES}
+_OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
 _LONGEST_NAME = 255
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Not named by Python 3.11. Without it Linux counts a private map against free memory.
@@ -79,6 +81,11 @@ class MemmapFormat(Format):
     def manifest_path(self) -> Path:
         """The manifest."""
         return self.path / _MANIFEST
+
+    @property
+    def episodes_path(self) -> Path:
+        """The table of episodes."""
+        return self.path / _EPISODES
 
     def refuse_existing(self) -> None:
         """Accept a path where nothing is, an empty directory, or an unfinished creation."""
@@ -196,7 +203,7 @@ class MemmapFormat(Format):
                 f"{self.path} cannot be created: {error.strerror}. Give another path."
             ) from error
 
-    def create(self, schema: Schema, header: bytes) -> None:
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
         """Make empty column files, tensordict's metadata, and the header."""
         self.discard()
         self._columns = schema.columns
