@@ -23,7 +23,7 @@ __all__ = ["DiskStorage"]
 
 
 class DiskStorage(RowStore, Storage):
-    """Rows on disk that grow as they come, and survive whatever happens to the process.
+    """Rows on disk, growing or a ring, that survive whatever happens to the process.
 
     A row is in the storage for good once `extend` has returned. Other processes
     may read at any time and see committed rows only. It is a TorchRL storage:
@@ -35,7 +35,9 @@ class DiskStorage(RowStore, Storage):
             schema is known; ``"append"`` goes on behind the last row;
             ``"read"`` never writes.
         capacity: rows to reserve space for at once, those that are there included.
-            The storage grows beyond them.
+            The storage grows beyond them, where its format can.
+        max_size: slots of a ring, in which new rows overwrite the oldest; None keeps
+            every row. Only memory-mapped storages can be rings.
         durability: what committed rows survive: ``"process"``, the death of any
             process; ``"power"``, a power cut too, at the price of waiting for
             the disk in every commit.
@@ -55,12 +57,15 @@ class DiskStorage(RowStore, Storage):
         *,
         mode: Mode = "create",
         capacity: int | None = None,
+        max_size: int | None = None,
         durability: Durability = "process",
     ) -> None:
         # Compilable, for otherwise it makes two semaphores that outlive a killed process,
         # for counts that we take from the header.
         Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
-        RowStore.__init__(self, path, mode, capacity, durability)
+        RowStore.__init__(self, path, mode, capacity, durability, max_size)
+        if self.ring:
+            self.max_size = self.ring
 
     def extend(
         self,
@@ -92,7 +97,7 @@ class DiskStorage(RowStore, Storage):
         """
         self._require_open()
         try:
-            rows = consecutive(cursor)
+            rows = consecutive(cursor, self.ring)
             face.check_cursor(self, rows, set_cursor)
             data = face.as_batch(data, single=isinstance(cursor, int))
             arrays = self._arrays(data, without=face.writers_index(self))
@@ -160,7 +165,7 @@ class DiskStorage(RowStore, Storage):
 
     @property
     def _last_cursor_index(self) -> int | None:
-        return self.head - 1 if self.head else None
+        return int(self.slots_of(np.array(self.head - 1))) if self.head else None
 
     _last_cursor = _last_cursor_index
 

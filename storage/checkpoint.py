@@ -35,7 +35,10 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             raise NotInitialised(f"{storage.path} has no rows to dump yet. Write some first.")
         copy_class, path = type(storage), Path(path)
         exists = storage._format_class(path).stands()
-        with copy_class(path, mode="append" if exists else "create") as copy:
+        room: dict[str, int] = {"capacity": max(1, len(storage))}
+        if storage.ring and not exists:
+            room["max_size"] = storage.ring
+        with copy_class(path, mode="append" if exists else "create", **room) as copy:
             _bring_up(copy, storage)
 
     def loads(self, storage: DiskStorage, path: Any) -> None:
@@ -72,6 +75,15 @@ def _bring_up(target: DiskStorage, source: DiskStorage) -> None:
 
 def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
     engine, head = source._running(), source.head
+    if target.ring != source.ring:
+        raise StateMismatch(
+            f"{target.path} has max_size={target.ring or None} and {source.path} "
+            f"max_size={source.ring or None}. Make it with the same max_size."
+        )
+    if source.ring:
+        if target.head < head:
+            target._running().replace(engine)
+        return
     keys, columns = engine.schema.keys, engine.committed()
     step = max(1, _CHUNK_NBYTES // engine.schema.row_nbytes)
     for start in range(target.head, head, step):

@@ -2,19 +2,21 @@
 
 Layout, little-endian, offsets in bytes::
 
-    0      magic, format version, capacity (0: grows), CRC of the schema, CRC of all that
-    64     reserve   int64: rows that may have been written
-    128    head      int64: rows that are committed
+    0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of all that
+    64     reserve   count: rows that may have been written
+    128    head      count: rows that are committed
     4096   two record slots, each: sequence, head at write, length, CRC, payload
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
 machine word each, so that a reader, or whoever opens the file after a kill,
-sees the old count or the new one and nothing else. Records are written into
+sees the old count or the new one and nothing else. The upper 16 bits of a count
+are the CRC of the lower 48, so that a flipped bit is told. Records are written into
 the two slots in turn; a torn one fails its CRC and leaves the older.
 """
 
 from __future__ import annotations
 
+import binascii
 import mmap
 import os
 import struct
@@ -30,11 +32,14 @@ __all__ = [
     "HEADER_NBYTES",
     "RECORD_LIMIT",
     "Header",
+    "check_record",
     "committed_counts",
+    "count_of",
     "header_bytes",
+    "word_of",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD_LIMIT = 65536
 """The most bytes that a commit record may have."""
 
@@ -42,15 +47,28 @@ _MAGIC = b"TALLYROL"
 _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD = 64 // 8, 128 // 8
+_COUNT_BITS = 48
+_COUNT = (1 << _COUNT_BITS) - 1
 _SLOT = struct.Struct("<qqqI")
 _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
 HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
 
-def header_bytes(schema_crc: int, *, capacity: int = 0) -> bytes:
-    """A new header: no rows, no record."""
-    identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, capacity, schema_crc)
+def word_of(count: int) -> int:
+    """A count with its check bits."""
+    return count | binascii.crc_hqx(count.to_bytes(6, "little"), 0) << _COUNT_BITS
+
+
+def count_of(word: int) -> int | None:
+    """The count in a word; None where its check bits are others."""
+    count = word & _COUNT
+    return count if word_of(count) == word else None
+
+
+def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
+    """A new header: no rows, no record; ``ring`` slots, or 0 for a storage that grows."""
+    identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, ring, schema_crc)
     return (identity + _CHECKSUM.pack(zlib.crc32(identity))).ljust(HEADER_NBYTES, b"\0")
 
 
@@ -78,18 +96,12 @@ class Header:
             ) from error
         try:
             self._map = self._mapped(writable)
-            self._check(schema_crc)
+            self.ring = self._check(schema_crc)
+            self._words = np.frombuffer(self._map, np.uint64, count=_SLOTS_AT // 8)
+            self._check_counts()
         except BaseException:
             os.close(self._file)
             raise
-        self._words = np.frombuffer(self._map, np.int64, count=_SLOTS_AT // 8)
-        if not 0 <= self.head <= self.reserve:
-            head, reserve = self.head, self.reserve
-            self.close()
-            raise CorruptStorage(
-                f"{path} says {head} rows committed of {reserve} reserved, which cannot be. "
-                "Restore it from a copy."
-            )
         self._sequence = self._newest_sequence() if writable else 0
 
     def _mapped(self, writable: bool) -> mmap.mmap:
@@ -102,9 +114,19 @@ class Header:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return mmap.mmap(self._file, HEADER_NBYTES, access=access)
 
-    def _check(self, schema_crc: int) -> None:
+    def _check_counts(self) -> None:
+        # A reader may look while both change: head first, then it is never the larger one.
+        head = self.head
+        if head > (reserve := self.reserve):
+            raise CorruptStorage(
+                f"{self._path} says {head} rows committed of {reserve} reserved, which cannot be. "
+                "Restore it from a copy."
+            )
+
+    def _check(self, schema_crc: int) -> int:
+        """Check the first bytes; returns the slots of the ring."""
         identity = self._map[: _IDENTITY.size]
-        magic, version, _, crc = _IDENTITY.unpack(identity)
+        magic, version, ring, crc = _IDENTITY.unpack(identity)
         (checksum,) = _CHECKSUM.unpack_from(self._map, _IDENTITY.size)
         if magic != _MAGIC or checksum != zlib.crc32(identity):
             raise CorruptStorage(
@@ -121,24 +143,38 @@ class Header:
                 f"{self._path} was made for another schema than the manifest beside it declares. "
                 "Restore both from one copy."
             )
+        return int(ring)
+
+    def _count(self, at: int) -> int:
+        count = count_of(int(self._words[at]))
+        if count is None:
+            raise CorruptStorage(
+                f"a count in {self._path} fails its check, at byte {8 * at}: it is damaged, and "
+                f"nobody knows which rows are committed{self._hint()}. Restore it from a copy."
+            )
+        return count
+
+    def _hint(self) -> str:
+        slots = [slot for slot in map(self._read_slot, (0, 1)) if slot]
+        return f" (the last record was written with {max(slots)[1]})" if slots else ""
 
     @property
     def reserve(self) -> int:
         """Rows that may have been written, committed or not."""
-        return int(self._words[_RESERVE])
+        return self._count(_RESERVE)
 
     @reserve.setter
     def reserve(self, rows: int) -> None:
-        self._words[_RESERVE] = rows
+        self._words[_RESERVE] = word_of(rows)
 
     @property
     def head(self) -> int:
         """Rows that are committed."""
-        return int(self._words[_HEAD])
+        return self._count(_HEAD)
 
     @head.setter
     def head(self, rows: int) -> None:
-        self._words[_HEAD] = rows
+        self._words[_HEAD] = word_of(rows)
 
     def sync(self) -> None:
         """Return when the header is on the disk."""
@@ -201,8 +237,8 @@ class Header:
 
 def committed_counts(header: bytes) -> tuple[int, int]:
     """``reserve`` and ``head`` in the bytes of a header; zeros where it is too short for them."""
-    words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.int64)
-    return int(words[_RESERVE]), int(words[_HEAD])
+    words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.uint64)
+    return int(words[_RESERVE]) & _COUNT, int(words[_HEAD]) & _COUNT
 
 
 def check_record(payload: bytes) -> None:

@@ -1,7 +1,7 @@
 """Rows in and out of memory maps, the same for every format.
 
-A `Format` says where the rows of each column lie; the engine checks, copies and
-commits.
+A `Format` says where the rows of each column lie, slot by slot; the engine checks,
+copies and commits. In a ring the slots are used again (see `ring`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import numpy as np
 
 from .commit import Header, check_record
-from .errors import ReadOnlyStorage, RowsMismatch, StorageFull, StorageLocked, WriterForked
+from .errors import (
+    BatchTooLong,
+    IndexOutOfRange,
+    Overrun,
+    ReadOnlyStorage,
+    RowsMismatch,
+    StorageFull,
+    StorageLocked,
+    WriterForked,
+)
 from .format import Access, Format
 from .lock import WriterLock
+from .pool import BufferPool
+from .ring import first_valid, pieces, rows_in, slots_at
 from .rows import Key, spell
 from .schema import Schema
 
@@ -28,6 +39,7 @@ Durability: TypeAlias = Literal["process", "power"]
 _FIRST_ROOM_NBYTES = 2**20
 _LARGEST_STEP_NBYTES = 2**28
 _REFRESH_SECONDS = 1.0
+_PATIENCE_SECONDS = 1.0
 _WRITE_NBYTES = 2**14
 """Arrays of this size are written through the file. Through the map every new page costs a
 fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
@@ -57,19 +69,21 @@ class Engine:
         self._format, self._header, self._lock = format, header, lock
         self._power = durability == "power"
         self._access: Access = "read" if lock is None else "write"
+        self.ring = header.ring
+        """Slots of the ring; 0 for a storage that grows."""
         self._mutex = threading.RLock()
         self._keys = schema.keys
         self._dtypes = [column.numpy_dtype for column in schema.columns]
         self._count = -1
         self._shapes: list[tuple[int, ...]] = []
         self._views: list[np.ndarray] | None = None
+        self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self.commits = 0
         """Commits of rows made through this engine."""
-        self._remap(header.head)
+        self._remap(self._slots(header.head))
         if lock is not None:
             header.forget_uncommitted()
-            header.reserve = header.head
 
     @property
     def owns_lock(self) -> bool:
@@ -80,6 +94,19 @@ class Engine:
     def head(self) -> int:
         """Rows committed, by whichever process."""
         return self._header.head
+
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written."""
+        # The head first: seen too old it hides rows, seen too new it would show others.
+        head = self._header.head
+        if not self.ring:
+            return range(head)
+        return range(min(head, first_valid(self._header.reserve, self.ring)), head)
+
+    def _slots(self, rows: int) -> int:
+        """How many slots ``rows`` rows take."""
+        return min(rows, self.ring) if self.ring else rows
 
     @property
     def record(self) -> tuple[int, bytes] | None:
@@ -110,20 +137,32 @@ class Engine:
                 if record is not None:
                     self.put_record(record)
                 return range(start, stop)
-            if stop > self._room:
-                self._make_room(stop)
-            if header.reserve != start:  # an earlier append was interrupted
-                header.forget_uncommitted()
-            header.reserve = stop
-            for index, array in enumerate(arrays):
-                if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
-                    self._columns[index][start:stop] = array
-                else:
-                    self._format.write(index, start, array)
+            if stop > self._room and self._slots(stop) > self._room:
+                self._make_room(self._slots(stop))
+            self._reserve(start, stop)
+            for slot, at, count in pieces(start, stop, self.ring):
+                self._copy(slot, arrays if count == self._count else _part(arrays, at, count))
             if record is not None:
                 header.write_record(record, stop)
             self._commit(stop)
         return range(start, stop)
+
+    def _reserve(self, start: int, stop: int) -> None:
+        header = self._header
+        reserve = header.reserve
+        if reserve != start:  # an earlier append was interrupted
+            header.forget_uncommitted()
+        if stop > reserve:
+            header.reserve = stop
+        if self._power and self.ring and stop > self.ring:
+            self._header.sync()
+
+    def _copy(self, slot: int, arrays: list[np.ndarray]) -> None:
+        for index, array in enumerate(arrays):
+            if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
+                self._columns[index][slot : slot + len(array)] = array
+            else:
+                self._format.write(index, slot, array)
 
     def put_record(self, record: bytes) -> None:
         """Commit a record without rows."""
@@ -146,7 +185,7 @@ class Engine:
     def _refresh(self, head: int) -> None:
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         try:
-            self._format.publish(head)
+            self._format.publish(self._slots(head))
         except StorageFull:
             # The rows are committed; what other libraries see stays as it was, which
             # is true too. flush() and close() do raise.
@@ -178,6 +217,7 @@ class Engine:
             arrays = [rows[key] for key in self._keys]
             count = len(arrays[0])
             if count != self._count:
+                self._require_fitting(count)
                 self._shapes = [(count, *column.shape) for column in self.schema.columns]
                 self._count = count
             for array, dtype, shape in zip(arrays, self._dtypes, self._shapes, strict=True):
@@ -188,6 +228,13 @@ class Engine:
         if len(rows) != len(arrays):
             self._refuse(rows)
         return arrays
+
+    def _require_fitting(self, count: int) -> None:
+        if self.ring and count > self.ring:
+            raise BatchTooLong(
+                f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
+                "that the first of them would be lost. Nothing was written; write fewer at a time."
+            )
 
     def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
         found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]
@@ -211,7 +258,7 @@ class Engine:
     def _make_room(self, rows: int) -> None:
         row_nbytes = self.schema.row_nbytes
         step = min(max(self._room, _FIRST_ROOM_NBYTES // row_nbytes), self._largest_step)
-        comfortable = max(rows, self._room + step)
+        comfortable = self._slots(max(rows, self._room + step))
         try:
             self._format.grow(comfortable)
         except StorageFull:
@@ -225,11 +272,12 @@ class Engine:
         return max(1, _LARGEST_STEP_NBYTES // self.schema.row_nbytes)
 
     def reserve_rows(self, rows: int) -> None:
-        """Reserve space for ``rows`` rows in all.
+        """Reserve space for ``rows`` rows in all, in a ring for no more than its slots.
 
         Raises:
             StorageFull: there is none.
         """
+        rows = self._slots(rows)
         if rows > self._room:
             self._format.grow(rows)
             self._remap(rows)
@@ -240,26 +288,105 @@ class Engine:
         # After the arrays: another thread may look at the room first.
         self._room = len(columns[0])
 
+    def columns(self) -> list[np.ndarray]:
+        """One array [room, ...] a column, slot by slot; room holds all that is committed."""
+        slots = self._slots(self._header.head)
+        if slots > self._room:
+            self._remap(slots)
+        return self._columns
+
     def committed(self) -> list[np.ndarray]:
-        """One read-only array [head, ...] a column, without a copy."""
-        head = self.head
-        if head > self._room:
-            self._remap(head)
-        arrays = [column[:head] for column in self._columns]
+        """One read-only array [slots, ...] a column, without a copy, of all slots in use."""
+        slots = self._slots(self.head)
+        arrays = [column[:slots] for column in self.columns()]
         for array in arrays:
             array.flags.writeable = False
         return arrays
 
-    def take(self, rows: np.ndarray) -> list[np.ndarray]:
-        """One new array [*rows.shape, ...] a column, of committed rows."""
-        return [column.take(rows, axis=0) for column in self.committed()]
-
     def views(self) -> list[np.ndarray]:
         """As `committed`, but writable; what is written to them stays in this process."""
-        head = self.head
-        if self._views is None or len(self._views[0]) < head:
-            self._views = self._format.arrays(head, "private")
-        return [view[:head] for view in self._views]
+        slots = self._slots(self.head)
+        if self._views is None or len(self._views[0]) < slots:
+            self._views = self._format.arrays(slots, "private")
+        return [view[:slots] for view in self._views]
+
+    def shows_slots(self, span: range) -> bool:
+        """Whether the slots in use, in their order, are the valid rows, and stay so while read."""
+        return not self.ring or (self._lock is not None and len(span) == self._slots(span.stop))
+
+    def take(self, index: np.ndarray) -> list[np.ndarray]:
+        """Arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
+
+        They come from a pool, to which they return when nothing refers to them.
+
+        Raises:
+            IndexOutOfRange: rows that are gone meanwhile, in a ring that another process writes.
+        """
+        if not self.ring:
+            return self._gather(index)
+        if self._lock is None:
+            return self._take_checked(index)
+        with self._mutex:  # no append of another thread
+            header = self._header
+            return self._gather(slots_at(index, header.head, header.reserve, self.ring))
+
+    def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
+        columns = self.columns()
+        found = self._pool.arrays(slots.shape)
+        for column, out in zip(columns, found, strict=True):
+            # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
+            column.take(slots, axis=0, out=out, mode="clip")
+        return found
+
+    def _take_checked(self, index: np.ndarray) -> list[np.ndarray]:
+        """Copy, look again, and copy once more what was overwritten meanwhile."""
+        flat = index.reshape(-1)
+        slots = self._slots_in_time(flat)
+        rows = rows_in(slots, self._header.head, self.ring)
+        found = self._gather(slots)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (torn := np.flatnonzero(rows < first_valid(self._header.reserve, self.ring))).size:
+            if time.monotonic() > deadline:
+                raise Overrun(
+                    f"{self._format.path} is a ring of {self.ring} rows, and its writer overwrites "
+                    f"them faster than these {len(flat)} can be read. Read fewer at a time, or "
+                    "make the ring larger."
+                )
+            slots[torn] = self._slots_in_time(flat[torn])
+            rows[torn] = rows_in(slots[torn], self._header.head, self.ring)
+            for column, out in zip(self._columns, found, strict=True):
+                out[torn] = column[slots[torn]]
+        return [array.reshape(*index.shape, *array.shape[1:]) for array in found]
+
+    def _slots_in_time(self, index: np.ndarray) -> np.ndarray:
+        """Slots of rows that may be few for a moment, while the writer overwrites the oldest."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            head, reserve = self._header.head, self._header.reserve
+            count = head - min(head, first_valid(reserve, self.ring))
+            if not index.size or (last := int(index.max())) < count:
+                return slots_at(index, head, reserve, self.ring).copy()
+            if time.monotonic() > deadline:
+                raise IndexOutOfRange(
+                    f"row {last} is not there any more: {self._format.path} has {count} rows "
+                    "that are whole."
+                )
+            time.sleep(1e-5)
+
+    def replace(self, source: Engine) -> None:
+        """Take over all slots and counts of another ring of the same size and schema."""
+        self.require_writer()
+        with self._mutex:
+            head, reserve = source._header.head, source._header.reserve
+            columns = source.committed()
+            self._make_room(len(columns[0]))
+            # Until all are there none is.
+            self._header.reserve = reserve + self.ring
+            for mine, theirs in zip(self._columns, columns, strict=True):
+                mine[: len(theirs)] = theirs
+            self._header.head = head
+            self._header.reserve = reserve
+            self.commits += 1
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
@@ -269,7 +396,7 @@ class Engine:
             if self._power:
                 self._format.sync()
                 self._header.sync()
-            self._format.publish(self.head)
+            self._format.publish(self._slots(self.head))
 
     def abandon(self) -> None:
         """Let go of the files as they are, and keep the lock."""
@@ -288,8 +415,12 @@ class Engine:
 
     def _leave(self) -> None:
         with self._mutex:
-            self._format.trim(self.head)
-            self._format.publish(self.head)
+            self._format.trim(self._slots(self.head))
+            self._format.publish(self._slots(self.head))
             if self._power:
                 self._format.sync()
                 self._header.sync()
+
+
+def _part(arrays: list[np.ndarray], start: int, count: int) -> list[np.ndarray]:
+    return [array[start : start + count] for array in arrays]

@@ -19,6 +19,7 @@
     ├── InvalidProvenance             not JSON
     ├── WriteError                    a write that was refused; committed rows are as before
     │   ├── RowsMismatch              rows that do not fit the schema
+    │   ├── BatchTooLong              more rows at once than a ring has
     │   ├── NotAnAppend               a write anywhere but at the end
     │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
     │   ├── RecordTooLarge            a commit record beyond its slot
@@ -29,6 +30,7 @@
     ├── StorageClosed                 used after close()
     ├── StateMismatch                 a state or checkpoint of other rows
     ├── NotPicklable                  a storage was sent to another process
+    ├── Overrun                       a ring's writer is faster than this reader
     └── IndexOutOfRange               (an IndexError) no such row
 
 Every message says what was wanted, what was got and what to do. Wrong values of
@@ -38,6 +40,7 @@ constructor arguments raise ``ValueError`` or ``TypeError``.
 from __future__ import annotations
 
 __all__ = [
+    "BatchTooLong",
     "CorruptStorage",
     "CursorOverflow",
     "DirectoryNotEmpty",
@@ -51,6 +54,7 @@ __all__ = [
     "NotPicklable",
     "NotWritable",
     "OpenError",
+    "Overrun",
     "PathIsFile",
     "ReadOnlyStorage",
     "RecordTooLarge",
@@ -137,6 +141,10 @@ class RowsMismatch(WriteError):
     """Rows whose names, dtypes or shapes differ from the schema."""
 
 
+class BatchTooLong(WriteError):
+    """More rows at once than a ring has."""
+
+
 class NotAnAppend(WriteError):
     """A write anywhere but right after the last row."""
 
@@ -175,6 +183,10 @@ class StateMismatch(StorageError):
 
 class NotPicklable(StorageError):
     """A storage was pickled or copied."""
+
+
+class Overrun(StorageError):
+    """Rows of a ring were overwritten again and again while they were read."""
 
 
 class IndexOutOfRange(StorageError, IndexError):

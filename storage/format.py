@@ -23,6 +23,9 @@ class Format(ABC):
     name: ClassVar[str]
     """The name in the manifest, ``tallyroll.`` first."""
 
+    rings: ClassVar[bool] = False
+    """Whether new rows may overwrite the oldest."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -70,10 +70,11 @@ def _within(rows: np.ndarray, length: int) -> np.ndarray:
     return np.where(rows < 0, rows + length, rows) if low < 0 else rows
 
 
-def consecutive(cursor: Any) -> range:
-    """The rows that a writer's cursor names, if they follow each other.
+def consecutive(cursor: Any, ring: int = 0) -> range:
+    """The slots that a writer's cursor names, if they follow each other.
 
-    TorchRL's writers pass an int or an arange tensor.
+    TorchRL's writers pass an int or an arange tensor. In a ring of ``ring`` slots slot
+    0 follows the last one, and the range counts on beyond it.
 
     Raises:
         NotAnAppend: they do not.
@@ -90,7 +91,11 @@ def consecutive(cursor: Any) -> range:
     if rows.ndim == 0:
         return range(int(rows), int(rows) + 1)
     first, last = int(rows.flat[0]), int(rows.flat[-1])
-    if rows.ndim > 1 or last - first + 1 != rows.size or not (np.diff(rows) == 1).all():
+    steps = np.diff(rows) if rows.ndim == 1 else np.zeros(1)
+    if ring:
+        steps, last = steps % ring, first + rows.size - 1
+        steps[:] = 1 if ring == 1 else steps
+    if last - first + 1 != rows.size or not (steps == 1).all():
         raise NotAnAppend(
             "rows on disk are written one after the other, and these indices are not "
             "consecutive. Committed rows cannot be changed; write to another storage instead."

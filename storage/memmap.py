@@ -63,6 +63,7 @@ class MemmapFormat(Format):
     """The files of a `MemmapStorage`."""
 
     name: ClassVar[str] = "tallyroll.memmap"
+    rings: ClassVar[bool] = True
 
     _columns: tuple[Column, ...] = ()
     _files: tuple[int, ...] = ()

@@ -61,7 +61,9 @@ def open_existing(
         undo.callback(lock.release)
         # The writer before us may have changed it before we had the lock.
         manifest = manifest_of(format)
-        engine = _start(format, schema_of(manifest, format.manifest_path), lock, durability)
+        schema = schema_of(manifest, format.manifest_path)
+        format.fit(schema, capacity)
+        engine = _start(format, schema, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
         undo.pop_all()
@@ -74,10 +76,13 @@ def create_new(
     runs: list[Any],
     *,
     id: str | None = None,
+    ring: int = 0,
     capacity: int = 0,
     durability: Durability = "process",
 ) -> Opened:
-    """Make a storage without rows. It is one from the moment that its manifest stands.
+    """Make a storage without rows, a ring of ``ring`` slots where that is not 0.
+
+    It is one from the moment that its manifest stands.
 
     Raises:
         OpenError: it cannot be made there.
@@ -95,7 +100,8 @@ def create_new(
         # Another process may have created one before we had the lock.
         format.refuse_existing()
         undo.callback(_undo, format, made)
-        format.create(schema, header_bytes(schema_crc(schema)))
+        header = header_bytes(schema_crc(schema), ring=ring)
+        format.create(schema, header, capacity=min(capacity, ring) if ring else capacity)
         engine = _start(format, schema, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)

@@ -21,6 +21,7 @@ from .format import Format
 from .indexing import resolve
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
+from .ring import slots_of
 from .rows import Key, array_of, leaves, nest, spell
 from .schema import Column, Schema
 
@@ -39,26 +40,50 @@ class RowStore:
     _closed = True
 
     def __init__(
-        self, path: str | os.PathLike[str], mode: Mode, capacity: int | None, durability: Durability
+        self,
+        path: str | os.PathLike[str],
+        mode: Mode,
+        capacity: int | None,
+        durability: Durability,
+        max_size: int | None = None,
     ) -> None:
         _check_choice("mode", mode, ("create", "append", "read"))
         _check_choice("durability", durability, ("process", "power"))
-        _check_capacity(capacity)
+        _check_rows("capacity", capacity)
+        _check_rows("max_size", max_size)
         self.path = Path(path)
         self.mode: Mode = mode
         self._capacity, self._durability = capacity or 0, durability
         self._format = self._format_class(Path(os.path.abspath(path)))
+        self._ring = max_size or 0
+        if max_size is not None and not self._format_class.rings:
+            raise ValueError(
+                f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
+                "Use MemmapStorage(path, max_size=...), or leave it out."
+            )
         self._manifest: Manifest | None = None
         self._staged: bytes | None = None
         if mode == "create":
             self._format.refuse_existing()
         else:
             self._take(open_existing(self._format, writable=mode == "append", **self._options))
+            self._check_ring()
         self._closed = False
 
     @property
     def _options(self) -> dict[str, Any]:
         return {"capacity": self._capacity, "durability": self._durability}
+
+    def _check_ring(self) -> None:
+        assert self._engine is not None
+        wanted, self._ring = self._ring, (got := self._engine.ring)
+        if wanted and wanted != got:
+            self.close()
+            raise ValueError(
+                f"max_size={wanted} was given, and {self.path} "
+                + (f"is a ring of {got} rows." if got else "keeps every row.")
+                + " Leave max_size out when opening."
+            )
 
     def _take(self, opened: Opened) -> None:
         self._manifest, self._engine = opened.manifest, opened.engine
@@ -89,7 +114,7 @@ class RowStore:
         self._write_runs([*self.manifest["runs"], run])
 
     def _create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        self._take(create_new(self._format, schema, runs, id=id, **self._options))
+        self._take(create_new(self._format, schema, runs, id=id, ring=self._ring, **self._options))
 
     def _write_runs(self, runs: list[Any]) -> None:
         manifest = {**self.manifest, "runs": runs}
@@ -151,8 +176,28 @@ class RowStore:
             return 0
         return self._engine.head
 
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written.
+
+        It begins above 0 where a ring has overwritten rows.
+        """
+        if self._engine is None:
+            self._require_open()
+            return range(0)
+        return self._engine.span
+
+    @property
+    def ring(self) -> int:
+        """Slots of the ring, ``max_size``; 0 where every row is kept."""
+        return self._ring
+
+    def slots_of(self, rows: np.ndarray) -> np.ndarray:
+        """Where rows of these numbers [*] lie: the index that `get` takes, and that of `column`."""
+        return slots_of(rows, self._ring)
+
     def __len__(self) -> int:
-        return self.head
+        return len(self.span)
 
     @property
     def schema(self) -> Schema:
@@ -170,7 +215,7 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the committed rows."""
-        return self.head * self.schema.row_nbytes if self.head else 0
+        return len(self) * self.schema.row_nbytes if self.head else 0
 
     @property
     def record(self) -> tuple[int, bytes] | None:
@@ -264,9 +309,10 @@ class RowStore:
                 )
 
     def column(self, key: str | Key) -> np.ndarray:
-        """The committed rows of one column, [head, ...], read-only and without a copy.
+        """The committed rows of one column, [rows, ...], read-only and without a copy.
 
-        bfloat16 comes as the ``uint16`` of its bits.
+        In a ring slot by slot: row r at ``slots_of(r)``, and while another process writes
+        it may be overwritten as you look. bfloat16 comes as the ``uint16`` of its bits.
 
         Raises:
             KeyError: there is no such column.
@@ -290,9 +336,12 @@ class RowStore:
             IndexOutOfRange: a row that is not there.
         """
         engine = self._running()
-        where = resolve(index, engine.head)
+        span = engine.span
+        where = resolve(index, len(span))
         if isinstance(where, slice):
-            return self._nest([view[where] for view in engine.views()])
+            if engine.shows_slots(span):
+                return self._nest([view[where] for view in engine.views()])
+            where = np.arange(where.start, where.stop, where.step)
         if isinstance(where, int):
             return self._nest(engine.take(np.array([where])))[0]
         return self._nest(engine.take(where), where.shape)
@@ -316,6 +365,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def _check_capacity(capacity: object) -> None:
-    if capacity is not None and (type(capacity) is not int or capacity < 1):
-        raise ValueError(f"capacity is a positive number of rows or None, got {capacity!r}.")
+def _check_rows(name: str, rows: object) -> None:
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise ValueError(f"{name} is a positive number of rows or None, got {rows!r}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass, stack
 from torchrl.data.replay_buffers.writers import (
@@ -53,31 +54,32 @@ def as_it_is(batch: Any) -> Any:
 
 def seat_writers(storage: DiskStorage) -> None:
     """Let every attached writer go on behind the last row."""
+    at = _next_slot(storage)
     for writer in _writers(storage):
-        if storage.head <= _limit(writer):
-            writer._cursor = storage.head
+        if at <= _limit(writer):
+            writer._cursor = at
 
 
 def tell_buffers(storage: DiskStorage, rows: range) -> None:
     """Let attached buffers know of rows that did not come through them."""
     seat_writers(storage)
-    index = torch.arange(rows.start, rows.stop)
+    index = torch.from_numpy(storage.slots_of(np.arange(rows.start, rows.stop)))
     for buffer in storage._attached_entities_list:
         if rows and hasattr(buffer, "mark_update"):
             buffer.mark_update(index)
 
 
 def check_cursor(storage: DiskStorage, rows: range, set_cursor: bool) -> None:
-    """Refuse a write anywhere but behind the last row.
+    """Refuse a write anywhere but behind the last row, ``rows`` being slots, counted on.
 
     Raises:
         NotAnAppend: it is not an append.
         CursorOverflow: an attached writer could not count on.
     """
-    head = storage.head
-    if rows.start != head:
+    at = _next_slot(storage)
+    if rows.start != at:
         raise NotAnAppend(
-            f"rows on disk are only added behind the last one, at row {head}, and this write is "
+            f"rows on disk are only added behind the last one, at row {at}, and this write is "
             f"at row {rows.start}. A buffer that did not make its writer itself goes on at the "
             "right row after storage.attach(buffer)."
         )
@@ -119,6 +121,10 @@ def writers_index(storage: DiskStorage) -> Key | None:
     return _INDEX if adds else None
 
 
+def _next_slot(storage: DiskStorage) -> int:
+    return storage.head % storage.ring if storage.ring else storage.head
+
+
 def _writers(storage: DiskStorage) -> list[Any]:
     buffers = storage._attached_entities_list
     found = [getattr(buffer, "_writer", None) for buffer in buffers]
@@ -132,9 +138,9 @@ def _limit(writer: Any) -> int:
 def _seat(writer: Any, storage: DiskStorage) -> None:
     if not isinstance(writer, RoundRobinWriter):
         return  # a writer without a cursor, such as that of an immutable dataset
-    if storage.head > _limit(writer):
+    if (at := _next_slot(storage)) > _limit(writer):
         raise CursorOverflow(
             f"TorchRL's writers count rows in 32 bits, up to {_CURSOR_LIMIT}, and {storage.path} "
-            f"has {storage.head}. Give the buffer a writer made with compilable=True."
+            f"has {at}. Give the buffer a writer made with compilable=True."
         )
-    writer._cursor = storage.head
+    writer._cursor = at

@@ -44,7 +44,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage.base import DiskStorage
-from tallyroll.storage.commit import RECORD_LIMIT
+from tallyroll.storage.commit import FORMAT_VERSION, RECORD_LIMIT
 from tallyroll.storage.errors import (
     CursorOverflow,
     IndexOutOfRange,
@@ -579,7 +579,7 @@ class StorageContract:
             for manifest in (storage.manifest, reader.manifest):
                 assert manifest["runs"] == runs
                 assert Schema.from_json(manifest["schema"]) == schema
-                assert manifest["format_version"] == 1
+                assert manifest["format_version"] == FORMAT_VERSION
             with pytest.raises(InvalidProvenance, match="provenance must be JSON"):
                 storage.initialise(schema, {"f": print})
             with pytest.raises(InvalidProvenance, match="provenance must be JSON"):

@@ -24,7 +24,7 @@ from tallyroll.storage import (
     StorageLocked,
     open_storage,
 )
-from tallyroll.storage.commit import HEADER_NBYTES
+from tallyroll.storage.commit import HEADER_NBYTES, word_of
 from tallyroll.storage.errors import (
     DirectoryNotEmpty,
     FormatVersionMismatch,
@@ -331,15 +331,25 @@ def test_every_flipped_byte_of_the_headers_identity_is_told(five: Path) -> None:
         damage(five / HEADER, at, content[at : at + 1])
 
 
-@pytest.mark.parametrize(("at", "rows_"), [(128, -1), (128, 6), (64, 4)])
+@pytest.mark.parametrize(("at", "rows_"), [(128, 6), (64, 4)])
 def test_counts_that_cannot_be_are_told(five: Path, at: int, rows_: int) -> None:
-    damage(five / HEADER, at, rows_.to_bytes(8, "little", signed=True))
+    damage(five / HEADER, at, word_of(rows_).to_bytes(8, "little"))
     assert_refused(five, CorruptStorage, "rows committed of .* reserved")
+
+
+@pytest.mark.parametrize("at", [64, 128])
+def test_every_flipped_bit_of_a_count_is_told(five: Path, at: int) -> None:
+    content = (five / HEADER).read_bytes()
+    for bit in range(64):
+        byte = at + bit // 8
+        damage(five / HEADER, byte, bytes([content[byte] ^ 1 << bit % 8]))
+        assert_refused(five, CorruptStorage, "fails its check.*last record was written with 5")
+        damage(five / HEADER, byte, content[byte : byte + 1])
 
 
 def test_more_rows_than_the_files_hold_are_told(five: Path) -> None:
     for at in (64, 128):
-        damage(five / HEADER, at, (2**40).to_bytes(8, "little"))
+        damage(five / HEADER, at, word_of(2**40).to_bytes(8, "little"))
     assert_refused(five, CorruptStorage, "was cut short")
 
 

@@ -144,8 +144,8 @@ def test_counts_and_records_lie_where_the_layout_says(tmp_path: Path) -> None:
     header.close()
     content = file.read_bytes()
     assert content[:8] == b"TALLYROL"
-    assert int.from_bytes(content[64:72], "little") == 2**40 + 5
-    assert int.from_bytes(content[128:136], "little") == 2**40 + 3
+    assert int.from_bytes(content[64:70], "little") == 2**40 + 5
+    assert int.from_bytes(content[128:134], "little") == 2**40 + 3
     assert content.index(b"abc") >= 4096
 
 

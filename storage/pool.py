@@ -1,0 +1,57 @@
+"""Buffers for batches that are read, used again when nobody holds them any more."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BufferPool"]
+
+_MOST_SHAPES = 4
+_MOST_SETS = 8
+_LARGEST_NBYTES = 2**30
+# A list's element, and the argument of getrefcount.
+_HELD_BY_THE_POOL = 2
+
+
+class BufferPool:
+    """Sets of arrays, one a column. New memory costs five times as much as used memory.
+
+    A tensor made by `torch.from_numpy` holds its array for as long as its memory
+    is in use, so an array that only the pool refers to is free.
+
+    Args:
+        columns: dtype and shape of one row, for each column.
+    """
+
+    def __init__(self, columns: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+        self._columns = columns
+        self._row_nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in columns)
+        self._sets: dict[tuple[int, ...], list[list[np.ndarray]]] = {}
+        self._mutex = threading.Lock()
+
+    def arrays(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """One array [*shape, ...] a column, with whatever values."""
+        with self._mutex:
+            sets = self._sets_of(shape)
+            for arrays in sets:
+                if all(sys.getrefcount(arrays[i]) <= _HELD_BY_THE_POOL for i in range(len(arrays))):
+                    return list(arrays)
+            arrays = [np.empty((*shape, *rest), dtype) for dtype, rest in self._columns]
+            nbytes = self._row_nbytes * math.prod(shape)
+            if len(sets) < _MOST_SETS and nbytes * (len(sets) + 1) <= _LARGEST_NBYTES:
+                sets.append(arrays)
+            return list(arrays)
+
+    def _sets_of(self, shape: tuple[int, ...]) -> list[list[np.ndarray]]:
+        sets = self._sets.get(shape)
+        if sets is None:
+            if len(self._sets) >= _MOST_SHAPES:
+                del self._sets[next(iter(self._sets))]
+            sets = self._sets[shape] = []
+        return sets

@@ -1,0 +1,62 @@
+"""Where the rows of a ring lie, and which of them are valid. Pure.
+
+Rows are numbered over all that were ever written: 0, 1, 2, ... In a ring of
+``size`` slots row r lies in slot ``r % size``. ``reserve`` counts the rows that may
+have been written and ``head`` those that are committed, so the rows
+``[reserve - size, head)`` are valid: what lies between ``head`` and ``reserve`` may
+have been overwritten halfway. Without a ring ``size`` is 0, and row r lies in slot r.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+
+__all__ = ["first_valid", "pieces", "rows_in", "slots_at", "slots_of"]
+
+Rows = TypeVar("Rows", int, np.ndarray)
+
+
+def first_valid(reserve: int, size: int) -> int:
+    """The oldest row that nobody has begun to overwrite."""
+    return max(0, reserve - size) if size else 0
+
+
+def slots_of(rows: Rows, size: int) -> Rows:
+    """The slots in which rows lie."""
+    return rows % size if size else rows
+
+
+def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
+    """Rows ``[start, stop)`` as runs of slots: first slot, first row counted from start, length.
+
+    At most ``size`` rows, so one run or two.
+    """
+    count = stop - start
+    slot = slots_of(start, size)
+    if not size or slot + count <= size:
+        return [(slot, 0, count)]
+    fitting = size - slot
+    return [(slot, 0, fitting), (0, fitting, count - fitting)]
+
+
+def slots_at(index: np.ndarray, head: int, reserve: int, size: int) -> np.ndarray:
+    """The slots of valid rows counted from 0, ``index`` [*], in the order of the slots.
+
+    Slot i for index i, but where rows are half overwritten, which are left out.
+    """
+    torn = reserve - head
+    if not size or torn <= 0 or reserve <= size:
+        return index
+    begin = head % size
+    end = begin + torn
+    if end > size:
+        return index + (end - size)
+    # Before the first lap is full, nothing valid lies behind the torn slots.
+    return np.where(index < begin, index, index + torn)
+
+
+def rows_in(slots: np.ndarray, head: int, size: int) -> np.ndarray:
+    """The newest committed row in each slot."""
+    return head - 1 - (head - 1 - slots) % size if size else slots

@@ -1,0 +1,284 @@
+"""Rings: the arithmetic against plain lists, and storages that overwrite their oldest rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import SamplerWithoutReplacement
+
+from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import ring as ring_
+from tallyroll.storage.commit import word_of
+from tallyroll.storage.engine import Engine
+from tallyroll.storage.errors import BatchTooLong, IndexOutOfRange, NotAnAppend
+
+from storage_contract import arrays, rows
+
+# -- the arithmetic
+
+
+@given(st.integers(1, 12), st.integers(0, 60), st.data())
+def test_pieces_cover_every_row_once_in_its_slot(size: int, start: int, data: Any) -> None:
+    count = data.draw(st.integers(0, size))
+    placed = [
+        (slot + i, start + row + i)
+        for slot, row, length in ring_.pieces(start, start + count, size)
+        for i in range(length)
+    ]
+    assert placed == [(row % size, row) for row in range(start, start + count)]
+
+
+@given(st.integers(1, 12), st.integers(0, 60), st.data())
+def test_valid_rows_are_those_that_nobody_began_to_overwrite(
+    size: int, head: int, data: Any
+) -> None:
+    reserve = head + data.draw(st.integers(0, size))
+    slots: list[int | None] = [None] * size
+    for row in range(head):
+        slots[row % size] = row
+    for row in range(head, reserve):
+        slots[row % size] = None
+    valid = [row for row in slots if row is not None]
+    first = min(head, ring_.first_valid(reserve, size))
+    assert sorted(valid) == list(range(first, head))
+    at = ring_.slots_at(np.arange(len(valid)), head, reserve, size)
+    assert [slots[slot] for slot in at] == valid
+    assert ring_.rows_in(at, head, size).tolist() == valid
+
+
+def test_without_a_ring_rows_are_slots() -> None:
+    assert ring_.first_valid(9, 0) == 0
+    assert ring_.pieces(3, 8, 0) == [(3, 0, 5)]
+    assert ring_.slots_of(7, 0) == 7
+    index = np.arange(5)
+    assert ring_.slots_at(index, 5, 8, 0) is index
+    assert ring_.rows_in(index, 5, 0) is index
+
+
+# -- storages
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ring"
+
+
+def assert_holds(storage: MemmapStorage, numbers: range) -> None:
+    """The storage holds exactly these rows, each in its slot."""
+    assert storage.span == numbers
+    assert len(storage) == len(numbers)
+    number = np.arange(numbers.start, numbers.stop)
+    got = storage.get(torch.from_numpy(storage.slots_of(number)))
+    want = rows(0, numbers.stop)[numbers.start :]
+    assert (got == want).all()
+    if storage.head >= storage.ring:
+        by_slot = storage.get(slice(None))
+        assert (by_slot[storage.slots_of(number)] == want).all()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.integers(1, 40),
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    reopen=st.sets(st.integers(0, 11)),
+    write_nbytes=st.sampled_from([1, 2**14]),
+)
+def test_a_ring_holds_the_newest_rows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    counts: list[int],
+    reopen: set[int],
+    write_nbytes: int,
+) -> None:
+    monkeypatch.setattr("tallyroll.storage.engine._WRITE_NBYTES", write_nbytes)
+    path = tmp_path / "ring"
+    shutil.rmtree(path, ignore_errors=True)
+    storage = MemmapStorage(path, max_size=size)
+    head = 0
+    for step, count in enumerate(counts):
+        count = min(count, size)
+        assert storage.extend(rows(head, count)) == range(head, head + count)
+        head += count
+        if step in reopen:
+            storage.close()
+            storage = MemmapStorage(path, mode="append")
+            assert storage.ring == storage.max_size == size
+        assert_holds(storage, range(max(0, head - size), head))
+        with open_storage(path) as reader:
+            assert_holds(reader, range(max(0, head - size), head))
+    storage.close()
+    assert sum(f.stat().st_size for f in path.rglob("*.memmap")) == (
+        min(size, head) * storage_row_nbytes(path)
+    )
+
+
+def storage_row_nbytes(path: Path) -> int:
+    with open_storage(path) as storage:
+        return storage.schema.row_nbytes
+
+
+def test_more_rows_at_once_than_slots_are_refused(path: Path) -> None:
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 7))
+        with pytest.raises(BatchTooLong, match="a ring of 10 rows and got 11 at once"):
+            storage.extend(rows(7, 11))
+        assert_holds(storage, range(7))
+        storage.extend(rows(7, 10))
+        assert_holds(storage, range(7, 17))
+
+
+def test_a_ring_is_opened_as_the_ring_that_it_is(path: Path) -> None:
+    MemmapStorage(path, max_size=10).close()
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 10))
+        storage.extend(rows(10, 2))
+    with pytest.raises(ValueError, match=r"max_size=11 was given, and .* is a ring of 10 rows"):
+        MemmapStorage(path, mode="append", max_size=11)
+    with MemmapStorage(path, mode="append", max_size=10) as storage:
+        assert_holds(storage, range(2, 12))
+    with MemmapStorage(path.with_name("grows")) as storage:
+        storage.extend(rows(0, 12))
+    with pytest.raises(ValueError, match="keeps every row"):
+        MemmapStorage(path.with_name("grows"), mode="read", max_size=10)
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="max_size is a positive number"):
+            MemmapStorage(path.with_name("wrong"), max_size=wrong)  # type: ignore[arg-type]
+
+
+def interrupted(storage: MemmapStorage, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append 6 rows of noise and stop when half the columns are overwritten."""
+    copy = Engine._copy
+
+    def half(self: Engine, slot: int, given: list[np.ndarray]) -> None:
+        copy(self, slot, given[: len(given) // 2] + [a[:0] for a in given[len(given) // 2 :]])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_copy", half)
+        with pytest.raises(KeyboardInterrupt):
+            storage.extend(rows(at + 1000, 6))
+
+
+@pytest.mark.parametrize("before", [12, 17, 20, 8, 4, 1])
+def test_half_overwritten_rows_are_gone_until_new_ones_take_their_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    size = 10
+    storage = MemmapStorage(path, max_size=size)
+    for start in range(0, before, 4):
+        storage.extend(rows(start, min(4, before - start)))
+    interrupted(storage, before, monkeypatch)
+    left = range(min(before, max(0, before + 6 - size)), before)
+    assert storage.span == left
+    assert_gathers(storage, left)
+    storage.close()
+    with open_storage(path) as reader:
+        assert_gathers(reader, left)
+    storage = MemmapStorage(path, mode="append")
+    assert_gathers(storage, left)
+    head = before
+    for _ in range(5):
+        storage.extend(rows(head, 2))
+        head += 2
+        assert_gathers(storage, range(max(0, left.start, head - size), head))
+    assert_holds(storage, range(max(left.start, head - size), head))
+    storage.close()
+
+
+def assert_gathers(storage: MemmapStorage, numbers: range) -> None:
+    """All valid rows, by every way to read them, whichever slots they are in."""
+    assert storage.span == numbers
+    want = {number: rows(number, 1)[0] for number in numbers}
+    for got in (
+        storage.get(torch.arange(len(numbers))),
+        storage.get(slice(None)),
+        storage.get(list(range(len(numbers)))),
+    ):
+        assert len(got) == len(numbers)
+        if len(numbers):
+            found = {int(row["id"]): row for row in got}
+            assert found.keys() == want.keys()
+            assert all((found[number] == want[number]).all() for number in want)
+    with pytest.raises(IndexOutOfRange):
+        storage.get(len(numbers))
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+def test_replay_buffers_write_round_and_round(path: Path, kind: type[ReplayBuffer]) -> None:
+    storage = MemmapStorage(path, max_size=10)
+    buffer = kind(storage=storage, batch_size=200)
+    head = 0
+    for count in (3, 4, 9, 1, 10, 2):
+        index = buffer.extend(rows(head, count))
+        assert index.tolist() == [row % 10 for row in range(head, head + count)]
+        assert (buffer[index].exclude("index") == rows(head, count)).all()
+        head += count
+        assert_holds(storage, range(max(0, head - 10), head))
+    assert buffer.add(rows(head, 1)[0]) == head % 10
+    head += 1
+    assert len(buffer) == 10
+    assert storage._is_full
+    assert storage._last_cursor_index == (head - 1) % 10
+    numbers = set(buffer.sample()["id"].tolist())
+    assert numbers == set(range(head - 10, head))
+    storage.close()
+    with MemmapStorage(path, mode="append") as again:
+        buffer = kind(storage=again, sampler=SamplerWithoutReplacement(), batch_size=10)
+        assert sorted(buffer.sample()["id"].tolist()) == list(range(head - 10, head))
+        assert buffer.extend(rows(head, 2)).tolist() == [head % 10, (head + 1) % 10]
+        assert_holds(again, range(head - 8, head + 2))
+        with pytest.raises(NotAnAppend, match="only added behind the last one"):
+            again.set(torch.tensor([0, 1, 2]), rows(0, 3))
+
+
+def test_dumps_and_loads_keep_slots_and_numbers(path: Path, tmp_path: Path) -> None:
+    with MemmapStorage(path, max_size=10) as storage:
+        buffer = ReplayBuffer(storage=storage)
+        for start in range(0, 24, 3):
+            buffer.extend(rows(start, 3))
+        buffer.dumps(tmp_path / "dump")
+        buffer.extend(rows(24, 3))
+        buffer.dumps(tmp_path / "dump")
+    with MemmapStorage(tmp_path / "other", max_size=10) as other:
+        buffer = ReplayBuffer(storage=other)
+        buffer.loads(tmp_path / "dump")
+        assert_holds(other, range(17, 27))
+        assert buffer.extend(rows(27, 2)).tolist() == [7, 8]
+        assert_holds(other, range(19, 29))
+
+
+def test_capacity_reserves_the_ring_at_once(path: Path) -> None:
+    with MemmapStorage(path, max_size=10, capacity=1000) as storage:
+        storage.extend(arrays(0, 2))
+        nbytes = sum(file.stat().st_size for file in path.rglob("*.memmap"))
+        assert nbytes == 10 * storage.schema.row_nbytes
+
+
+def test_load_memmap_reads_the_slots_in_use(path: Path) -> None:
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 9))
+        storage.extend(rows(9, 4))
+        storage.flush()
+        shown = TensorDict.load_memmap(path)
+        assert (shown == storage.get(slice(None))).all()
+
+
+def test_counts_of_a_ring_may_run_ahead(path: Path) -> None:
+    """As after a kill, with rows reserved and none written."""
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 10))
+    with open(path / "tallyroll.header", "r+b") as header:
+        header.seek(64)
+        header.write(word_of(13).to_bytes(8, "little"))
+    with open_storage(path) as reader:
+        assert_gathers(reader, range(3, 10))
