@@ -98,7 +98,7 @@ def rows_covered(recorded: Any) -> int:
         counts = type(rows) is int and type(size) is int and rows >= 0 and size >= 1
         texts = isinstance(columns, dict) and all(type(each) is str for each in columns.values())
         if counts and texts:
-            return int(rows)
+            return int(recorded["rows"])
     raise CorruptStorage(
         "the checksums in the manifest are damaged: wanted CRC-32 in blocks of rows, by column."
     )
@@ -127,4 +127,4 @@ def _of_block(block: np.ndarray, progress: Progress | None) -> str:
     if progress is not None:
         progress(block.nbytes)
     values = np.ascontiguousarray(block).reshape(-1)
-    return f"{zlib.crc32(values.view(np.uint8)):0{_DIGITS}x}"
+    return f"{zlib.crc32(values.view(np.uint8).data):0{_DIGITS}x}"
