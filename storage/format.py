@@ -23,6 +23,9 @@ class Format(ABC):
     name: ClassVar[str]
     """The name in the manifest, ``tallyroll.`` first."""
 
+    grows: ClassVar[bool] = True
+    """Whether space for more rows can be added to an open storage."""
+
     rings: ClassVar[bool] = False
     """Whether new rows may overwrite the oldest."""
 
@@ -87,7 +90,7 @@ class Format(ABC):
             StorageFull: no space.
         """
 
-    def fit(self, schema: Schema, capacity: int) -> None:
+    def fit(self, schema: Schema, capacity: int) -> None:  # noqa: B027 - most formats grow
         """Make a storage that cannot grow in place able to hold ``capacity`` rows.
 
         The writer holds the lock and nothing is open yet. Formats that grow do nothing.
@@ -96,7 +99,7 @@ class Format(ABC):
             StorageFull: no space; nothing was changed.
         """
 
-    def finish(self, schema: Schema, rows: int) -> None:
+    def finish(self, schema: Schema, rows: int) -> None:  # noqa: B027 - trimmed is enough
         """Leave exactly ``rows`` rows, for good. The writer holds the lock and nothing else.
 
         Raises:
