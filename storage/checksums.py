@@ -12,7 +12,7 @@ import numpy as np
 from .errors import CorruptStorage
 from .rows import Key, spell
 
-__all__ = ["Mismatch", "checksums", "mismatches", "rows_covered"]
+__all__ = ["Mismatch", "Progress", "checksums", "mismatches", "rows_covered"]
 
 _MOST_BLOCKS = 4096
 """Over all columns: at eight digits a block, 32 KiB."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -103,6 +103,11 @@ class Engine:
         if not self.ring:
             return range(head)
         return range(min(head, first_valid(self._header.reserve, self.ring)), head)
+
+    @property
+    def room(self) -> int:
+        """Slots that there is space for."""
+        return self._room
 
     def _slots(self, rows: int) -> int:
         """How many slots ``rows`` rows take."""
@@ -403,11 +408,16 @@ class Engine:
         self._header.close()
         self._format.close()
 
-    def close(self) -> None:
-        """Trim the files to the committed rows, and let go of everything."""
+    def close(self, finish: Callable[[], None] | None = None) -> None:
+        """Trim the files to the committed rows, and let go of everything, the lock last.
+
+        ``finish`` is called by a writer, when nothing but the lock is held any more.
+        """
         with ExitStack() as exits:
             if self._lock is not None:
                 exits.callback(self._lock.release)
+            if finish is not None:
+                exits.callback(finish)
             exits.callback(self._format.close)
             exits.callback(self._header.close)
             if self.owns_lock:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from .checksums import Progress, checksums
 from .commit import check_record
 from .engine import Durability, Engine
 from .errors import InvalidSchema, NotInitialised, RowsMismatch, SchemaMismatch, StorageClosed
@@ -68,6 +70,10 @@ class RowStore:
         else:
             self._take(open_existing(self._format, writable=mode == "append", **self._options))
             self._check_ring()
+            if self.ring and mode == "append" and "finalized" in self.manifest:
+                # Checksums of rows that are about to be overwritten.
+                kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
+                self._write_manifest(kept)
         self._closed = False
 
     @property
@@ -117,16 +123,80 @@ class RowStore:
         self._take(create_new(self._format, schema, runs, id=id, ring=self._ring, **self._options))
 
     def _write_runs(self, runs: list[Any]) -> None:
-        manifest = {**self.manifest, "runs": runs}
-        durable = self._durability == "power"
-        self._format.write_manifest(manifest, durable=durable)
+        self._write_manifest({**self.manifest, "runs": runs})
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        self._format.write_manifest(manifest, durable=self._durability == "power")
         self._manifest = manifest
+
+    def reserve(self, rows: int) -> None:
+        """Reserve space for ``rows`` rows in all, those that are there included.
+
+        A format that cannot grow in place is written anew, into a larger file.
+
+        Raises:
+            StorageFull: there is no space; nothing was changed.
+        """
+        _check_rows("rows", rows)
+        self._require_open()
+        engine = self._engine
+        if engine is None:
+            self._capacity = max(self._capacity, rows)
+        elif self._format.grows or rows <= engine.room:
+            engine.require_writer()
+            engine.reserve_rows(rows)
+        else:
+            engine.require_writer()
+            self._reopen(rows)
+
+    def _reopen(self, capacity: int) -> None:
+        engine, self._engine = self._engine, None
+        assert engine is not None
+        engine.close()
+        try:
+            self._take(
+                open_existing(
+                    self._format, writable=True, **{**self._options, "capacity": capacity}
+                )
+            )
+        except BaseException:
+            self._take(open_existing(self._format, writable=True, durability=self._durability))
+            raise
+
+    def finalize(self, progress: Progress | None = None) -> None:
+        """Leave exactly the committed rows, with checksums in the manifest, and close.
+
+        HDF5 files are written anew without the space that was reserved, which takes
+        their size once more while it lasts. The storage can be opened again, to be
+        appended to as well.
+
+        Args:
+            progress: called with the number of bytes that were read since the last call.
+
+        Raises:
+            StorageFull: no space; the storage is closed as it was.
+        """
+        engine = self._running()
+        engine.require_writer()
+        columns = dict(zip(engine.schema.keys, engine.committed(), strict=True))
+        rows = len(next(iter(columns.values())))
+        done = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "head": engine.head,
+            "checksums": checksums(columns, rows, progress),
+        }
+        self._write_manifest({**self.manifest, "finalized": done})
+        schema = engine.schema
+        self._close(lambda: self._format.finish(schema, rows))
 
     def close(self) -> None:
         """Trim the files to the committed rows and let the next writer in. Twice is harmless."""
+        self._close(None)
+
+    def _close(self, finish: Callable[[], None] | None) -> None:
         engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
-            engine.close()
+            engine.close(finish)
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
