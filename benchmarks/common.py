@@ -53,6 +53,10 @@ class Contender(ABC):
 
     name: str
 
+    def make_ready(self) -> None:
+        """Get ready for the next ``advance``; not timed."""
+        return
+
     @abstractmethod
     def advance(self) -> None:
         """Do one batch of work. Only this is timed."""
@@ -109,6 +113,7 @@ def play_round(contender: Contender, seconds: float) -> tuple[float, Tally]:
     """Advance until ``seconds`` have gone by; counting happens with the clock stopped."""
     elapsed, tally = 0.0, Tally(0, 0)
     while elapsed < seconds:
+        contender.make_ready()
         start = time.perf_counter()
         contender.advance()
         elapsed += time.perf_counter() - start
