@@ -111,6 +111,10 @@ class Format(ABC):
         """Remove what an unfinished creation left."""
 
     @abstractmethod
+    def undo(self, *, made: bool) -> None:
+        """Remove what a failed creation left, its lock too, and the place if it ``made`` it."""
+
+    @abstractmethod
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the files of an existing storage.
 

@@ -99,7 +99,7 @@ def create_new(
         undo.callback(lock.release)
         # Another process may have created one before we had the lock.
         format.refuse_existing()
-        undo.callback(_undo, format, made)
+        undo.callback(format.undo, made=made)
         header = header_bytes(schema_crc(schema), ring=ring)
         format.create(schema, header, capacity=min(capacity, ring) if ring else capacity)
         engine = _start(format, schema, lock, durability)
@@ -122,10 +122,3 @@ def _start(
         engine = Engine(format, header, schema, lock=lock, durability=durability)
         undo.pop_all()
     return engine
-
-
-def _undo(format: Format, made: bool) -> None:
-    format.discard()
-    format.lock_path.unlink(missing_ok=True)
-    if made:
-        format.path.rmdir()

@@ -273,7 +273,7 @@ def test_a_missing_column_is_told(five: Path) -> None:
 def test_a_column_elsewhere_is_refused(five: Path, tmp_path: Path) -> None:
     (five / "wide.memmap").rename(tmp_path / "elsewhere")
     (five / "wide.memmap").symlink_to(tmp_path / "elsewhere")
-    assert_refused(five, CorruptStorage, "not a plain file of rows")
+    assert_refused(five, CorruptStorage, r"not a column, but a link or of another kind")
 
 
 @pytest.mark.parametrize("key", [["..", "..", "x"], ["/etc/passwd"], [], "wide", [1]], ids=repr)

@@ -1,0 +1,123 @@
+"""What storages that are directories have in common: what may be there before and after."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from pathlib import Path
+
+from .commit import HEADER_NBYTES, committed_counts
+from .errors import (
+    CorruptStorage,
+    DirectoryNotEmpty,
+    NotAStorage,
+    NotWritable,
+    StorageExists,
+    StorageMissing,
+)
+from .format import Format
+from .manifest import sync_directory
+from .paths import failed, make_directory, refuse_impossible, require_creatable
+
+__all__ = ["DirectoryFormat"]
+
+
+class DirectoryFormat(Format):
+    """A storage that is a directory of its own."""
+
+    @abstractmethod
+    def _owns(self, name: Path) -> bool:
+        """Whether a file of that name, from the root, may be one of the format's own."""
+
+    def refuse_existing(self) -> None:
+        """Accept a path where nothing is, an empty directory, or an unfinished creation."""
+        refuse_impossible(self.manifest_path)
+        if self.manifest_path.exists():
+            raise StorageExists(
+                f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
+                "it, or give another path."
+            )
+        self._refuse_lost_manifest()
+        if not self.path.is_dir():
+            require_creatable(self.path)
+        elif not os.access(self.path, os.W_OK | os.X_OK):
+            raise NotWritable(f"{self.path} cannot be written to. Give a path that can.")
+        elif foreign := self._foreign():
+            raise DirectoryNotEmpty(
+                f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory "
+                "of its own; give another path."
+            )
+
+    def _refuse_lost_manifest(self) -> None:
+        """An unfinished creation has committed nothing; anything else is somebody's data."""
+        try:
+            with open(self.header_path, "rb") as header:
+                reserve, head = committed_counts(header.read(HEADER_NBYTES))
+        except OSError:
+            return
+        if reserve or head:
+            raise CorruptStorage(
+                f"{self.path} has {head} committed rows and no {self.manifest_path.name}, which "
+                "says what they are. Restore it from a copy; or delete the directory, and give it "
+                "again."
+            )
+
+    def _foreign(self) -> str | None:
+        if not any(self.path.iterdir()):
+            return None
+        files = [file for file in self.path.rglob("*") if file.is_symlink() or not file.is_dir()]
+        foreign = [file for file in files if not self._owns(file.relative_to(self.path))]
+        # The lock comes first: without it these files are not from a creation of ours.
+        if self.lock_path.exists() and not foreign:
+            return None
+        return (foreign[0] if foreign else next(self.path.iterdir())).name
+
+    def refuse_missing(self) -> None:
+        """Accept a directory."""
+        refuse_impossible(self.manifest_path)
+        if not self.path.exists():
+            raise StorageMissing(
+                f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
+            )
+        if not self.path.is_dir():
+            raise NotAStorage(
+                f"{self.path} is a file, and this storage is a directory. Give its path."
+            )
+
+    def prepare(self) -> None:
+        """Make the directory."""
+        make_directory(self.lock_path.parent)
+
+    def discard(self) -> None:
+        """Remove files of an unfinished creation, and directories that it leaves empty."""
+        for place in sorted(self.path.rglob("*"), reverse=True):
+            if place == self.lock_path:
+                continue
+            if place.is_dir() and not place.is_symlink():
+                if not any(place.iterdir()):
+                    place.rmdir()
+            elif self._owns(place.relative_to(self.path)):
+                place.unlink()
+
+    def undo(self, *, made: bool) -> None:
+        """Remove what a failed creation left, its lock too, and the directory if it ``made`` it."""
+        self.discard()
+        self.lock_path.unlink(missing_ok=True)
+        for place in sorted(self.path.rglob("*"), reverse=True):
+            if place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
+        if made:
+            self.path.rmdir()
+
+    def _write_header(self, header: bytes) -> None:
+        try:
+            with open(self.header_path, "wb", buffering=0) as target:
+                os.posix_fallocate(target.fileno(), 0, len(header))
+                target.write(header)
+                os.fsync(target.fileno())
+        except OSError as error:
+            raise failed(self.path, error, len(header)) from error
+
+    def _sync_directories(self, directories: set[Path]) -> None:
+        for directory in {self.path, *directories}:
+            sync_directory(directory)
