@@ -24,6 +24,7 @@ from .schema import Schema
 __all__ = [
     "Manifest",
     "new_manifest",
+    "parse_manifest",
     "read_manifest",
     "run_of",
     "schema_crc",
@@ -34,6 +35,7 @@ __all__ = [
 Manifest = dict[str, Any]
 """``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
 
+_MOST_ROWS = 2**48 - 1
 _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
 
 
@@ -80,7 +82,28 @@ def read_manifest(path: Path) -> Manifest:
         CorruptStorage: it is damaged.
         FormatVersionMismatch: another version wrote it.
     """
-    manifest = _read_json(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise NotAStorage(
+            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "
+            "one; if its creation was interrupted, create it again."
+        ) from error
+    except OSError as error:
+        raise CorruptStorage(
+            f"{path} cannot be read: {error.strerror}. Restore it from a copy."
+        ) from error
+    return parse_manifest(content, path)
+
+
+def parse_manifest(content: bytes, path: Path) -> Manifest:
+    """The manifest in ``content``, which was read from ``path``; raises as `read_manifest`."""
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptStorage(
+            f"{path} is not JSON any more ({error}): it is damaged. Restore it from a copy."
+        ) from error
     if not isinstance(manifest, dict) or not str(manifest.get("format")).startswith("tallyroll."):
         raise NotAStorage(
             f"{path} does not describe a Tallyroll storage; another program wrote it. "
@@ -89,16 +112,23 @@ def read_manifest(path: Path) -> Manifest:
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise FormatVersionMismatch(
-            f"{path.parent} is of format version {version}, and this Tallyroll reads version "
+            f"{path.parent} is of format version {version!r}, and this Tallyroll reads version "
             f"{FORMAT_VERSION}. Use the Tallyroll that wrote it."
         )
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    if not wrong and not all(map(_is_run, manifest["runs"])):
+        wrong = ["a run with its first row"]
     if wrong:
         raise CorruptStorage(
             f"{path} lacks {', '.join(wrong)}, or they are of the wrong type. Restore it from a "
             "copy."
         )
     return manifest
+
+
+def _is_run(run: Any) -> bool:
+    first = run.get("first_row") if isinstance(run, dict) else None
+    return type(first) is int and 0 <= first <= _MOST_ROWS
 
 
 def schema_of(manifest: Manifest, path: Path) -> Schema:
@@ -111,20 +141,6 @@ def schema_of(manifest: Manifest, path: Path) -> Schema:
         return Schema.from_json(manifest.get("schema"))
     except InvalidSchema as error:
         raise CorruptStorage(f"the schema in {path} is damaged: {error} Restore it.") from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise NotAStorage(
-            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "
-            "one; if its creation was interrupted, create it again."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptStorage(
-            f"{path} is not JSON any more ({error}): it is damaged. Restore it from a copy."
-        ) from error
 
 
 def write_aside(path: Path, value: Any, *, durable: bool = False) -> None:
