@@ -15,13 +15,17 @@ from .errors import (
     StorageLocked,
     StorageMissing,
 )
+from .findings import Finding, Report
 from .formats import open_storage
 from .memmap import MemmapStorage
 from .schema import Schema
+from .verification import verify
 
 __all__ = [
     "CorruptStorage",
+    "Finding",
     "MemmapStorage",
+    "Report",
     "RowsMismatch",
     "Schema",
     "SchemaMismatch",
@@ -31,4 +35,5 @@ __all__ = [
     "StorageLocked",
     "StorageMissing",
     "open_storage",
+    "verify",
 ]

@@ -30,7 +30,9 @@ PUBLIC: dict[str, list[str]] = {
     ],
     "tallyroll.storage": [
         "CorruptStorage",
+        "Finding",
         "MemmapStorage",
+        "Report",
         "RowsMismatch",
         "Schema",
         "SchemaMismatch",
@@ -40,6 +42,7 @@ PUBLIC: dict[str, list[str]] = {
         "StorageLocked",
         "StorageMissing",
         "open_storage",
+        "verify",
     ],
 }
 

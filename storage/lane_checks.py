@@ -1,0 +1,341 @@
+"""Do the rows of a run say who made them: one trajectory after the other in every lane? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .findings import Findings, Place
+
+__all__ = ["Chunk", "LaneChecks", "Links"]
+
+_NONE = -1
+"""No row came before in this lane."""
+_VAGUE = -2
+"""One did, and nobody knows of which trajectory it is."""
+_MOST_LANES = 2**20
+"""Where no run says how many lanes there are, more than that are taken for damage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that follow one another: the collector's columns, each [n]."""
+
+    start: int
+    """The first row's number."""
+    ids: np.ndarray
+    steps: np.ndarray
+    lane: np.ndarray
+    ended: np.ndarray
+    """Terminated or truncated."""
+    version: np.ndarray
+
+    def place(self, at: int, what: str, column: str | None = None) -> Place:
+        """Where entry ``at`` is."""
+        return Place(
+            self.start + at,
+            int(self.lane[at]),
+            int(self.ids[at]),
+            int(self.steps[at]),
+            column,
+            what,
+        )
+
+    def report(
+        self,
+        findings: Findings,
+        check: str,
+        message: str,
+        wrong: np.ndarray,
+        what: Callable[[int], str],
+    ) -> None:
+        """Add the rows that are ``wrong`` [n]; ``what`` takes an index into the chunk."""
+        if not wrong.any():
+            return
+        where = np.flatnonzero(wrong)
+        findings.add_rows(
+            check, message, where, lambda i: self.place(int(where[i]), what(int(where[i])))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Rows of one trajectory, ``after[i]`` right behind ``before[i]``, by number."""
+
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """The rows of a chunk by lane, and in time within it. All arrays are [n]."""
+
+    chunk: Chunk
+    at: np.ndarray
+    """Index into the chunk."""
+    lane: np.ndarray
+    vague: np.ndarray
+    first: np.ndarray
+    """Where each lane begins, [lanes that have rows]."""
+    row: np.ndarray
+    ids: np.ndarray
+    steps: np.ndarray
+    ended: np.ndarray
+    version: np.ndarray
+
+    def report(
+        self,
+        findings: Findings,
+        check: str,
+        message: str,
+        wrong: np.ndarray,
+        what: Callable[[int], str],
+    ) -> None:
+        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's number."""
+        if not wrong.any():
+            return
+        where = np.flatnonzero(wrong)
+        findings.add_rows(
+            check,
+            message,
+            self.row[where],
+            lambda i: self.chunk.place(int(self.at[where[i]]), what(int(where[i]))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What stood before each entry of a series in its lane, [n]."""
+
+    row: np.ndarray
+    """Its number, or `_NONE` or `_VAGUE`."""
+    ids: np.ndarray
+    steps: np.ndarray
+    ended: np.ndarray
+    version: np.ndarray
+
+
+class LaneChecks:
+    """Follows the lanes of one run through its rows, chunk by chunk.
+
+    What is kept are five numbers a lane. A row whose id belongs to another lane is reported and
+    left out of what follows.
+
+    Args:
+        lanes: how many the run has, None where nobody knows.
+        floor: the largest id of earlier runs, -1 without one.
+        late: the rows before the first ones are gone, so that trajectories may begin late.
+    """
+
+    def __init__(self, lanes: int | None, *, floor: int = -1, late: bool = False) -> None:
+        self._declared, self._floor, self._late = lanes, floor, late
+        self.largest = floor
+        """The largest id so far."""
+        self._rest: int | None = None
+        self._begun: list[np.ndarray] = []
+        none = np.empty(0, np.int64)
+        self._tails = _Before(none, none, none, np.empty(0, np.bool_), none)
+        self._grow(lanes or 0)
+
+    def advance(self, chunk: Chunk, findings: Findings) -> Links:
+        """Check the rows of ``chunk`` against one another and against those before them."""
+        lanes = self._lanes_of(chunk)
+        usable = self._check_owners(chunk, lanes, findings)
+        self._check_floor(chunk, findings)
+        self.largest = max(self.largest, int(chunk.ids.max(initial=-1)))
+        series = _series(chunk, *self._entries(chunk, usable, lanes))
+        if not len(series.at):
+            return Links(series.row, series.row)
+        before = self._before(series)
+        self._keep(series)
+        return self._follow(series, before, findings)
+
+    def finish(self, findings: Findings) -> None:
+        """Where no run says which ids are which lane's: has each id one lane?"""
+        if not self._begun:
+            return
+        ids, counts = np.unique(np.concatenate(self._begun), return_counts=True)
+        twice = ids[counts > 1]
+        findings.add_rows(
+            "ids", "an id that two trajectories have", twice,
+            lambda i: Place(trajectory=int(twice[i]), what=f"begins {counts[counts > 1][i]} times"),
+        )  # fmt: skip
+
+    def _lanes_of(self, chunk: Chunk) -> int:
+        if self._declared is None:
+            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < _MOST_LANES)]
+            self._grow(int(inside.max(initial=-1)) + 1)
+        return len(self._tails.row)
+
+    def _grow(self, lanes: int) -> None:
+        tails, more = self._tails, lanes - len(self._tails.row)
+        if more > 0:
+            self._tails = _Before(
+                np.append(tails.row, np.full(more, _NONE)),
+                np.append(tails.ids, np.full(more, -1)),
+                np.append(tails.steps, np.full(more, -1)),
+                np.append(tails.ended, np.zeros(more, np.bool_)),
+                np.append(tails.version, np.full(more, -1)),
+            )
+
+    # --- row by row -------------------------------------------------------------------------------
+
+    def _check_owners(self, chunk: Chunk, lanes: int, findings: Findings) -> np.ndarray:
+        """Which rows [n] have a lane, and an id that is this lane's."""
+        lane, ids = chunk.lane, chunk.ids
+        inside: np.ndarray = (lane >= 0) & (lane < lanes)
+        chunk.report(
+            findings, "lanes", "a lane that the run does not have", ~inside,
+            lambda at: f"the run has {lanes} lanes, numbered from 0",
+        )  # fmt: skip
+        if self._declared is None:
+            return inside
+        rest = (ids - lane) % lanes
+        if self._rest is None:
+            self._rest = self._most_common(rest[inside], lanes)
+        first = self._rest
+        foreign: np.ndarray = inside & (rest != first)
+        chunk.report(
+            findings, "ids", "the id of another lane's trajectory", foreign,
+            lambda at: f"trajectory {ids[at]} would be lane {(int(ids[at]) - first) % lanes}'s",
+        )  # fmt: skip
+        owned: np.ndarray = inside & ~foreign
+        return owned
+
+    def _most_common(self, rest: np.ndarray, lanes: int) -> int:
+        """Ids of lane l are rest + l + k * lanes: as most rows say; of equals, what is usual."""
+        votes = np.bincount(rest, minlength=lanes).astype(np.float64)
+        votes[(self._floor + 1) % lanes] += 0.5
+        return int(votes.argmax())
+
+    def _check_floor(self, chunk: Chunk, findings: Findings) -> None:
+        floor = self._floor
+        chunk.report(
+            findings, "ids", "an id that is negative or was used by an earlier run",
+            chunk.ids <= floor, lambda at: f"ids are above {floor} here",
+        )  # fmt: skip
+
+    # --- row behind row ---------------------------------------------------------------------------
+
+    def _entries(
+        self, chunk: Chunk, usable: np.ndarray, lanes: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Index into the chunk, lane, and whether it is vague, by lane and time.
+
+        A row that names two lanes stands in both, and is vague: what follows it there is not
+        judged by it.
+        """
+        if usable.all():
+            # Sixteen bits are sorted in one pass.
+            lane = chunk.lane.astype(np.uint16) if lanes <= 2**16 else chunk.lane
+            at = np.argsort(lane, kind="stable")
+            return at, chunk.lane[at], np.zeros(len(at), np.bool_)
+        good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
+        by_column = bad[(chunk.lane[bad] >= 0) & (chunk.lane[bad] < lanes)]
+        by_id = bad if self._rest is not None else bad[:0]
+        owner = (chunk.ids[by_id] - (self._rest or 0)) % max(1, lanes)
+        at = np.concatenate([good, by_column, by_id])
+        lane = np.concatenate([chunk.lane[good], chunk.lane[by_column], owner])
+        vague = np.arange(len(at)) >= len(good)
+        order = np.lexsort((at, lane))
+        return at[order], lane[order], vague[order]
+
+    def _before(self, series: _Series) -> _Before:
+        own, tails = series.lane[series.first], self._tails
+
+        def shifted(values: np.ndarray, tails: np.ndarray) -> np.ndarray:
+            before = np.empty(len(values), tails.dtype)
+            before[1:] = values[:-1]
+            before[series.first] = tails[own]
+            return before
+
+        return _Before(
+            shifted(series.row, tails.row),
+            shifted(series.ids, tails.ids),
+            shifted(series.steps, tails.steps),
+            shifted(series.ended, tails.ended),
+            shifted(series.version, tails.version),
+        )
+
+    def _keep(self, series: _Series) -> None:
+        last = np.append(series.first[1:], len(series.at)) - 1
+        own, tails = series.lane[last], self._tails
+        tails.row[own], tails.ids[own] = series.row[last], series.ids[last]
+        tails.steps[own], tails.ended[own] = series.steps[last], series.ended[last]
+        tails.version[own] = series.version[last]
+
+    def _follow(self, series: _Series, before: _Before, findings: Findings) -> Links:
+        known = (before.row >= 0) & ~series.vague
+        same: np.ndarray = known & (series.ids == before.ids)
+        series.report(
+            findings, "ids", "a lane goes back to an earlier trajectory",
+            known & (series.ids < before.ids),
+            lambda i: f"row {before.row[i]:,} of this lane has trajectory {before.ids[i]} already",
+        )  # fmt: skip
+        begins = (known & ~same) | ((before.row == _NONE) & ~series.vague & (not self._late))
+        if self._declared is None:
+            self._begun.append(series.ids[(before.row != _VAGUE) & ~same & ~series.vague])
+        _check_steps(series, before, same, begins, findings)
+        _check_versions(series, before, known, findings)
+        over = same & before.ended
+        _check_over(series, before, over, findings)
+        linked = same & ~over & (series.steps == before.steps + 1)
+        return Links(before.row[linked], series.row[linked])
+
+
+def _series(chunk: Chunk, at: np.ndarray, lane: np.ndarray, vague: np.ndarray) -> _Series:
+    is_first = np.ones(len(at), np.bool_)
+    is_first[1:] = lane[1:] != lane[:-1]
+    return _Series(
+        chunk,
+        at,
+        lane,
+        vague,
+        np.flatnonzero(is_first),
+        np.where(vague, _VAGUE, chunk.start + at),
+        chunk.ids[at],
+        chunk.steps[at],
+        chunk.ended[at],
+        chunk.version[at],
+    )
+
+
+def _check_steps(
+    series: _Series, before: _Before, same: np.ndarray, begins: np.ndarray, findings: Findings
+) -> None:
+    wanted = np.where(same, before.steps + 1, 0)
+    wrong: np.ndarray = (same | begins) & (series.steps != wanted)
+    if wrong.any():
+        # A row behind a wrong one is right if it goes on as if that had been right.
+        excused = wrong[:-1] & same[1:] & (series.steps[1:] == wanted[:-1] + 1)
+        excused[series.first[1:] - 1] = False
+        wrong[1:] &= ~excused
+    series.report(
+        findings, "steps", "the steps of a trajectory are not 0, 1, 2 ...", wrong,
+        lambda i: f"wanted step {wanted[i]}",
+    )  # fmt: skip
+
+
+def _check_versions(
+    series: _Series, before: _Before, known: np.ndarray, findings: Findings
+) -> None:
+    series.report(
+        findings, "versions", "the policy's version goes back within a lane",
+        known & (series.version < before.version),
+        lambda i: f"version {series.version[i]} behind version {before.version[i]}",
+    )  # fmt: skip
+
+
+def _check_over(series: _Series, before: _Before, over: np.ndarray, findings: Findings) -> None:
+    """The place is the row that claims an end."""
+    where = np.flatnonzero(over)
+    findings.add_rows(
+        "ends", "a trajectory goes on behind its end", before.row[where],
+        lambda i: Place(
+            int(before.row[where[i]]), int(series.lane[where[i]]), int(before.ids[where[i]]),
+            int(before.steps[where[i]]), None,
+            f"terminated or truncated, and goes on at row {series.row[where[i]]:,}",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Do the manifest's runs and the record of the last commit fit the rows and each other? Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .findings import Findings, Place
+
+__all__ = ["Record", "Run", "check_ledger", "check_record", "check_runs"]
+
+_SUMS = {
+    "slots": ("executed", "reset_slots"),
+    "executed": ("stored", "discarded", "carried", "lost"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's entry in the manifest: the rows from ``first_row`` up to the next entry's."""
+
+    first_row: int
+    lanes: int | None = None
+    """None where the entry does not say."""
+    origin: int | None = None
+    """First row of the run that this one continues, or its own; None if no collector made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a collector's record says, beside its ledger."""
+
+    at: int
+    """Rows committed when it was written."""
+    origin: int
+    """First row of its run."""
+    stored_before: int
+    ledger: Mapping[str, int]
+
+
+def check_runs(entries: list[Any], head: int, findings: Findings) -> list[Run]:
+    """The runs that ``entries`` describe, in the order of their rows; wrong ones are left out."""
+    runs: list[Run] = []
+    if not entries:
+        findings.add("runs", "the manifest names no run")
+    for number, entry in enumerate(entries):
+        problem = _problem_of(entry, runs[-1].first_row if runs else 0, head)
+        if not runs and number == 0 and not problem and entry["first_row"] != 0:
+            problem = f"its first row is {entry['first_row']}, and the first run begins at row 0"
+        if problem:
+            place = Place(what=f"run {number}: {problem}")
+            findings.add("runs", "a run in the manifest does not fit the rows", place)
+        else:
+            lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
+            runs.append(Run(entry["first_row"], lanes, origin))
+    return runs
+
+
+def _problem_of(entry: Any, least: int, head: int) -> str | None:
+    if not isinstance(entry, dict):
+        return f"it is {type(entry).__name__}, not a JSON object"
+    first, origin, lanes = (entry.get(n) for n in ("first_row", "first_row_of_run", "lanes"))
+    if type(first) is not int:
+        return f"its first row is {first!r}"
+    if not least <= first <= head:
+        return f"its first row is {first}, not from {least} to {head}"
+    if origin is not None and (type(origin) is not int or not 0 <= origin <= first):
+        return f"it continues a run from row {origin!r} on, and begins at row {first}"
+    if lanes is not None and (type(lanes) is not int or lanes < 1):
+        return f"it has {lanes!r} lanes"
+    seeds = entry.get("lane_seeds")
+    if seeds is not None and (not isinstance(seeds, list) or len(seeds) != (lanes or len(seeds))):
+        return f"its lane_seeds are not one for each of {lanes} lanes"
+    return None
+
+
+def check_record(
+    record: tuple[int, bytes] | None, runs: list[Run], head: int, findings: Findings
+) -> Record | None:
+    """The newest record, checked against the runs; None where no collector wrote one.
+
+    ``head`` rows were committed when the record was read.
+    """
+    # The rows of the last commit: a run that has none yet comes behind them.
+    last = next((run for run in reversed(runs) if run.first_row < head), None)
+    collected = last is not None and last.origin is not None
+    value = None if record is None else _parsed(*record)
+    if value is None:
+        if collected:
+            kind = "of a collector" if record is not None else "intact"
+            findings.add("record", f"none is {kind}, and a collector made the last rows")
+        return None
+    if last is None or not collected:
+        return value
+    if value.at != head:
+        findings.add(
+            "record",
+            "the newest intact one is not that of the last commit",
+            Place(what=f"it was written with {value.at:,} rows, and {head:,} are committed"),
+        )
+    origins = [run.origin for run in runs[runs.index(last) :]]
+    if value.origin not in origins:
+        findings.add(
+            "record",
+            "it is of another run than the last rows",
+            Place(what=f"its run began at row {value.origin:,}, and the last one at {last.origin}"),
+        )
+    _check_sums(value, findings)
+    return value
+
+
+def check_ledger(record: Record, episodes: int | None, findings: Findings) -> None:
+    """Check what the ledger says of its run's rows.
+
+    ``episodes`` ended in them; None where they could not be counted.
+    """
+    stored = record.stored_before + record.at - record.origin
+    wanted = {"stored": stored}
+    if episodes is not None and not record.stored_before:
+        wanted["episodes_complete"] = episodes
+    for name, count in wanted.items():
+        if record.ledger[name] != count:
+            findings.add(
+                "record",
+                "the ledger does not count what the rows show",
+                Place(what=f"{name} is {record.ledger[name]:,}, and the rows show {count:,}"),
+            )
+
+
+def _check_sums(record: Record, findings: Findings) -> None:
+    ledger = record.ledger
+    for name, parts in _SUMS.items():
+        total = sum(ledger[part] for part in parts)
+        if ledger[name] != total:
+            what = f"{name} is {ledger[name]:,}, and {' + '.join(parts)} is {total:,}"
+            findings.add("record", "the ledger does not balance", Place(what=what))
+    for name, count in ledger.items():
+        if count < 0:
+            findings.add("record", "the ledger does not balance", Place(what=f"{name} is {count}"))
+
+
+def _parsed(at: int, payload: bytes) -> Record | None:
+    try:
+        value = json.loads(payload)
+        origin, before = value["first_row_of_run"], value["stored_before"]
+        ledger = dict(value["ledger"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    needed = {*_SUMS, "episodes_complete", *(part for parts in _SUMS.values() for part in parts)}
+    counts = [origin, before, *ledger.values()]
+    if not needed <= set(ledger) or not all(type(count) is int for count in counts):
+        return None
+    return Record(at, origin, before, ledger)

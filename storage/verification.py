@@ -1,0 +1,167 @@
+"""`verify`: is everything in a storage as it was when it was written?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .checksums import mismatches
+from .errors import CorruptStorage
+from .findings import Finding, Findings, Place, Report
+from .formats import open_storage
+from .record_checks import check_ledger, check_record, check_runs
+from .ring import rows_in
+from .row_checks import RowChecks
+from .rows import spell
+
+if TYPE_CHECKING:
+    from .base import DiskStorage
+
+__all__ = ["CHECKS", "verify"]
+
+CHECKS: Mapping[str, str] = {
+    "files": "header, manifest and files can be opened and are long enough",
+    "runs": "the manifest's runs follow one another within the rows",
+    "record": "the last commit's record balances, and counts the rows that are there",
+    "lanes": "every row is of a lane that its run has",
+    "ids": "every trajectory id is one lane's, and used once",
+    "steps": "every trajectory has the steps 0, 1, 2 ...",
+    "ends": "done is terminated or truncated, and nothing follows it",
+    "versions": "policy versions never go back within a lane",
+    "observations": "each row begins with what the one before says came next",
+    "finals": "final observations are there, or marked as lost",
+    "nan": "no NaN, and no infinity in observations and rewards",
+    "zeros": "no rows that look as if they were never written",
+    "checksums": "the bytes are those of a finalized storage",
+}
+"""What is checked, by name, in the order of the report."""
+
+Progress = Callable[[int, int], None]
+_PATIENCE = 1000
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    skip: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """Read every committed row of a storage, and find what cannot have been written so.
+
+    It takes a few numbers a lane, and so does not care how many rows there are. Another process
+    may write meanwhile: what was committed at the start is checked.
+
+    Args:
+        path: a storage, of any format.
+        skip: names of `CHECKS` to leave out.
+        progress: told now and then how many bytes of how many were read.
+
+    Raises:
+        OpenError: there is no storage at ``path``, or it may not be read.
+        ValueError: ``skip`` names no check.
+    """
+    if unknown := sorted(set(skip) - set(CHECKS)):
+        raise ValueError(
+            f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
+        )
+    try:
+        with open_storage(path) as storage:
+            return _Verification(storage, skip, progress).report(str(path))
+    except CorruptStorage as error:
+        found = Finding("files", str(error), 1, ())
+        rest = {name: "the storage cannot be read" for name in CHECKS if name != "files"}
+        return Report(str(path), None, 0, (found,), ("files",), rest)
+
+
+class _Verification:
+    """One look at an open storage."""
+
+    def __init__(
+        self, storage: DiskStorage, skip: Collection[str], progress: Progress | None
+    ) -> None:
+        self._storage, self._skip, self._progress = storage, skip, progress
+        self._findings = Findings()
+        self._skipped = dict.fromkeys(skip, "not wanted")
+        self._done = self._total = 0
+
+    def report(self, path: str) -> Report:
+        """Make all checks."""
+        storage, findings = self._storage, self._findings
+        at, record = self._last_commit()
+        manifest = storage.manifest
+        runs = check_runs(manifest["runs"], at, findings)
+        rows = RowChecks(storage, runs, nan="nan" not in self._skip)
+        known = check_record(record, runs, at, findings)
+        sums = self._sums(manifest)
+        self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
+        rows.run(findings, self._tell)
+        if known is None:
+            self._leave_out("record", "no collector wrote one")
+        else:
+            whole = known.origin >= rows.span.start and not rows.overtaken
+            ended = (
+                rows.ended.get(known.origin, 0) if whole and known.at == rows.span.stop else None
+            )
+            check_ledger(known, ended, findings)
+        for name, why in rows.unavailable.items():
+            self._leave_out(name, why)
+        if sums is not None:
+            self._check_sums(sums, rows.span)
+        return self._made(path, rows.span)
+
+    def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
+        """The rows that are committed, and the record that was written with them."""
+        for _ in range(_PATIENCE):
+            head, record = self._storage.head, self._storage.record
+            if self._storage.head == head:
+                break
+        return head, record
+
+    def _tell(self, nbytes: int) -> None:
+        self._done = min(self._total, self._done + nbytes)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _leave_out(self, check: str, why: str) -> None:
+        self._skipped.setdefault(check, why)
+
+    def _sums(self, manifest: Mapping[str, Any]) -> Any:
+        if "finalized" not in manifest:
+            self._leave_out("checksums", "the storage was not finalized")
+        elif "checksums" not in self._skip:
+            done = manifest["finalized"]
+            return done.get("checksums", {}) if isinstance(done, dict) else {}
+        return None
+
+    def _check_sums(self, recorded: Any, span: range) -> None:
+        storage = self._storage
+        columns = {key: storage.column(key) for key in storage.schema.keys}
+        try:
+            for each in mismatches(columns, recorded, self._tell):
+                slots = np.arange(each.start, each.stop)
+                rows = rows_in(slots, span.stop, storage.ring) if storage.ring else slots
+                self._findings.add(
+                    "checksums",
+                    "the bytes of a block of rows are not those that were finalized",
+                    Place(
+                        row=int(rows.min()),
+                        column=spell(each.key),
+                        what=f"or one of the {len(rows) - 1:,} rows after it",
+                    ),
+                )
+        except CorruptStorage as error:
+            self._findings.add("checksums", str(error))
+
+    def _made(self, path: str, span: range) -> Report:
+        found = self._findings.listed(CHECKS)
+        return Report(
+            path,
+            self._storage.manifest["format"],
+            len(span),
+            tuple(each for each in found if each.check not in self._skip),
+            tuple(name for name in CHECKS if name not in self._skipped),
+            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+        )
