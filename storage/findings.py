@@ -29,7 +29,7 @@ class Place:
 
     def __str__(self) -> str:
         names = ("row", "lane", "trajectory", "step", "column")
-        parts = [f"{n} {_spell(v)}" for n in names if (v := getattr(self, n)) is not None]
+        parts = [f"{n} {_spell(n, v)}" for n in names if (v := getattr(self, n)) is not None]
         where = ", ".join(parts)
         return f"{where}: {self.what}" if where and self.what else where or self.what
 
@@ -123,5 +123,6 @@ class Findings:
         return tuple(sorted(found, key=lambda each: rank.get(each.check, len(rank))))
 
 
-def _spell(value: int | str) -> str:
-    return f"{value:,}" if isinstance(value, int) else value
+def _spell(name: str, value: int | str) -> str:
+    # Numbers of rows are long, and the others are names.
+    return f"{value:,}" if name == "row" else str(value)

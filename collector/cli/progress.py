@@ -6,17 +6,18 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tallyroll.collector.cli.plan import Plan
 from tallyroll.collector.cli.report import clock, readable_bytes
 from tallyroll.collector.sync import SyncCollector
-from tallyroll.storage import MemmapStorage
+from tallyroll.storage.base import DiskStorage
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
@@ -70,7 +71,7 @@ class Snapshot:
 class Meter:
     """Reads a collector's counts, and from their change the rate."""
 
-    def __init__(self, collector: SyncCollector, plan: Plan, storage: MemmapStorage) -> None:
+    def __init__(self, collector: SyncCollector, plan: Plan, storage: DiskStorage) -> None:
         self._collector, self._storage = collector, storage
         self._episodes_wanted = plan.episodes
         self._total = plan.frames or plan.episodes or 1
@@ -199,10 +200,51 @@ class Bar(Display):
 
 
 def progress_for(
-    collector: SyncCollector, plan: Plan, storage: MemmapStorage, quiet: bool
+    collector: SyncCollector, plan: Plan, storage: DiskStorage, quiet: bool
 ) -> Display:
     """What suits stderr."""
     meter, console = Meter(collector, plan, storage), Console(stderr=True)
     if quiet:
         return Silence(meter)
     return Bar(meter, console) if console.is_terminal else Lines(meter)
+
+
+@contextlib.contextmanager
+def reading_progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Shows how many bytes of how many were read, to a callable that is told so."""
+    console = Console(stderr=True)
+    if quiet:
+        yield None
+    elif console.is_terminal:
+        bar = Progress(
+            TextColumn(what),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+            transient=True,
+        )
+        task = bar.add_task("")
+        with bar:
+            yield lambda done, total: bar.update(
+                task, completed=done, total=total, description=readable_bytes(total)
+            )
+    else:
+        yield _Reading(what)
+
+
+class _Reading:
+    """A line on stderr every few seconds, none for what is quick."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._next = what, time.monotonic() + LINE_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` bytes of ``total`` were read."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LINE_SECONDS
+        share = f"{readable_bytes(done)} of {readable_bytes(total)} ({100 * done // total} %)"
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"tallyroll: {self._what}: {share}\n")

@@ -1,0 +1,304 @@
+"""The commands' arguments, and what ``--help`` says."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from tallyroll.collector.provenance import versions
+
+_ABOUT = """\
+Collect exactly N true transitions from reinforcement-learning environments into a replay
+storage, look at what is in one, and check that it is as it was written.
+"""
+_EXAMPLES = """\
+examples:
+  a million transitions of CartPole, from 8 lanes, into runs/cartpole:
+    tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
+  what is in there, and is all of it right:
+    tallyroll inspect runs/cartpole
+    tallyroll verify runs/cartpole
+  go on after Ctrl-C or a kill; it ends at exactly a million:
+    tallyroll collect --resume --out runs/cartpole
+
+`tallyroll COMMAND --help` says more.
+"""
+_COLLECT = """\
+Collect exactly N transitions (--frames), or exactly E whole episodes (--episodes), into a new
+storage. Actions are random unless --policy names a policy. A transition is one action that an
+environment executed; what is on disk is committed batch by batch and survives kill -9.
+"""
+_COLLECT_EXAMPLES = """\
+examples:
+  random actions, 8 environments side by side:
+    tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
+
+  your policy: `policy` in my_agent.py of the current directory, exactly 100 whole episodes:
+    tallyroll collect Pendulum-v1 --episodes 100 --policy my_agent:policy --out runs/pendulum
+
+  an environment registered by your own module, with arguments for its constructor:
+    tallyroll collect my_envs:Maze-v0 --env-kwargs '{"size": 9}' --frames 5000 --out runs/maze
+
+  a second run behind the first, and a run continued after it was stopped or killed:
+    tallyroll collect CartPole-v1 --frames 50_000 --out runs/cartpole --append
+    tallyroll collect --out runs/cartpole --resume
+
+Ctrl-C and SIGTERM commit what is complete, say how to resume, and exit with 130 and 143.
+"""
+_INSPECT = """\
+Show a storage: its columns, what made it, how many rows and trajectories it holds, returns and
+lengths of the episodes that ended, and its first rows. Works while another process writes.
+"""
+_INSPECT_EXAMPLES = """\
+examples:
+  tallyroll inspect runs/cartpole
+  tallyroll inspect runs/cartpole --rows 20
+  tallyroll inspect runs/cartpole --json | jq .returns.mean
+"""
+
+
+_VERIFY = """\
+Read every row of a storage, and find what cannot have been written so: counts that do not fit,
+ids and steps with gaps or repeats, rows behind an end, next observations that the following row
+does not begin with, final observations that are lost, NaN, rows that were never written, a ledger
+that does not balance, bytes that changed since the storage was finalized. Says what and where.
+Works while another process writes.
+"""
+_VERIFY_EXAMPLES = """\
+examples:
+  tallyroll verify runs/cartpole
+  tallyroll verify runs/cartpole.h5 --skip nan,zeros
+  tallyroll verify runs/cartpole --json | jq .findings
+
+exit status:
+  0  sound
+  1  something is wrong with the storage
+  2  it could not be checked: no storage there, not readable, or a wrong argument
+"""
+_CHECKS = (
+    "files, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, zeros, "
+    "checksums"
+)
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from tallyroll.collector.cli import collect  # torch takes seconds, and --help none
+
+    return collect.run(args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from tallyroll.collector.cli import inspect
+
+    return inspect.run(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tallyroll.collector.cli import verify
+
+    return verify.run(args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands: arguments get ``run``, which carries them out."""
+    parser = _new(argparse.ArgumentParser, prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
+    parser.add_argument("--version", action=_Version, help="show versions and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    collect = _new(
+        commands.add_parser,
+        "collect",
+        help="collect transitions into a storage",
+        description=_COLLECT,
+        epilog=_COLLECT_EXAMPLES,
+    )
+    collect.set_defaults(run=_collect, usage_error=collect.error, error_status=1)
+    _add_collect(collect)
+    inspect = _new(
+        commands.add_parser,
+        "inspect",
+        help="show what is in a storage",
+        description=_INSPECT,
+        epilog=_INSPECT_EXAMPLES,
+    )
+    inspect.set_defaults(run=_inspect, error_status=1)
+    inspect.add_argument("path", type=_path, metavar="PATH", help="the storage")
+    inspect.add_argument(
+        "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
+    )
+    inspect.add_argument("--json", action="store_true", help="one JSON object, for machines")
+    _add_common(inspect)
+    _add_verify(commands)
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
+    verify = _new(
+        commands.add_parser,
+        "verify",
+        help="check that every row of a storage is as it was written",
+        description=_VERIFY,
+        epilog=_VERIFY_EXAMPLES,
+    )
+    verify.set_defaults(run=_verify, error_status=2)
+    verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
+    verify.add_argument(
+        "--skip", type=_names, metavar="A,B",
+        help="checks to leave out, for data in which they find what is meant so: " + _CHECKS,
+    )  # fmt: skip
+    verify.add_argument("--json", action="store_true", help="one JSON object, for machines")
+    verify.add_argument("--quiet", action="store_true", help="no progress, no report")
+    _add_common(verify)
+
+
+def _new(
+    make: Callable[..., argparse.ArgumentParser], *args: Any, **kwargs: Any
+) -> argparse.ArgumentParser:
+    return make(
+        *args, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traceback", action="store_true", help="show where an error came from, too"
+    )
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    """Every option defaults to None, so that --resume can tell what was left out."""
+    parser.add_argument(
+        "env", nargs="?", metavar="ENV",
+        help="Gymnasium id, or module:Id-v0 where importing the module registers it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", required=True, type=_path, metavar="DIR", help="the storage, a directory"
+    )
+    budget = parser.add_argument_group("how much (one of them)").add_mutually_exclusive_group()
+    budget.add_argument("--frames", type=_positive, metavar="N", help="exactly N transitions")
+    budget.add_argument(
+        "--episodes", type=_positive, metavar="E",
+        help="exactly the E episodes that start first, whole",
+    )  # fmt: skip
+    existing = parser.add_argument_group(
+        "where DIR holds a storage already"
+    ).add_mutually_exclusive_group()
+    existing.add_argument("--append", action="store_true", help="add a new run behind its rows")
+    existing.add_argument(
+        "--resume", action="store_true",
+        help="continue its last run up to its N; what is left out is taken from that run. "
+        "Starts anew where nothing was written yet",
+    )  # fmt: skip
+    _add_source(parser.add_argument_group("environment and policy"))
+    _add_details(parser.add_argument_group("details"))
+    _add_common(parser)
+
+
+def _add_source(group: Any) -> None:
+    group.add_argument(
+        "--num-envs", type=_positive, metavar="K",
+        help="lanes: environments stepped side by side (default: 1; 8 or more are several "
+        "times faster where steps are cheap)",
+    )  # fmt: skip
+    group.add_argument(
+        "--seed", type=_count, metavar="S",
+        help="same seed, same data (default: drawn, and recorded)",
+    )  # fmt: skip
+    group.add_argument(
+        "--policy", metavar="MODULE:ATTR",
+        help="a TensorDictModule or a callable from TensorDict to TensorDict; a class, or a "
+        "function that needs no arguments, is called once to make it. The current directory is "
+        "importable (default: random actions)",
+    )  # fmt: skip
+    group.add_argument(
+        "--env-kwargs", type=_mapping, metavar="JSON", help="arguments for gymnasium.make"
+    )
+    group.add_argument(
+        "--max-frames-per-traj", type=_positive, metavar="M",
+        help="truncate episodes after M transitions",
+    )  # fmt: skip
+    group.add_argument(
+        "--frame-skip", type=_frame_skip, metavar="T",
+        help="simulator ticks a transition, or the info key that counts them (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--info-keys", type=_names, metavar="A,B", help="info entries that become columns"
+    )
+
+
+def _add_details(group: Any) -> None:
+    group.add_argument(
+        "--frames-per-batch", type=_positive, metavar="F",
+        help="transitions a commit (default: 64 a lane, at least 1024, at most 8192)",
+    )  # fmt: skip
+    group.add_argument(
+        "--validate", choices=("raise", "warn", "off"),
+        help="values outside their spaces (default: raise)",
+    )  # fmt: skip
+    group.add_argument("--quiet", action="store_true", help="no progress, no report")
+
+
+class _Version(argparse.Action):
+    """Versions are looked up when they are asked for."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "nargs": 0})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Show them and exit."""
+        found = versions()
+        own = found.pop("tallyroll")
+        rest = ", ".join(f"{name} {version}" for name, version in found.items())
+        sys.stdout.write(f"tallyroll {own} ({rest})\n")
+        parser.exit()
+
+
+def _integer(text: str) -> int:
+    """A whole number: 1000, 1_000 or 1e3."""
+    try:
+        number = Decimal(text)
+        if number.is_finite() and abs(number) < 2**63 and number == int(number):
+            return int(number)
+    except InvalidOperation:
+        pass
+    raise argparse.ArgumentTypeError(f"wanted a whole number below 2**63, got {text!r}")
+
+
+def _path(text: str) -> str:
+    if not text:  # an unset variable in a script, and not the current directory
+        raise argparse.ArgumentTypeError("wanted a path, got ''")
+    return text
+
+
+def _positive(text: str) -> int:
+    if (number := _integer(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text!r}")
+    return number
+
+
+def _count(text: str) -> int:
+    if (number := _integer(text)) < 0:
+        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 0, got {text!r}")
+    return number
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"wanted JSON, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"wanted a JSON object like '{{\"a\": 1}}', got {text!r}")
+    return value
+
+
+def _frame_skip(text: str) -> int | str:
+    return text if text.isidentifier() else _positive(text)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"wanted names with commas between them, got {text!r}")
+    return names
