@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, TypeAlias
 import numpy as np
 
 from .manifest import Manifest, read_manifest, write_aside
+from .preflight import Footprint
 from .schema import Schema
 
 __all__ = ["Access", "Format"]
@@ -105,6 +106,11 @@ class Format(ABC):
         Raises:
             StorageFull: no space; nothing was changed.
         """
+
+    def footprint(self, schema: Schema, rows: int) -> Footprint:
+        """What ``rows`` rows take on disk; without more said, a file a column."""
+        sizes = [rows * column.row_nbytes for column in schema.columns]
+        return Footprint(sum(sizes), len(sizes), max(sizes), len(sizes))
 
     @abstractmethod
     def discard(self) -> None:

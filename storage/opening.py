@@ -12,6 +12,7 @@ from .errors import NotAStorage
 from .format import Format
 from .lock import WriterLock
 from .manifest import Manifest, new_manifest, schema_crc, schema_of
+from .preflight import require_room
 from .schema import Schema
 
 __all__ = ["Opened", "create_new", "manifest_of", "open_existing"]
@@ -91,6 +92,8 @@ def create_new(
     """
     format.check(schema)
     format.refuse_existing()
+    if rows := min(capacity, ring) if ring else capacity:
+        require_room(format, schema, rows)
     made = not format.path.exists()
     format.prepare()
     manifest = new_manifest(format.name, schema, runs, id)
@@ -101,7 +104,7 @@ def create_new(
         format.refuse_existing()
         undo.callback(format.undo, made=made)
         header = header_bytes(schema_crc(schema), ring=ring)
-        format.create(schema, header, capacity=min(capacity, ring) if ring else capacity)
+        format.create(schema, header, capacity=rows)
         engine = _start(format, schema, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
