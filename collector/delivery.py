@@ -70,6 +70,11 @@ class Delivery:
         if postproc is None:
             sink.open(source.schema(), provenance)
 
+    def goes_on_from(self, provenance: Mapping[str, Any]) -> None:
+        """The run goes on from a loaded state, which ``provenance`` and the ledger tell of."""
+        self._provenance = provenance
+        self._sink.goes_on_from(self._ledger, provenance)
+
     def deliver(self, parts: Sequence[Rows], open_lanes: int) -> TensorDictBase:
         """Store the rows of ``parts``, which follow one another in time, as one batch.
 

@@ -1,11 +1,13 @@
 """What made the data: versions, and the part of a call that is worth keeping."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tallyroll.collector.ledger import Ledger
+
+MOST_SEEDS = 1024
 
 _PACKAGES = ("tallyroll", "torch", "tensordict", "torchrl", "gymnasium", "numpy")
 
@@ -22,10 +24,19 @@ def versions() -> dict[str, str]:
 
 
 def run_provenance(
-    environment: Mapping[str, Any], ledger: Ledger, *, lanes: int, **call: Any
+    environment: Mapping[str, Any],
+    ledger: Ledger,
+    lane_seeds: Sequence[int],
+    *,
+    lanes: int,
+    **call: Any,
 ) -> dict[str, Any]:
-    """What a manifest says of a run: JSON values."""
-    return {
+    """What a manifest says of a run: JSON values.
+
+    ``lane_seeds`` are those of each lane's first reset, none where the environment chose them.
+    They are left out beyond `MOST_SEEDS`: they follow from the seed.
+    """
+    run: dict[str, Any] = {
         "environment": environment,
         "versions": ledger.versions,
         "seed": ledger.seed,
@@ -33,3 +44,6 @@ def run_provenance(
         "lanes": lanes,
         "call": call,
     }
+    if 0 < len(lane_seeds) <= MOST_SEEDS:
+        run["lane_seeds"] = list(lane_seeds)
+    return run

@@ -16,9 +16,12 @@ from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.keys import DONE, TRAJ_IDS, Key, as_key
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.slab import Column
-from tallyroll.storage import MemmapStorage, Schema
+from tallyroll.storage import Schema
+from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.errors import NotInitialised
+from tallyroll.storage.formats import storage_class
 
-StorageLike = str | Path | MemmapStorage
+StorageLike = str | Path | DiskStorage
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,25 @@ class Sink:
     """Writes batches before they are yielded.
 
     Args:
-        storage: a Tallyroll storage, or a path at which a memory-mapped one is made.
+        storage: a Tallyroll storage, or a path at which one is made: an HDF5 file where it ends
+            in ``.h5`` or ``.hdf5``, a Zarr group where it ends in ``.zarr``, or else a
+            memory-mapped one.
         replay_buffer: a TorchRL replay buffer; what it stores is up to it.
         resume: continue the last run in the storage instead of beginning another.
+        frames: transitions of the whole run, for which space is reserved; None if nobody knows.
 
     Raises:
-        ArgumentError: neither a path nor a storage; a storage that cannot be written.
+        ArgumentError: neither a path nor a storage; a storage that cannot be written; a path of
+            a format that wants to know ``frames``.
         StorageError: the path exists, is a file, is not writable, or is another format.
     """
 
     def __init__(
-        self, storage: StorageLike | None, replay_buffer: ReplayBuffer | None, resume: bool
+        self,
+        storage: StorageLike | None,
+        replay_buffer: ReplayBuffer | None,
+        resume: bool,
+        frames: int | None = None,
     ) -> None:
         if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
             raise ArgumentError(
@@ -53,8 +64,8 @@ class Sink:
             )
         self.owned = isinstance(storage, (str, Path))
         if isinstance(storage, (str, Path)):
-            storage = MemmapStorage(storage, mode="append" if resume else "create")
-        if storage is not None and not isinstance(storage, MemmapStorage):
+            storage = _opened(storage, resume, frames)
+        if storage is not None and not isinstance(storage, DiskStorage):
             raise ArgumentError(
                 f"storage: wanted a path or a tallyroll storage, got {type(storage).__name__}; "
                 "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer="
@@ -64,7 +75,7 @@ class Sink:
         # A buffer over this very storage writes to it: writing twice would store each row twice.
         self._direct = None if storage is behind else storage
         self.storage = storage if storage is not None else behind
-        if not isinstance(self.storage, MemmapStorage):
+        if not isinstance(self.storage, DiskStorage):
             self.storage = None
         if self.storage is not None and self.storage.mode == "read":
             raise ArgumentError(
@@ -72,7 +83,7 @@ class Sink:
             )
         if resume and self.storage is None:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
-        self._resume = resume
+        self._resume, self._frames = resume, frames
         self._ready = False
         self._stored_before = 0
 
@@ -155,10 +166,15 @@ class Sink:
             self._first_row = int(last["first_row_of_run"])
             _same_source(last, provenance)
         empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
-        self.storage.initialise(
-            Schema.of(as_tensordict(empty, None)),
-            {**provenance, "first_row_of_run": self._first_row},
-        )
+        self._initialise(Schema.of(as_tensordict(empty, None)), provenance)
+
+    def _initialise(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
+        storage = self.storage
+        assert storage is not None
+        if self._frames is not None and _fits(storage, schema):
+            stored = self._stored_before + storage.head - self._first_row
+            storage.reserve(max(1, storage.head + self._frames - stored))
+        storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
 
     @property
     def stores(self) -> bool:
@@ -183,13 +199,14 @@ class Sink:
         if self._direct is not None:
             self._direct.extend(_arrays(rows))
 
-    def goes_on_from(self, ledger: Ledger) -> None:
+    def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any]) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run."""
         if self.storage is None:
             return
         first = self._first_row if self._ready else self.storage.head
         self._stored_before = ledger.stored - (self.storage.head - first)
         if self._ready:
+            self._initialise(self.storage.schema, provenance)
             self.storage.put_record(self._record(ledger, 0))
 
     def finish(self, ledger: Ledger) -> None:
@@ -213,6 +230,23 @@ class Sink:
             "open": open_lanes,
         }
         return json.dumps(record).encode()
+
+
+def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:
+    kind = storage_class(path)
+    if frames is None and not kind._format_class.grows:
+        raise ArgumentError(
+            f"storage: {path} would be made by {kind.__name__}, which needs to know how many rows "
+            "will come: give total_frames, or pass a storage made with capacity="
+        )
+    return kind(path, mode="append" if resume else "create")
+
+
+def _fits(storage: DiskStorage, schema: Schema) -> bool:
+    try:
+        return not storage.schema.differences(schema)
+    except NotInitialised:
+        return True
 
 
 def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:

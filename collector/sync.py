@@ -1,6 +1,7 @@
 """The collector of one process."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -73,7 +74,8 @@ class SyncCollector(Collector):
             next batch with it, ``"discard"`` throws it away, ``"never_step"`` steps only as
             many lanes as are needed.
         replay_buffer: a TorchRL replay buffer that each batch goes into before it is yielded.
-        storage: a Tallyroll storage, or a path for a new one; likewise.
+        storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
+            ``.zarr``: a Zarr group); likewise.
         resume: continue the last run in ``storage`` up to ``total_frames``.
         policy_device, env_device, storing_device: where the policy runs, where the environment
             is moved, where yielded batches lie. ``device`` stands for those that are left out
@@ -150,7 +152,7 @@ class SyncCollector(Collector):
         self._storing_device = arguments.device("storing_device", storing_device) or default
         policy_device = arguments.device("policy_device", policy_device) or default
         env_device = arguments.device("env_device", env_device)
-        self._sink = Sink(storage, replay_buffer, resume)
+        self._sink = Sink(storage, replay_buffer, resume, total)
         try:
             if isinstance(frame_skip, str) and frame_skip not in info_keys:
                 info_keys = (*info_keys, frame_skip)
@@ -244,21 +246,22 @@ class SyncCollector(Collector):
             self.env, policy=policy is not None, validate=validate, lost_finals=source.lost_finals
         )
         self.episodes = EpisodeLog(None if total_episodes is not None else EPISODES_KEPT)
+        self._provenance = partial(
+            run_provenance,
+            description,
+            lanes=self.lanes,
+            frames_per_batch=self.frames_per_batch,
+            total_frames=self._budget.total,
+            total_episodes=total_episodes,
+            policy=None if policy is None else type(policy).__qualname__,
+            surplus=self._surplus,
+            frame_skip=self.frame_skip,
+        )
         self._delivery = Delivery(
             self._sink,
             source,
             self.ledger,
-            run_provenance(
-                description,
-                self.ledger,
-                lanes=self.lanes,
-                frames_per_batch=self.frames_per_batch,
-                total_frames=self._budget.total,
-                total_episodes=total_episodes,
-                policy=None if policy is None else type(policy).__qualname__,
-                surplus=self._surplus,
-                frame_skip=self.frame_skip,
-            ),
+            self._provenance(self.ledger, self._lane_seeds),
             layout=self.layout,
             postproc=self._postproc,
             device=self._storing_device,
@@ -423,10 +426,13 @@ class SyncCollector(Collector):
         fresh = np.random.default_rng(driver_seed(seed, incarnation))
         self._rng.bit_generator.state = fresh.bit_generator.state
         base = list(chain(self.env))[-1]
+        seeds = [lane_seed(seed, lane, incarnation) for lane in range(self.lanes)]
         if isinstance(base, GymnasiumVectorEnv):
-            base.seed_lanes([lane_seed(seed, lane, incarnation) for lane in range(self.lanes)])
+            base.seed_lanes(seeds)
         else:
-            self.env.set_seed(lane_seed(seed, 0, incarnation))
+            self.env.set_seed(seeds[0])
+            seeds = seeds if self.lanes == 1 else []  # the others are TorchRL's choice
+        self._lane_seeds = seeds
 
     def state_dict(self) -> dict[str, Any]:
         """What a later collector needs to go on: budget, ids, seeds, policy, generators.
@@ -483,5 +489,5 @@ class SyncCollector(Collector):
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = max(0, self._init_random_frames - ledger.stored)
         self._rollout.restart_lanes()
-        self._sink.goes_on_from(ledger)
+        self._delivery.goes_on_from(self._provenance(ledger, self._lane_seeds))
         self._over = self._budget.remaining(ledger.stored) == 0
