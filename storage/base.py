@@ -83,7 +83,7 @@ class DiskStorage(RowStore, Storage):
         Raises:
             WriteError: refused, with nothing written (its subclasses say why).
         """
-        span = self._append(self._arrays(rows), record)
+        span = self._write(rows, record)
         if self._attached_entities_list:
             face.tell_buffers(self, span)
         return span
@@ -100,11 +100,9 @@ class DiskStorage(RowStore, Storage):
             rows = consecutive(cursor, self.ring)
             face.check_cursor(self, rows, set_cursor)
             data = face.as_batch(data, single=isinstance(cursor, int))
-            arrays = self._arrays(data, without=face.writers_index(self))
-            count = len(next(iter(arrays.values()), rows))
-            if count != len(rows):
-                raise NotAnAppend(f"{len(rows)} rows were announced and {count} given.")
-            self._append(arrays)
+            if len(data) != len(rows):
+                raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
+            self._write(data, without=face.writers_index(self))
         except BaseException:
             # TorchRL's writers count before they write.
             face.seat_writers(self)

@@ -21,6 +21,7 @@ import mmap
 import os
 import struct
 import zlib
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,7 @@ HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
 
+@lru_cache(maxsize=2)  # a count is stored as reserve first, then as head
 def word_of(count: int) -> int:
     """A count with its check bits."""
     return count | binascii.crc_hqx(count.to_bytes(6, "little"), 0) << _COUNT_BITS
@@ -94,15 +96,20 @@ class Header:
                 f"{path} is missing, and without it nobody knows which rows are committed. "
                 "Restore it from a copy."
             ) from error
+        self._reserve: int | None = None
+        self._head: int | None = None
         try:
             self._map = self._mapped(writable)
             self.ring = self._check(schema_crc)
-            self._words = np.frombuffer(self._map, np.uint64, count=_SLOTS_AT // 8)
+            self._words = memoryview(self._map)[:_SLOTS_AT].cast("Q")
             self._check_counts()
         except BaseException:
             os.close(self._file)
             raise
         self._sequence = self._newest_sequence() if writable else 0
+        # Nobody but a writer changes the counts, so it need not look.
+        if writable:
+            self._reserve, self._head = self.reserve, self.head
 
     def _mapped(self, writable: bool) -> mmap.mmap:
         size = os.fstat(self._file).st_size
@@ -161,20 +168,22 @@ class Header:
     @property
     def reserve(self) -> int:
         """Rows that may have been written, committed or not."""
-        return self._count(_RESERVE)
+        return self._count(_RESERVE) if self._reserve is None else self._reserve
 
     @reserve.setter
     def reserve(self, rows: int) -> None:
         self._words[_RESERVE] = word_of(rows)
+        self._reserve = rows
 
     @property
     def head(self) -> int:
         """Rows that are committed."""
-        return self._count(_HEAD)
+        return self._count(_HEAD) if self._head is None else self._head
 
     @head.setter
     def head(self, rows: int) -> None:
         self._words[_HEAD] = word_of(rows)
+        self._head = rows
 
     def sync(self) -> None:
         """Return when the header is on the disk."""
@@ -189,6 +198,19 @@ class Header:
             return None
         _, rows, payload = max(intact)
         return rows, payload
+
+    @property
+    def record_damaged(self) -> bool:
+        """Whether a newer record than the newest intact one is there and fails its check.
+
+        A kill while a record is written leaves an older sequence in its slot.
+        """
+        intact = self._newest_sequence()
+        for index in (0, 1):
+            sequence = _SLOT.unpack_from(self._map, self._slot_start(index))[0]
+            if sequence != 0 and self._read_slot(index) is None and sequence > intact:
+                return True
+        return False
 
     def write_record(self, payload: bytes, head: int) -> None:
         """Write ``payload``, valid from the moment that ``head`` rows are committed.

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
+from tensordict import TensorDictBase
 
 from .commit import Header, check_record
 from .errors import (
@@ -20,25 +21,29 @@ from .errors import (
     IndexOutOfRange,
     Overrun,
     ReadOnlyStorage,
-    RowsMismatch,
     StorageFull,
     StorageLocked,
     WriterForked,
 )
 from .format import Access, Format
+from .intake import Intake
 from .lock import WriterLock
 from .pool import BufferPool
+from .preflight import require_room
 from .ring import first_valid, pieces, rows_in, slots_at
-from .rows import Key, spell
+from .rows import Key
 from .schema import Schema
 
-__all__ = ["Durability", "Engine"]
+__all__ = ["LOOK_SECONDS", "Durability", "Engine"]
 
 Durability: TypeAlias = Literal["process", "power"]
 
 _FIRST_ROOM_NBYTES = 2**20
 _LARGEST_STEP_NBYTES = 2**28
+_LARGEST_NBYTES = 2**62
 _REFRESH_SECONDS = 1.0
+LOOK_SECONDS = 0.01
+"""How often a writer looks whether its lock file still stands."""
 _PATIENCE_SECONDS = 1.0
 _WRITE_NBYTES = 2**14
 """Arrays of this size are written through the file. Through the map every new page costs a
@@ -73,14 +78,16 @@ class Engine:
         """Slots of the ring; 0 for a storage that grows."""
         self._mutex = threading.RLock()
         self._keys = schema.keys
-        self._dtypes = [column.numpy_dtype for column in schema.columns]
-        self._count = -1
-        self._shapes: list[tuple[int, ...]] = []
+        self._intake = Intake(schema, format.path)
         self._views: list[np.ndarray] | None = None
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
+        self._look_at = 0.0
         self.commits = 0
         """Commits of rows made through this engine."""
+        self._opened_at = header.head
+        self._warm = False
+        """Every slot was written by this process, so that its pages are mapped."""
         self._remap(self._slots(header.head))
         if lock is not None:
             header.forget_uncommitted()
@@ -124,50 +131,75 @@ class Engine:
                 break
         return None
 
+    @property
+    def record_damaged(self) -> bool:
+        """Whether the newest record fails its check."""
+        return self._header.record_damaged
+
     def append(self, rows: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
         """Copy ``rows`` behind the last row and commit them, ``record`` with them.
 
         Returns the rows' numbers. Raises a `WriteError` with nothing changed.
         """
         # Before the mutex: a thread that held it may not exist in a forked child.
-        self.require_writer()
+        self._require_writer_soon()
         with self._mutex:
-            arrays = self._checked(rows)
+            return self._append(self._intake.arrays(rows), record)
+
+    def append_tensors(
+        self, rows: TensorDictBase, record: bytes | None = None, without: Key | None = None
+    ) -> range | None:
+        """As `append`, of plain tensors; None, and nothing done, if they are not.
+
+        ``without`` is a column that may be there and is left out.
+        """
+        self._require_writer_soon()
+        with self._mutex:
+            arrays = self._intake.tensors(rows, without)
+            return None if arrays is None else self._append(arrays, record)
+
+    def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
+        if record is not None:
+            check_record(record)
+        header = self._header
+        start, count = header.head, len(arrays[0])
+        stop = start + count
+        if not count:
             if record is not None:
-                check_record(record)
-            header = self._header
-            start = header.head
-            stop = start + self._count
-            if stop == start:
-                if record is not None:
-                    self.put_record(record)
-                return range(start, stop)
-            if stop > self._room and self._slots(stop) > self._room:
-                self._make_room(self._slots(stop))
-            self._reserve(start, stop)
-            for slot, at, count in pieces(start, stop, self.ring):
-                self._copy(slot, arrays if count == self._count else _part(arrays, at, count))
-            if record is not None:
-                header.write_record(record, stop)
-            self._commit(stop)
+                self.put_record(record)
+            return range(start, stop)
+        if stop > self._room:
+            self._make_room_for(count, stop)
+        self._reserve(start, stop)
+        if not self.ring:
+            self._copy(start, arrays, 0, count)
+        else:
+            for slot, at, length in pieces(start, stop, self.ring):
+                self._copy(slot, arrays, at, length)
+        if record is not None:
+            header.write_record(record, stop)
+        self._commit(stop)
         return range(start, stop)
 
     def _reserve(self, start: int, stop: int) -> None:
         header = self._header
-        reserve = header.reserve
-        if reserve != start:  # an earlier append was interrupted
+        if header.reserve != start:  # an earlier append was interrupted
             header.forget_uncommitted()
-        if stop > reserve:
+        if header.reserve < stop:
             header.reserve = stop
         if self._power and self.ring and stop > self.ring:
-            self._header.sync()
+            header.sync()
 
-    def _copy(self, slot: int, arrays: list[np.ndarray]) -> None:
+    def _copy(self, slot: int, arrays: list[np.ndarray], at: int, count: int) -> None:
+        """Copy rows ``[at, at + count)`` of the arrays to slots from ``slot`` on."""
+        largest = _LARGEST_NBYTES if self._warm else _WRITE_NBYTES
+        stop = slot + count
         for index, array in enumerate(arrays):
-            if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
-                self._columns[index][slot : slot + len(array)] = array
+            part = array if len(array) == count else array[at : at + count]
+            if part.nbytes < largest or not part.flags.c_contiguous:
+                self._columns[index][slot:stop] = part
             else:
-                self._format.write(index, slot, array)
+                self._format.write(index, slot, part)
 
     def put_record(self, record: bytes) -> None:
         """Commit a record without rows."""
@@ -184,6 +216,8 @@ class Engine:
         if self._power:
             self._header.sync()
         self.commits += 1
+        if self.ring:
+            self._warm = self._warm or head - self._opened_at >= self.ring
         if time.monotonic() >= self._refresh_at:
             self._refresh(head)
 
@@ -195,6 +229,12 @@ class Engine:
             # The rows are committed; what other libraries see stays as it was, which
             # is true too. flush() and close() do raise.
             return
+
+    def _require_writer_soon(self) -> None:
+        # A look at the lock file costs as much as copying five columns: not with every commit.
+        if (now := time.monotonic()) >= self._look_at or self._lock is None or self._lock.lost:
+            self.require_writer()
+            self._look_at = now + LOOK_SECONDS
 
     def require_writer(self) -> None:
         """Raise a `WriteError` unless this process may write."""
@@ -217,48 +257,14 @@ class Engine:
                 "is written from here; open the storage again, and never remove that file."
             )
 
-    def _checked(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
-        try:
-            arrays = [rows[key] for key in self._keys]
-            count = len(arrays[0])
-            if count != self._count:
-                self._require_fitting(count)
-                self._shapes = [(count, *column.shape) for column in self.schema.columns]
-                self._count = count
-            for array, dtype, shape in zip(arrays, self._dtypes, self._shapes, strict=True):
-                if array.dtype != dtype or array.shape != shape:
-                    self._refuse(rows)
-        except (KeyError, TypeError, AttributeError):
-            self._refuse(rows)
-        if len(rows) != len(arrays):
-            self._refuse(rows)
-        return arrays
-
-    def _require_fitting(self, count: int) -> None:
+    def _make_room_for(self, count: int, stop: int) -> None:
         if self.ring and count > self.ring:
             raise BatchTooLong(
                 f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
                 "that the first of them would be lost. Nothing was written; write fewer at a time."
             )
-
-    def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
-        found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]
-        count = next((len(a) for a in rows.values() if isinstance(a, np.ndarray) and a.ndim), 0)
-        for column in self.schema.columns:
-            got = rows.get(column.key)
-            wanted = f"an array of {column.numpy_dtype}, shape {[count, *column.shape]}"
-            if got is None:
-                found.append(f"{spell(column.key)} is missing")
-            elif not isinstance(got, np.ndarray):
-                found.append(f"{spell(column.key)} is {type(got).__name__}, wanted {wanted}")
-            elif got.dtype != column.numpy_dtype or got.shape != (count, *column.shape):
-                found.append(
-                    f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, wanted {wanted}"
-                )
-        raise RowsMismatch(
-            f"these rows do not fit {self._format.path}: {'; '.join(found)}. Nothing was written; "
-            "give exactly the columns of its schema."
-        ) from None
+        if self._slots(stop) > self._room:
+            self._make_room(self._slots(stop))
 
     def _make_room(self, rows: int) -> None:
         row_nbytes = self.schema.row_nbytes
@@ -284,6 +290,7 @@ class Engine:
         """
         rows = self._slots(rows)
         if rows > self._room:
+            require_room(self._format, self.schema, rows, there=self._room)
             self._format.grow(rows)
             self._remap(rows)
 
@@ -430,7 +437,3 @@ class Engine:
             if self._power:
                 self._format.sync()
                 self._header.sync()
-
-
-def _part(arrays: list[np.ndarray], start: int, count: int) -> list[np.ndarray]:
-    return [array[start : start + count] for array in arrays]

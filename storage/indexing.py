@@ -22,6 +22,8 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
         IndexOutOfRange: a row that is not there.
         TypeError: not an index of rows.
     """
+    if (plain := _plain(index, length)) is not None:
+        return plain
     if isinstance(index, tuple):
         if len(index) != 1:
             raise TypeError(
@@ -44,6 +46,18 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
         )
     rows = _within(array.astype(np.int64, copy=False), length)
     return int(rows) if rows.ndim == 0 else rows
+
+
+def _plain(index: Any, length: int) -> np.ndarray | None:
+    """What samplers draw: int64 row numbers from 0, of one dimension; None if it is not that."""
+    if isinstance(index, torch.Tensor) and index.is_cpu:
+        index = index.numpy()
+    if type(index) is not np.ndarray or index.dtype != np.int64 or index.ndim != 1:
+        return None
+    # Seen without their sign, negative numbers are the largest.
+    if not len(index) or index.view(np.uint64).max() >= length:
+        return None
+    return index
 
 
 def _forward(start: int, stop: int, step: int) -> slice | np.ndarray:

@@ -34,6 +34,8 @@ class WriterLock:
 
     def __init__(self, path: Path) -> None:
         self.lost = False
+        self.made = not path.exists()
+        """There was no lock file, so that a writer whose file was removed may still write."""
         self._path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -64,7 +66,7 @@ class WriterLock:
         except BlockingIOError as error:
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             raise StorageLocked(
-                f"{path.parent} has one writer at a time, and "
+                f"{path} is locked: a storage has one writer at a time, and "
                 f"{f'process {holder}' if holder else 'another process'} is writing to it. Wait "
                 'for it to close the storage, or open with mode="read". The lock goes with its '
                 "process: never remove the file."

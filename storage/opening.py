@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from .commit import Header, header_bytes
-from .engine import Durability, Engine
+from .engine import LOOK_SECONDS, Durability, Engine
 from .errors import NotAStorage
 from .format import Format
 from .lock import WriterLock
@@ -60,6 +61,8 @@ def open_existing(
     with ExitStack() as undo:
         lock = WriterLock(format.lock_path)
         undo.callback(lock.release)
+        if lock.made:
+            time.sleep(2 * LOOK_SECONDS)
         # The writer before us may have changed it before we had the lock.
         manifest = manifest_of(format)
         schema = schema_of(manifest, format.manifest_path)

@@ -15,8 +15,8 @@ __all__ = ["BufferPool"]
 _MOST_SHAPES = 4
 _MOST_SETS = 8
 _LARGEST_NBYTES = 2**30
-# A list's element, and the argument of getrefcount.
-_HELD_BY_THE_POOL = 2
+# A list's element while its references are counted.
+_HELD_BY_THE_POOL = max(map(sys.getrefcount, [np.empty(0)]))
 
 
 class BufferPool:
@@ -40,13 +40,13 @@ class BufferPool:
         with self._mutex:
             sets = self._sets_of(shape)
             for arrays in sets:
-                if all(sys.getrefcount(arrays[i]) <= _HELD_BY_THE_POOL for i in range(len(arrays))):
-                    return list(arrays)
+                if max(map(sys.getrefcount, arrays)) <= _HELD_BY_THE_POOL:
+                    return arrays.copy()
             arrays = [np.empty((*shape, *rest), dtype) for dtype, rest in self._columns]
             nbytes = self._row_nbytes * math.prod(shape)
             if len(sets) < _MOST_SETS and nbytes * (len(sets) + 1) <= _LARGEST_NBYTES:
                 sets.append(arrays)
-            return list(arrays)
+            return arrays.copy()
 
     def _sets_of(self, shape: tuple[int, ...]) -> list[list[np.ndarray]]:
         sets = self._sets.get(shape)

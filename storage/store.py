@@ -24,7 +24,7 @@ from .indexing import resolve
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
 from .ring import slots_of
-from .rows import Key, array_of, leaves, nest, spell
+from .rows import Key, Nest, array_of, leaves, nest, spell
 from .schema import Column, Schema
 
 __all__ = ["Mode", "RowStore"]
@@ -293,6 +293,11 @@ class RowStore:
         self._require_open()
         return None if self._engine is None else self._engine.record
 
+    @property
+    def record_damaged(self) -> bool:
+        """Whether the newest record was damaged, so that `record` is an older one or None."""
+        return self._running().record_damaged
+
     def extend(
         self,
         rows: TensorDictBase | Mapping[Key, np.ndarray],
@@ -309,7 +314,7 @@ class RowStore:
         Raises:
             WriteError: refused, with nothing written (its subclasses say why).
         """
-        return self._append(self._arrays(rows), record)
+        return self._write(rows, record)
 
     def put_record(self, payload: bytes) -> None:
         """Commit a record without rows.
@@ -331,12 +336,21 @@ class RowStore:
         check_record(payload)
         self._staged = bytes(payload)
 
-    def _append(self, arrays: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
-        span = self._running().append(arrays, self._staged if record is None else record)
+    def _write(self, rows: Any, record: bytes | None = None, without: Key | None = None) -> range:
+        """Append and commit; ``without`` names a column that may be there and is left out."""
+        record = self._staged if record is None else record
+        span = None
+        if self._engine is not None and isinstance(rows, TensorDictBase):
+            span = self._engine.append_tensors(rows, record, without)
+        if span is None:
+            span = self._append(self._arrays(rows, without), record)
         self._staged = None
         return span
 
-    def _arrays(self, rows: Any, *, without: Key | None = None) -> Mapping[Key, np.ndarray]:
+    def _append(self, arrays: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
+        return self._running().append(arrays, record)
+
+    def _arrays(self, rows: Any, without: Key | None = None) -> Mapping[Key, np.ndarray]:
         if type(rows) is not dict and isinstance(rows, TensorDictBase):
             return self._arrays_of(rows, without)
         if not isinstance(rows, Mapping):
@@ -417,13 +431,11 @@ class RowStore:
         return self._nest(engine.take(where), where.shape)
 
     def _nest(self, arrays: list[np.ndarray], batch: tuple[int, ...] | None = None) -> TensorDict:
-        columns = self.schema.columns
-        tensors = (torch.from_numpy(array) for array in arrays)
-        found = (
-            (column.key, tensor.view(column.dtype) if column.dtype is torch.bfloat16 else tensor)
-            for column, tensor in zip(columns, tensors, strict=True)
-        )
-        return nest(found, (len(arrays[0]),) if batch is None else batch)
+        return self._put_together(arrays, (len(arrays[0]),) if batch is None else batch)
+
+    @cached_property
+    def _put_together(self) -> Nest:
+        return Nest([(column.key, column.dtype) for column in self.schema.columns])
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.head} rows"

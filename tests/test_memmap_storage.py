@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from tallyroll.storage import (
     CorruptStorage,
     MemmapStorage,
+    RowsMismatch,
     StorageFull,
     StorageLocked,
     open_storage,
@@ -34,7 +35,16 @@ from tallyroll.storage.errors import (
     PathIsFile,
 )
 
-from storage_contract import StorageContract, arrays, assert_rows, files_of, process, receive, rows
+from storage_contract import (
+    GrowingStorageContract,
+    arrays,
+    assert_rows,
+    files_of,
+    process,
+    receive,
+    rows,
+)
+
 
 HEADER = "tallyroll.header"
 
@@ -52,8 +62,16 @@ def five(path: Path) -> Path:
     return path
 
 
-class TestMemmapStorage(StorageContract):
+class TestMemmapStorage(GrowingStorageContract):
     storage_class = MemmapStorage
+
+    def test_bfloat16_is_not_taken_for_uint16(self, path: Path) -> None:
+        with self.make(path) as storage:
+            storage.extend(TensorDict({"x": torch.ones(2, dtype=torch.bfloat16)}, [2]))
+            with pytest.raises(RowsMismatch, match=r"x has torch.uint16, wanted torch.bfloat16"):
+                storage.extend(TensorDict({"x": torch.ones(2, dtype=torch.uint16)}, [2]))
+            storage.extend({("x",): np.array([0x3F80], np.uint16)})
+            assert storage.get(slice(None))["x"].tolist() == [1, 1, 1]
 
 
 # -- tensordict's view
@@ -237,7 +255,7 @@ def test_a_creation_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.Mo
         storage.extend(rows(0, 1))
     with (
         MemmapStorage(path.with_name("huge"), capacity=2**55) as storage,
-        pytest.raises(StorageFull, match=r"needs \d{19} more bytes"),
+        pytest.raises(StorageFull, match=r"has no room for .* rows of 29 bytes"),
     ):
         storage.extend(rows(0, 1))
     assert not path.with_name("huge").exists()

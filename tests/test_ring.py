@@ -159,8 +159,8 @@ def interrupted(storage: MemmapStorage, at: int, monkeypatch: pytest.MonkeyPatch
     """Append 6 rows of noise and stop when half the columns are overwritten."""
     copy = Engine._copy
 
-    def half(self: Engine, slot: int, given: list[np.ndarray]) -> None:
-        copy(self, slot, given[: len(given) // 2] + [a[:0] for a in given[len(given) // 2 :]])
+    def half(self: Engine, slot: int, sources: list[Any], at: int, count: int) -> None:
+        copy(self, slot, sources[: len(sources) // 2], at, count)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
