@@ -31,6 +31,11 @@ PACKAGES = (
     "numpy",
     "stable_baselines3",
     "tianshou",
+    "cpprb",
+    "h5py",
+    "zarr",
+    "tensorstore",
+    "minari",
 )
 
 console = Console(width=110, highlight=False)
@@ -128,6 +133,7 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
     """
     results = [Result(contender.name) for contender in contenders]
     for contender in contenders:
+        contender.make_ready()
         contender.advance()
     for _ in range(rounds):
         for contender, result in zip(contenders, results, strict=True):
@@ -136,12 +142,16 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
 
 
 def print_results(
-    title: str, results: Sequence[Result], remarks: Sequence[str] = (), against: str = "raw"
+    title: str,
+    results: Sequence[Result],
+    remarks: Sequence[str] = (),
+    against: str = "raw",
+    units: tuple[str, str] = ("vector step", "transition"),
 ) -> None:
     """Print a table; the first result is the one that the others are compared with."""
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
-    for heading in ("us / vector step", "us / transition", f"speed to {against}", "spread"):
+    for heading in (*(f"us / {unit}" for unit in units), f"speed to {against}", "spread"):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(
@@ -153,7 +163,7 @@ def print_results(
         )
     console.print(table)
     for remark in remarks:
-        console.print(f"  {remark}")
+        console.print(f"  {remark}", markup=False)
 
 
 def ratio(reference: Result, result: Result) -> float:

@@ -1,0 +1,128 @@
+"""Tallyroll's storages, alone and under TorchRL's replay buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from storage_work import Rows, Spec, Store, tensordict_of
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+
+from tallyroll import storage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tensordict import TensorDict
+
+SUFFIX = {"MemmapStorage": "", "H5Storage": ".h5", "ZarrStorage": ".zarr"}
+KINDS = [name for name in SUFFIX if hasattr(storage, name)]
+
+
+class Ours(Store):
+    """A storage of ours, `extend` and `get` with nothing in between."""
+
+    kind: ClassVar[str] = "MemmapStorage"
+    options: ClassVar[tuple[str, ...]] = ("max_size",)
+
+    def __init__(self, spec: Spec) -> None:
+        """Make it with room for all rows."""
+        super().__init__(spec)
+        path = spec.scratch / f"ours{SUFFIX[self.kind]}"
+        options = dict.fromkeys(self.options, spec.room)
+        self.storage = getattr(storage, self.kind)(path, **options)
+        self.write, self.read = self.storage.extend, self.storage.get
+
+    def asked(self, index: np.ndarray) -> torch.Tensor:
+        """Return a tensor, as TorchRL's samplers make it."""
+        return torch.from_numpy(index)
+
+    def close(self) -> None:
+        """Close the storage."""
+        self.storage.close()
+
+
+class FromTensorDicts(Ours):
+    """A ring, given TensorDicts."""
+
+    name = "MemmapStorage ring, TensorDict"
+
+    def given(self, rows: Rows) -> TensorDict:
+        """Return a TensorDict [N]."""
+        return tensordict_of(rows)
+
+
+class FromArrays(Ours):
+    """A ring, given what the collector gives: a mapping of arrays."""
+
+    name = "MemmapStorage ring, arrays"
+
+
+class Capacity(Ours):
+    """A storage that keeps every row, in space that is reserved beforehand."""
+
+    options = ("capacity",)
+    wraps = False
+
+    def __init__(self, spec: Spec) -> None:
+        """Make it."""
+        super().__init__(spec)
+        self.name = f"{self.kind}(capacity=)"
+
+    def rewind(self) -> None:
+        """Forget the rows and leave the files, which a user cannot do: pages are warm, as a ring's.
+
+        So the formats can be compared with each other and with the floor.
+        """
+        engine = self.storage._engine
+        engine._header.head = engine._header.reserve = 0
+        engine._warm = True
+
+
+class Growing(Ours):
+    """A storage that grows as rows come."""
+
+    options = ()
+
+    def __init__(self, spec: Spec) -> None:
+        """Make it."""
+        super().__init__(spec)
+        self.name = f"{self.kind}, growing"
+
+
+class UnderBuffer(Ours):
+    """A ring under TorchRL's ``ReplayBuffer``."""
+
+    name = "ReplayBuffer(MemmapStorage)"
+    buffer_class: ClassVar[type[ReplayBuffer]] = ReplayBuffer
+
+    def __init__(self, spec: Spec) -> None:
+        """Put a buffer on it."""
+        super().__init__(spec)
+        self.buffer = self.buffer_class(storage=self.storage)
+        self.write, self.read = self.buffer.extend, self.buffer.sample
+
+    def given(self, rows: Rows) -> TensorDict:
+        """Return a TensorDict [N]."""
+        return tensordict_of(rows)
+
+    def asked(self, index: np.ndarray) -> Any:
+        """Return how many rows the buffer shall draw."""
+        return len(index)
+
+
+class UnderTensorDictBuffer(UnderBuffer):
+    """A ring under TorchRL's ``TensorDictReplayBuffer``."""
+
+    name = "TensorDictReplayBuffer(MemmapStorage)"
+    buffer_class = TensorDictReplayBuffer
+
+
+def of_format(base: type[Ours], kind: str) -> type[Ours]:
+    """Return the same for another format."""
+    return type(f"{base.__name__}{kind}", (base,), {"kind": kind})
+
+
+FORMATS = [of_format(Capacity, kind) for kind in KINDS]
+WRITERS = [FromTensorDicts, FromArrays, *FORMATS, UnderBuffer, UnderTensorDictBuffer]
+READERS = [FromArrays, *FORMATS, UnderBuffer, UnderTensorDictBuffer]
+GROWERS = [*FORMATS, *(of_format(Growing, kind) for kind in KINDS if kind != "H5Storage")]

@@ -1,0 +1,357 @@
+"""The rows that are written and read, what a storage does with them, and the floor."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import shutil
+import time
+from abc import ABC
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import torch
+from common import Contender, Tally
+from tensordict import TensorDict
+
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+Key = tuple[str, ...]
+Rows = dict[Key, np.ndarray]
+
+READ_ROWS = 256
+"""Rows of a read."""
+READS = 1024
+"""Reads of different rows, before they begin again."""
+QUANTUM = 2e-3
+"""Seconds of calls between two looks at the clock."""
+LONGEST_LAP = 0.25
+"""Seconds of calls on a file that grows, before it is begun anew."""
+FIRST_STEP, LARGEST_STEP = 2**20, 2**28
+"""Bytes by which files that grow are enlarged: as much as they have, within these bounds."""
+
+
+def cartpole_rows(count: int) -> Rows:
+    """Rows [count] as a collector writes them: eleven columns, 75 bytes a row."""
+    env = GymnasiumVectorEnv(gym.make_vec("CartPole-v1", 64, vectorization_mode="sync"))
+    with SyncCollector(env, None, frames_per_batch=count, total_frames=count, seed=0) as collector:
+        (batch,) = collector
+    return {
+        key if isinstance(key, tuple) else (key,): np.ascontiguousarray(leaf.numpy())
+        for key, leaf in batch.items(True, True)
+        if key != ("collector", "cut")  # in batches only
+    }
+
+
+def image_rows(count: int) -> Rows:
+    """The same columns, the observations 84x84x4 bytes each: 56 KB a row."""
+    images = np.random.default_rng(0).integers(256, size=(count + 1, 84, 84, 4), dtype=np.uint8)
+    rows = cartpole_rows(count)
+    rows["observation",], rows["next", "observation"] = images[:-1], images[1:].copy()
+    return rows
+
+
+def length(rows: Rows) -> int:
+    """How many rows these are."""
+    return len(rows["action",])
+
+
+def first(rows: Rows, count: int) -> Rows:
+    """The first ``count`` rows, in memory of their own."""
+    return {key: column[:count].copy() for key, column in rows.items()}
+
+
+def row_nbytes(rows: Rows) -> int:
+    """Bytes of one row in all columns."""
+    return sum(column[:1].nbytes for column in rows.values())
+
+
+def flat(rows: Rows) -> dict[str, np.ndarray]:
+    """The same arrays by names without a hierarchy, for libraries that know none."""
+    return {"_".join(key): column for key, column in rows.items()}
+
+
+def tensordict_of(rows: Rows) -> TensorDict:
+    """The rows as a TensorDict [N] over the same memory."""
+    data = TensorDict({}, batch_size=[length(rows)])
+    for key, column in rows.items():
+        data[key] = torch.from_numpy(column)
+    return data
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a storage is made for.
+
+    Args:
+        rows: the batch [N, ...] of one write.
+        filler: a batch by which the storage is filled.
+        room: rows that it holds: a multiple of both.
+        scratch: a folder of its own for files.
+    """
+
+    rows: Rows
+    filler: Rows
+    room: int
+    scratch: Path
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return length(self.rows)
+
+
+class Store(ABC):
+    """One way of holding rows. It goes round when it is full, or else `rewind` empties it."""
+
+    name: str
+    wraps: ClassVar[bool] = True
+
+    def __init__(self, spec: Spec) -> None:
+        """Make it, without rows."""
+        self.spec = spec
+
+    def given(self, rows: Rows) -> Any:
+        """Return rows in the form in which `write` takes them; not timed."""
+        return rows
+
+    def write(self, given: Any) -> Any:
+        """Write a batch."""
+        raise NotImplementedError
+
+    def asked(self, index: np.ndarray) -> Any:
+        """Return row numbers [M], none twice, in the form that `read` takes; not timed."""
+        return index
+
+    def read(self, asked: Any) -> Any:
+        """Read these rows, or as many that the storage chooses itself."""
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """Write every row once, so that no page of memory or of a file is new any more."""
+        given = self.given(self.spec.filler)
+        for _ in range(self.spec.room // length(self.spec.filler)):
+            self.write(given)
+
+    def rewind(self) -> None:
+        """Begin at row 0 again, where ``wraps`` is False."""
+        return
+
+    def close(self) -> None:
+        """Let go of files."""
+        return
+
+
+class Calls(Contender):
+    """One call over and over, its arguments in turn: as many between two looks as take 2 ms.
+
+    Args:
+        name: of the row in the table.
+        call: what is timed.
+        arguments: what it is called with.
+        rows: rows of one call.
+        before: called after every ``most`` calls, with the clock stopped.
+        most: calls at a time at most; None for no end.
+        close: called at the end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[Any], Any],
+        arguments: Iterable[Any],
+        rows: int,
+        *,
+        before: Callable[[], None] | None = None,
+        most: int | None = None,
+        close: Callable[[], None] | None = None,
+        quantum: float = QUANTUM,
+    ) -> None:
+        """Learn how long a call takes."""
+        self.name, self.call, self.rows = name, call, rows
+        self.arguments = itertools.cycle(arguments)
+        self._before, self._most, self._close = before, most, close
+        self._calls, self._made = 1, 0
+        took = sorted(self._time_once() for _ in range(5))[2]
+        self._calls = max(1, min(int(quantum / took), most or int(quantum / took)))
+
+    def _time_once(self) -> float:
+        self.make_ready()
+        start = time.perf_counter()
+        self.advance()
+        return time.perf_counter() - start
+
+    def make_ready(self) -> None:
+        """Make room for the next calls."""
+        if self._before and self._most and self._made + self._calls > self._most:
+            self._before()
+            self._made = 0
+
+    def advance(self) -> None:
+        """Make the calls."""
+        call = self.call
+        for argument in itertools.islice(self.arguments, self._calls):
+            call(argument)
+        self._made += self._calls
+
+    def tally(self) -> Tally:
+        """Return rows and calls of one ``advance``."""
+        return Tally(self.rows * self._calls, self._calls)
+
+    def close(self) -> None:
+        """Let go of files."""
+        if self._close:
+            self._close()
+
+
+def writing(make: type[Store], spec: Spec) -> Calls:
+    """Batches into a storage whose pages were all written before."""
+    store = make(spec)
+    store.fill()
+    store.rewind()
+    return Calls(
+        store.name,
+        store.write,
+        [store.given(spec.rows)],
+        spec.count,
+        before=None if store.wraps else store.rewind,
+        most=None if store.wraps else spec.room // spec.count,
+        close=store.close,
+    )
+
+
+def reading(make: type[Store], spec: Spec) -> Calls:
+    """Random rows out of a full storage, the same for all that can be told which."""
+    store = make(spec)
+    store.fill()
+    generator = np.random.default_rng(0)
+    asked = [
+        store.asked(generator.choice(spec.room, READ_ROWS, replace=False)) for _ in range(READS)
+    ]
+    return Calls(store.name, store.read, asked, READ_ROWS, close=store.close)
+
+
+def growing(make: type[Store], spec: Spec) -> Calls:
+    """Batches into files that grow; they are begun anew with the clock stopped, first batch in."""
+    store = make(spec)
+    given = store.given(spec.rows)
+
+    def begin() -> None:
+        nonlocal store
+        store.close()
+        shutil.rmtree(spec.scratch)
+        spec.scratch.mkdir()
+        store = make(spec)
+        store.write(given)
+
+    begin()
+    return Calls(
+        store.name,
+        lambda given: store.write(given),
+        [given],
+        spec.count,
+        before=begin,
+        most=spec.room // spec.count - 1,
+        close=lambda: store.close(),
+        quantum=LONGEST_LAP,
+    )
+
+
+def raw_files(spec: Spec) -> list[int]:
+    """An open file for each column."""
+    paths = [spec.scratch / f"{index}.raw" for index in range(len(spec.rows))]
+    return [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
+
+
+def raw_maps(spec: Spec) -> list[np.ndarray]:
+    """A plain array [room, ...] for each column, over a memory map of a file."""
+    maps = []
+    for file, column in zip(raw_files(spec), spec.rows.values(), strict=True):
+        nbytes = spec.room * column[:1].nbytes
+        os.posix_fallocate(file, 0, nbytes)
+        shape = (spec.room, *column.shape[1:])
+        maps.append(np.ndarray(shape, column.dtype, buffer=mmap.mmap(file, nbytes)))
+        os.close(file)
+    return maps
+
+
+class Floor(Store):
+    """NumPy copies into raw memory maps, and ``take`` into arrays that are used again."""
+
+    name = "NumPy and raw memory maps (floor)"
+
+    def __init__(self, spec: Spec) -> None:
+        """Map the files."""
+        super().__init__(spec)
+        self.columns = raw_maps(spec)
+        self.outs: list[np.ndarray] = []
+        self.at = 0
+
+    def given(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the columns' maps, each with the array that is copied into it."""
+        return list(zip(self.columns, rows.values(), strict=True))
+
+    def write(self, given: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Copy column by column."""
+        start = self.at
+        stop = start + len(given[0][1])
+        for column, array in given:
+            column[start:stop] = array
+        self.at = stop % self.spec.room
+
+    def asked(self, index: np.ndarray) -> np.ndarray:
+        """Make the arrays, the first time."""
+        if not self.outs:
+            self.outs = [np.empty((len(index), *c.shape[1:]), c.dtype) for c in self.columns]
+        return index
+
+    def read(self, asked: np.ndarray) -> None:
+        """Gather column by column; ``clip`` is the mode in which NumPy needs no copy in between."""
+        for column, out in zip(self.columns, self.outs, strict=True):
+            column.take(asked, axis=0, out=out, mode="clip")
+
+
+class GrowingFloor(Store):
+    """``os.pwrite`` of whole arrays to bare files, their space reserved as they grow.
+
+    Through a map every new page costs a fault, which takes several times as long.
+    """
+
+    name = "os.pwrite to bare files (floor)"
+
+    def __init__(self, spec: Spec) -> None:
+        """Open the files."""
+        super().__init__(spec)
+        self.files = raw_files(spec)
+        self.row_nbytes = row_nbytes(spec.rows)
+        self.at = self.room = 0
+
+    def given(self, rows: Rows) -> list[tuple[int, np.ndarray]]:
+        """Return the bytes of a row with each array."""
+        return [(array[:1].nbytes, array) for array in rows.values()]
+
+    def write(self, given: list[tuple[int, np.ndarray]]) -> None:
+        """Write column by column."""
+        at = self.at
+        self.at += len(given[0][1])
+        if self.at > self.room:
+            step = min(
+                max(self.room, FIRST_STEP // self.row_nbytes), LARGEST_STEP // self.row_nbytes
+            )
+            self.room = max(self.at, self.room + step)
+            for file, (nbytes, _) in zip(self.files, given, strict=True):
+                os.posix_fallocate(file, 0, self.room * nbytes)
+        for file, (nbytes, array) in zip(self.files, given, strict=True):
+            os.pwrite(file, array, at * nbytes)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files:
+            os.close(file)
