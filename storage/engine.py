@@ -40,7 +40,6 @@ Durability: TypeAlias = Literal["process", "power"]
 
 _FIRST_ROOM_NBYTES = 2**20
 _LARGEST_STEP_NBYTES = 2**28
-_LARGEST_NBYTES = 2**62
 _REFRESH_SECONDS = 1.0
 LOOK_SECONDS = 0.01
 """How often a writer looks whether its lock file still stands."""
@@ -77,7 +76,9 @@ class Engine:
         self.ring = header.ring
         """Slots of the ring; 0 for a storage that grows."""
         self._mutex = threading.RLock()
-        self._keys = schema.keys
+        self.keys = schema.keys
+        """The columns' keys, in order."""
+        self._widest = max(column.row_nbytes for column in schema.columns)
         self._intake = Intake(schema, format.path)
         self._views: list[np.ndarray] | None = None
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
@@ -192,14 +193,18 @@ class Engine:
 
     def _copy(self, slot: int, arrays: list[np.ndarray], at: int, count: int) -> None:
         """Copy rows ``[at, at + count)`` of the arrays to slots from ``slot`` on."""
-        largest = _LARGEST_NBYTES if self._warm else _WRITE_NBYTES
-        stop = slot + count
+        if len(arrays[0]) != count:
+            arrays = [array[at : at + count] for array in arrays]
+        to = slice(slot, slot + count)
+        if self._warm or count * self._widest < _WRITE_NBYTES:
+            for column, array in zip(self._columns, arrays, strict=False):
+                column[to] = array
+            return
         for index, array in enumerate(arrays):
-            part = array if len(array) == count else array[at : at + count]
-            if part.nbytes < largest or not part.flags.c_contiguous:
-                self._columns[index][slot:stop] = part
+            if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
+                self._columns[index][to] = array
             else:
-                self._format.write(index, slot, part)
+                self._format.write(index, slot, array)
 
     def put_record(self, record: bytes) -> None:
         """Commit a record without rows."""

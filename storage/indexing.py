@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,10 @@ def consecutive(cursor: Any, ring: int = 0) -> range:
     if isinstance(cursor, range) and (cursor.step == 1 or len(cursor) < 2):
         return cursor
     rows = np.asarray(cursor)
+    if rows.dtype == np.int64 and rows.ndim == 1 and len(rows):
+        first = int(rows[0])
+        if (rows - first).tobytes() == _counting(len(rows)):
+            return range(first, first + len(rows))
     if rows.dtype.kind not in "iu" or not rows.size:
         raise NotAnAppend(f"rows are written at whole numbers, got {cursor!r}.")
     if rows.ndim == 0:
@@ -115,6 +120,12 @@ def consecutive(cursor: Any, ring: int = 0) -> range:
             "consecutive. Committed rows cannot be changed; write to another storage instead."
         )
     return range(first, last + 1)
+
+
+@lru_cache(maxsize=4)
+def _counting(count: int) -> bytes:
+    """The bytes of 0, 1, 2, ...: to compare them costs half of what differences cost."""
+    return np.arange(count).tobytes()
 
 
 def _range_of_slice(cursor: slice) -> range:

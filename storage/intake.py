@@ -48,9 +48,10 @@ class Intake:
         try:
             found: list[np.ndarray] = [rows[key] for key in self._keys]
             shapes = self._shapes_of(len(found[0]))
-            for array, dtype, shape in zip(found, self._numpy_dtypes, shapes, strict=True):
-                if array.dtype != dtype or array.shape != shape:
-                    self._refuse(rows)
+            if [array.dtype for array in found] != self._numpy_dtypes:
+                self._refuse(rows)
+            if [array.shape for array in found] != shapes:
+                self._refuse(rows)
         except (KeyError, TypeError, AttributeError):
             self._refuse(rows)
         if len(rows) != len(found):

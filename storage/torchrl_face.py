@@ -115,7 +115,7 @@ def writers_index(storage: DiskStorage) -> Key | None:
 
     It holds the row's own number, and the buffer adds it again to every sample.
     """
-    if storage._engine is not None and _INDEX in storage._engine.schema:
+    if storage._engine is not None and _INDEX in storage._engine.keys:
         return None
     adds = any(isinstance(writer, TensorDictRoundRobinWriter) for writer in _writers(storage))
     return _INDEX if adds else None
