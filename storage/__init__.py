@@ -17,13 +17,16 @@ from .errors import (
 )
 from .findings import Finding, Report
 from .formats import open_storage
+from .hdf5 import H5Storage
 from .memmap import MemmapStorage
 from .schema import Schema
 from .verification import verify
+from .zarr_store import ZarrStorage
 
 __all__ = [
     "CorruptStorage",
     "Finding",
+    "H5Storage",
     "MemmapStorage",
     "Report",
     "RowsMismatch",
@@ -34,6 +37,7 @@ __all__ = [
     "StorageFull",
     "StorageLocked",
     "StorageMissing",
+    "ZarrStorage",
     "open_storage",
     "verify",
 ]

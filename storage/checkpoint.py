@@ -58,6 +58,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
 
 def _bring_up(target: DiskStorage, source: DiskStorage) -> None:
     manifest = source.manifest
+    target.reserve(max(1, len(source)))
     if target._engine is None:
         target._create(source.schema, manifest["runs"], id=manifest["id"])
     else:

@@ -6,12 +6,16 @@
     ├── OpenError                     the path cannot be opened or created as asked
     │   ├── StorageExists             create: a storage is already there
     │   ├── DirectoryNotEmpty         create: something else is already there
+    │   ├── PathIsTaken               create: another program's file is already there
     │   ├── PathIsFile                a file where a directory is wanted
+    │   ├── PathIsDirectory           a directory where a file is wanted
     │   ├── NotWritable               the file system does not let us write there
     │   ├── StorageMissing            append, read: nothing is there
     │   ├── NotAStorage               append, read: something else is there
     │   ├── FormatVersionMismatch     written by another version of the format
     │   ├── StorageLocked             another writer holds it
+    │   ├── CapacityMissing           create: the format must know how many rows there will be
+    │   ├── MissingLibrary            the format needs a library that is not installed
     │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
     ├── CorruptStorage                the files contradict each other
     ├── InvalidSchema                 columns that a storage cannot hold
@@ -41,6 +45,7 @@ from __future__ import annotations
 
 __all__ = [
     "BatchTooLong",
+    "CapacityMissing",
     "CorruptStorage",
     "CursorOverflow",
     "DirectoryNotEmpty",
@@ -48,6 +53,7 @@ __all__ = [
     "IndexOutOfRange",
     "InvalidProvenance",
     "InvalidSchema",
+    "MissingLibrary",
     "NotAStorage",
     "NotAnAppend",
     "NotInitialised",
@@ -55,7 +61,9 @@ __all__ = [
     "NotWritable",
     "OpenError",
     "Overrun",
+    "PathIsDirectory",
     "PathIsFile",
+    "PathIsTaken",
     "ReadOnlyStorage",
     "RecordTooLarge",
     "RowsMismatch",
@@ -93,6 +101,14 @@ class PathIsFile(OpenError):
     """The path, or a part of it, is a file where a directory is wanted."""
 
 
+class PathIsTaken(OpenError):
+    """``mode="create"`` on the path of a file that is no storage."""
+
+
+class PathIsDirectory(OpenError):
+    """The path is a directory where a file is wanted."""
+
+
 class NotWritable(OpenError):
     """The file system does not let this process write there."""
 
@@ -111,6 +127,14 @@ class FormatVersionMismatch(OpenError):
 
 class StorageLocked(OpenError):
     """Another writer holds the storage."""
+
+
+class CapacityMissing(OpenError):
+    """A new storage of a format that cannot grow, without the number of rows it is for."""
+
+
+class MissingLibrary(OpenError):
+    """The format needs a library that is not installed."""
 
 
 class UnsupportedPlatform(OpenError):

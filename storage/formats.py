@@ -1,25 +1,38 @@
-"""Open a storage whatever its format."""
+"""Open a storage whatever its format: what is there says which it is."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from .base import DiskStorage
 from .errors import NotAStorage, StorageMissing
+from .hdf5 import H5Storage
 from .manifest import read_manifest
 from .memmap import MemmapStorage
+from .paths import refuse_impossible
+from .user_block import is_hdf5, is_ours
+from .zarr_store import ZarrStorage
 
-__all__ = ["open_storage"]
+__all__ = ["FORMATS", "open_storage", "storage_class"]
 
-_CLASSES: tuple[type[DiskStorage], ...] = (MemmapStorage,)
+FORMATS: Mapping[str, type[DiskStorage]] = {
+    "memmap": MemmapStorage,
+    "hdf5": H5Storage,
+    "zarr": ZarrStorage,
+}
+"""The classes by the short names of their formats."""
+
+_SUFFIXES = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
+_OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 def open_storage(
     path: str | os.PathLike[str], mode: Literal["append", "read"] = "read", **options: Any
 ) -> DiskStorage:
-    """Open the storage at ``path``, its format taken from its manifest.
+    """Open the storage at ``path``, its format told by what is there.
 
     Args:
         path: where it is.
@@ -31,16 +44,74 @@ def open_storage(
         NotAStorage: something else is there.
         CorruptStorage: it is damaged.
     """
+    return _class_at(Path(path))(path, mode=mode, **options)
+
+
+def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
+    """The class for a storage that is at ``path``, or will be.
+
+    Args:
+        path: where it is. What is there decides; where nothing is, the suffix does
+            (``.h5``, ``.hdf5``, ``.zarr``), and without one of these it is memory-mapped.
+        format: a key of `FORMATS` that it must be.
+
+    Raises:
+        ValueError: no such format, or ``path`` is of another one.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}.")
     place = Path(path)
+    suffix = _SUFFIXES.get(place.suffix.lower())
+    try:
+        there = _name_at(place)
+    except (StorageMissing, NotAStorage):
+        there = None
+    for found, what in ((there, "holds a storage of format"), (suffix, "has the suffix of")):
+        if found is not None and format not in (None, found):
+            raise ValueError(
+                f"{path} {what} {found}, and the format {format} was asked for. Leave one of them "
+                "out, or give another path."
+            )
+    return FORMATS[there or format or suffix or "memmap"]
+
+
+def _class_at(place: Path) -> type[DiskStorage]:
+    return FORMATS[_name_at(place)]
+
+
+def _name_at(place: Path) -> str:
+    refuse_impossible(place)
     if not place.exists():
-        raise StorageMissing(f"{path} does not exist. Give the path of a storage.")
-    if not place.is_dir():
-        raise NotAStorage(f"{path} is a file, not a Tallyroll storage. Give the path of a storage.")
-    name = read_manifest(place / "manifest.json")["format"]
-    for storage_class in _CLASSES:
-        if storage_class._format_class.name == name:
-            return storage_class(path, mode=mode, **options)
-    known = ", ".join(c._format_class.name for c in _CLASSES)
+        raise StorageMissing(f"{place} does not exist. Give the path of a storage.")
+    return _name_of_directory(place) if place.is_dir() else _name_of_file(place)
+
+
+def _name_of_directory(place: Path) -> str:
+    ours = place / "tallyroll" / "manifest.json"
+    if not ours.exists() and not (place / "manifest.json").exists():
+        for file in _OTHER_ZARR:
+            if (place / file).exists():
+                raise NotAStorage(
+                    f"{place} is Zarr ({file}), and not a Tallyroll storage: another program wrote "
+                    "it, or its creation was interrupted. Open it with zarr-python; if it was to "
+                    "be a storage, create it again."
+                )
+    manifest = read_manifest(ours if ours.exists() else place / "manifest.json")
+    for name, kind in FORMATS.items():
+        if kind._format_class.name == manifest["format"]:
+            return name
+    known = ", ".join(kind._format_class.name for kind in FORMATS.values())
     raise NotAStorage(
-        f"{path} is of format {name}, and this Tallyroll knows {known}. Use a newer Tallyroll."
+        f"{place} is of format {manifest['format']}, and this Tallyroll knows {known}. Use a newer "
+        "Tallyroll."
+    )
+
+
+def _name_of_file(place: Path) -> str:
+    if is_ours(place):
+        return "hdf5"
+    what = "an HDF5 file that another program wrote" if is_hdf5(place) else "a file"
+    raise NotAStorage(
+        f"{place} is {what}, not a Tallyroll storage. Give the path of a storage."
+        + (" h5py opens it." if "HDF5" in what else "")
     )

@@ -23,6 +23,7 @@ from .schema import Schema
 
 __all__ = [
     "Manifest",
+    "attributes_of",
     "new_manifest",
     "parse_manifest",
     "read_manifest",
@@ -112,7 +113,7 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise FormatVersionMismatch(
-            f"{path.parent} is of format version {version!r}, and this Tallyroll reads version "
+            f"{path} is of format version {version!r}, and this Tallyroll reads version "
             f"{FORMAT_VERSION}. Use the Tallyroll that wrote it."
         )
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
@@ -141,6 +142,20 @@ def schema_of(manifest: Manifest, path: Path) -> Schema:
         return Schema.from_json(manifest.get("schema"))
     except InvalidSchema as error:
         raise CorruptStorage(f"the schema in {path} is damaged: {error} Restore it.") from error
+
+
+def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
+    """What other libraries are shown of a manifest, as attributes: JSON texts.
+
+    ``schema`` is its schema, and ``provenance`` what it is and the runs that wrote it,
+    as many of the newest as fit into ``limit`` bytes.
+    """
+    provenance = {name: manifest[name] for name in _FIELDS}
+    text = json.dumps(provenance)
+    while limit is not None and len(text) > limit and provenance["runs"]:
+        provenance["runs"] = provenance["runs"][1:]
+        text = json.dumps(provenance)
+    return {"schema": json.dumps(manifest["schema"]), "provenance": text}
 
 
 def write_aside(path: Path, value: Any, *, durable: bool = False) -> None:

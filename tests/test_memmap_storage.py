@@ -45,7 +45,6 @@ from storage_contract import (
     rows,
 )
 
-
 HEADER = "tallyroll.header"
 
 

@@ -31,6 +31,7 @@ PUBLIC: dict[str, list[str]] = {
     "tallyroll.storage": [
         "CorruptStorage",
         "Finding",
+        "H5Storage",
         "MemmapStorage",
         "Report",
         "RowsMismatch",
@@ -41,6 +42,7 @@ PUBLIC: dict[str, list[str]] = {
         "StorageFull",
         "StorageLocked",
         "StorageMissing",
+        "ZarrStorage",
         "open_storage",
         "verify",
     ],

@@ -1,0 +1,477 @@
+"""A contiguous dataset per column, in one HDF5 file with the header in its user block.
+
+::
+
+    NAME.h5                 user block: header and manifest; then HDF5: attributes, datasets
+    NAME.h5.lock            held by the writer: a lock on the file itself would stop its readers
+    NAME.h5.episodes.npy    the table of episodes
+    NAME.h5.tmp             a larger or smaller copy that is being written
+
+An uncompressed contiguous dataset is a run of bytes at an offset of its file. So rows are
+written like those of any other file, and h5py is asked for no more than the file's making.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .base import DiskStorage
+from .commit import HEADER_NBYTES, Header, committed_counts
+from .errors import (
+    CapacityMissing,
+    CorruptStorage,
+    InvalidSchema,
+    NotAStorage,
+    NotWritable,
+    PathIsDirectory,
+    PathIsTaken,
+    StorageExists,
+    StorageFull,
+    StorageMissing,
+)
+from .format import Access, Format
+from .hdf5_file import (
+    PROVENANCE_NBYTES,
+    Layout,
+    Place,
+    foreign_names,
+    layout_of,
+    make_file,
+    nbytes_of_file,
+)
+from .manifest import Manifest, attributes_of, parse_manifest, schema_crc, sync_directory
+from .paths import failed, make_directory, refuse_impossible, require_creatable, space_left
+from .preflight import Footprint
+from .regions import MAP_NORESERVE
+from .rows import spell
+from .schema import Schema
+from .user_block import (
+    USER_BLOCK_NBYTES,
+    has_slots,
+    is_hdf5,
+    is_ours,
+    newest_manifest,
+    write_all,
+    write_manifest,
+)
+
+__all__ = ["H5Format", "H5Storage"]
+
+_COPY_NBYTES = 2**24
+
+
+class H5Format(Format):
+    """The file of an `H5Storage`."""
+
+    name: ClassVar[str] = "tallyroll.hdf5"
+    grows: ClassVar[bool] = False
+
+    def __init__(self, path: Path) -> None:
+        # Not a link's: the file is replaced at times, and two names would be two locks.
+        super().__init__(Path(os.path.realpath(path)))
+        self._schema: Schema | None = None
+        self._places: dict[str, Place] = {}
+        self._file = -1
+        self._layout = Layout((), 0)
+        self._arrays: dict[Access, list[np.ndarray]] = {}
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+    @property
+    def lock_path(self) -> Path:
+        """The writer's lock file, beside the file."""
+        return self._beside(".lock")
+
+    @property
+    def header_path(self) -> Path:
+        """The file itself, whose user block begins with the header."""
+        return self.path
+
+    @property
+    def manifest_path(self) -> Path:
+        """The file itself, whose user block holds the manifest."""
+        return self.path
+
+    @property
+    def episodes_path(self) -> Path:
+        """The table of episodes, beside the file."""
+        return self._beside(".episodes.npy")
+
+    @property
+    def _aside(self) -> Path:
+        return self._beside(".tmp")
+
+    def stands(self) -> bool:
+        """Whether there is a file of ours with a manifest in it."""
+        try:
+            with _opened(self.path, os.O_RDONLY) as file:
+                return is_ours(self.path) and newest_manifest(file) is not None
+        except OSError:
+            return False
+
+    def read_manifest(self) -> Manifest:
+        """The manifest, which says where the values of attributes lie. Read before `open`."""
+        with _opened(self.path, os.O_RDONLY) as file:
+            size, content = os.fstat(file).st_size, newest_manifest(file)
+            _, head = committed_counts(os.pread(file, HEADER_NBYTES, 0))
+            written = has_slots(file)
+        if size < USER_BLOCK_NBYTES:
+            raise CorruptStorage(
+                f"{self.path} should have more than {USER_BLOCK_NBYTES} bytes and has {size}: it "
+                "was cut short. Restore it from a copy."
+            )
+        if content is None and (head or written):
+            raise CorruptStorage(
+                f"{self.path} has {head} committed rows, and both copies of the manifest in its "
+                "user block are damaged, which says what they are. Restore it from a copy."
+            )
+        if content is None:
+            raise NotAStorage(
+                f"{self.path} is not a Tallyroll storage yet: its creation was interrupted. Create "
+                "it again."
+            )
+        manifest = parse_manifest(content, self.path)
+        self._places = _places_in(manifest, self.path)
+        return manifest
+
+    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+        """Replace the manifest, and the attribute ``provenance``."""
+        with contextlib.ExitStack() as exits:
+            file = self._file
+            if file < 0:
+                file = exits.enter_context(_opened(self.path, os.O_RDWR))
+            try:
+                write_manifest(file, _as_bytes(manifest, self._places))
+                _write_provenance(file, manifest, self._places)
+                if durable:
+                    os.fdatasync(file)
+            except OSError as error:
+                raise failed(self.path, error, 0) from error
+
+    def refuse_existing(self) -> None:
+        """Accept a path where nothing is, or an unfinished creation."""
+        refuse_impossible(self.lock_path)
+        if self.path.is_dir():
+            raise PathIsDirectory(
+                f"{self.path} should be a file, and is a directory. Give the path of a new file."
+            )
+        if not self.path.exists():
+            require_creatable(self.path.parent)
+        elif not is_ours(self.path):
+            raise PathIsTaken(
+                f"{self.path} is {_what(self.path)} already. Give the path of a new file."
+            )
+        else:
+            self._refuse_storage()
+
+    def _refuse_storage(self) -> None:
+        if self.stands():
+            raise StorageExists(
+                f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
+                "it, or give another path."
+            )
+        with contextlib.suppress(NotAStorage):
+            self.read_manifest()
+        if not os.access(self.path.parent, os.W_OK | os.X_OK):
+            raise NotWritable(f"{self.path.parent} cannot be written to. Give a path that can.")
+
+    def refuse_missing(self) -> None:
+        """Accept a file with a user block of ours."""
+        refuse_impossible(self.path)
+        if not self.path.exists():
+            raise StorageMissing(
+                f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
+            )
+        if self.path.is_dir():
+            raise NotAStorage(
+                f"{self.path} is a directory, and this storage is a file. Give its path; "
+                "tallyroll.storage.open_storage(path) opens any format."
+            )
+        if not os.access(self.path, os.R_OK):
+            raise NotWritable(f"{self.path} cannot be read: permission denied.")
+        if not is_ours(self.path):
+            raise NotAStorage(
+                f"{self.path} is {_what(self.path)}, not a Tallyroll storage. Give the path of a "
+                "storage."
+            )
+
+    def check(self, schema: Schema) -> None:
+        """Refuse what HDF5 has no dtype or name for."""
+        for column in schema.columns:
+            if column.dtype_name == "bfloat16":
+                raise InvalidSchema(
+                    f"column {spell(column.key)} is bfloat16, which HDF5 does not have. Convert it "
+                    "to float32 before writing, or use MemmapStorage."
+                )
+
+    def footprint(self, schema: Schema, rows: int) -> Footprint:
+        """What ``rows`` rows take: one file, mapped for writing and for views."""
+        nbytes = nbytes_of_file(schema, rows)
+        return Footprint(nbytes=nbytes, files=3, largest=nbytes, maps=3)
+
+    def prepare(self) -> None:
+        """Make the directory that the file lies in."""
+        make_directory(self.path.parent)
+
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
+        """Make the file for ``capacity`` rows, whole, and put it in its place."""
+        if not capacity:
+            raise CapacityMissing(
+                f"{self.path} is HDF5, whose space is reserved when the file is made. Say how many "
+                "rows it is for: capacity=..."
+            )
+        self.discard()
+        with self._made(schema, capacity) as file:
+            write_all(file, header, 0)
+
+    def discard(self) -> None:
+        """Remove an unfinished file, and an unfinished copy."""
+        self._aside.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def undo(self, *, made: bool) -> None:
+        """Remove what a failed creation left, its lock too."""
+        self.discard()
+        self.lock_path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _made(self, schema: Schema, capacity: int) -> Iterator[int]:
+        """A new file aside, open, that takes the place of the old one at the end."""
+        nbytes = nbytes_of_file(schema, capacity)
+        try:
+            self._require_space(nbytes)
+            # HDF5 says less clearly that a file may not be that large.
+            with _opened(self._aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+                os.ftruncate(file, nbytes)
+            self._places = make_file(self._aside, schema, capacity)
+            with _opened(self._aside, os.O_RDWR) as file:
+                # A sparse file would kill us when the disk is full.
+                os.posix_fallocate(file, 0, os.fstat(file).st_size)
+                _write_rows(file, 0, self._places)
+                yield file
+                os.fsync(file)
+            os.replace(self._aside, self.path)
+            sync_directory(self.path.parent)
+        except OSError as error:
+            raise failed(self.path, error, nbytes) from error
+        finally:
+            self._aside.unlink(missing_ok=True)
+
+    def _require_space(self, nbytes: int) -> None:
+        if nbytes > (free := space_left(self.path)):
+            beside = f" beside the {self.path.stat().st_size} there" if self.path.exists() else ""
+            raise StorageFull(
+                f"{self.path} needs {nbytes} more bytes{beside}, and {free} are free. Committed "
+                "rows are intact. Free space, or go on in another place."
+            )
+
+    def fit(self, schema: Schema, capacity: int) -> None:
+        """Write a larger file aside where this one holds fewer than ``capacity`` rows.
+
+        Readers that have it open go on seeing the old one.
+        """
+        if capacity > self._opened_layout(schema).capacity:
+            self._rewrite(schema, capacity)
+
+    def finish(self, schema: Schema, rows: int) -> None:
+        """Write a file of exactly ``rows`` rows aside, unless this one has as many."""
+        if rows != self._opened_layout(schema).capacity:
+            self._rewrite(schema, rows)
+
+    def _opened_layout(self, schema: Schema) -> Layout:
+        with _opened(self.path, os.O_RDONLY) as file:
+            return layout_of(file, self.path, schema)
+
+    def _rewrite(self, schema: Schema, capacity: int) -> None:
+        manifest = self.read_manifest()
+        header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
+        rows = header.head
+        header.close()
+        with _opened(self.path, os.O_RDONLY) as old:
+            if foreign := foreign_names(old, self.path, schema):
+                raise PathIsTaken(
+                    f"{self.path} has to be written anew for {capacity} rows, and holds what is "
+                    f"not a storage's: {', '.join(foreign)}. Move that to another file first."
+                )
+            source = layout_of(old, self.path, schema)
+            with self._made(schema, capacity) as new:
+                target = layout_of(new, self._aside, schema)
+                _copy(old, 0, new, 0, HEADER_NBYTES)
+                for column, start, to in zip(
+                    schema.columns, source.offsets, target.offsets, strict=True
+                ):
+                    _copy(old, start, new, to, rows * column.row_nbytes)
+                write_manifest(new, _as_bytes(manifest, self._places))
+                _write_provenance(new, manifest, self._places)
+                _write_rows(new, rows, self._places)
+
+    def open(self, schema: Schema, *, writable: bool) -> None:
+        """Open the file, and ask h5py where the datasets lie."""
+        try:
+            file = os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        except OSError as error:
+            raise failed(self.path, error, 0) from error
+        try:
+            self._layout = layout_of(file, self.path, schema)
+            if writable:
+                self._require_places(file)
+                self._aside.unlink(missing_ok=True)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file, self._schema = file, schema
+
+    def _require_places(self, file: int) -> None:
+        """Another program that changed attributes may have moved ours."""
+        for name, place in self._places.items():
+            if os.pread(file, len(place.before), place.at - len(place.before)) != place.before:
+                raise CorruptStorage(
+                    f"the attribute {name} in {self.path} is not where it was: another program "
+                    "wrote to the file, or it is damaged. Its rows can be read: copy them to a "
+                    "new storage to go on."
+                )
+
+    def grow(self, rows: int) -> None:
+        """Refuse more rows than the file was made for."""
+        if rows > (capacity := self._layout.capacity):
+            raise StorageFull(
+                f"{self.path} was made for {capacity} rows, and {rows} are wanted. Committed rows "
+                f'are intact. Close it, and open it with mode="append" and capacity={rows} or more.'
+            )
+
+    def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
+        """Map the file; it holds its capacity from the start."""
+        if rows > self._layout.capacity:
+            raise CorruptStorage(
+                f"{self.path} says {rows} rows are committed, and holds {self._layout.capacity} at "
+                "most. Restore it from a copy."
+            )
+        if access not in self._arrays:
+            try:
+                self._arrays[access] = self._mapped(access)
+            except OSError as error:
+                raise failed(self.path, error, 0) from error
+        return self._arrays[access]
+
+    def _mapped(self, access: Access) -> list[np.ndarray]:
+        assert self._schema is not None
+        capacity = self._layout.capacity
+        columns = [(column, (capacity, *column.shape)) for column in self._schema.columns]
+        if not capacity:
+            return [np.empty(shape, column.numpy_dtype) for column, shape in columns]
+        if access == "private":
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            area = mmap.mmap(self._file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:
+            kind = mmap.ACCESS_WRITE if access == "write" else mmap.ACCESS_READ
+            area = mmap.mmap(self._file, 0, access=kind)
+        return [
+            np.ndarray(shape, column.numpy_dtype, buffer=area, offset=at)
+            for (column, shape), at in zip(columns, self._layout.offsets, strict=True)
+        ]
+
+    def write(self, column: int, row: int, rows: np.ndarray) -> None:
+        """Write through the file, which the map shows at once."""
+        nbytes = rows.nbytes // max(1, len(rows))
+        content = rows.reshape(-1).view(np.uint8).data
+        write_all(self._file, content, self._layout.offsets[column] + row * nbytes)
+
+    def publish(self, rows: int) -> None:
+        """Store ``rows`` as the value of the attribute."""
+        try:
+            _write_rows(self._file, rows, self._places)
+        except OSError as error:
+            raise failed(self.path, error, 8) from error
+
+    def trim(self, rows: int) -> None:
+        """The file keeps its capacity; `finish` writes it without."""
+
+    def sync(self) -> None:
+        """Return when the file is on the disk."""
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, -1
+        self._arrays = {}
+        if file >= 0:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _what(path: Path) -> str:
+    if not path.is_file():
+        return "no plain file"
+    if not path.stat().st_size:
+        return "an empty file"
+    return "an HDF5 file of another program" if is_hdf5(path) else "a file of another program"
+
+
+def _as_bytes(manifest: Manifest, places: dict[str, Place]) -> bytes:
+    shown = {name: [place.at, place.before.hex()] for name, place in places.items()}
+    return json.dumps(manifest | {"places": shown}).encode()
+
+
+def _places_in(manifest: Manifest, path: Path) -> dict[str, Place]:
+    try:
+        found: dict[str, Any] = manifest["places"]
+        places = {name: Place(int(at), bytes.fromhex(b)) for name, (at, b) in found.items()}
+        if places.keys() == {"rows", "provenance"} and all(
+            place.at >= USER_BLOCK_NBYTES for place in places.values()
+        ):
+            return places
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass
+    raise CorruptStorage(
+        f"the manifest in {path} does not say where its attributes lie: it is damaged. Restore it "
+        "from a copy."
+    )
+
+
+def _write_rows(file: int, rows: int, places: dict[str, Place]) -> None:
+    write_all(file, rows.to_bytes(8, "little"), places["rows"].at)
+
+
+def _write_provenance(file: int, manifest: Manifest, places: dict[str, Place]) -> None:
+    text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
+    write_all(file, text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES), places["provenance"].at)
+
+
+def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:
+    # Byte by byte: blocks shared by both files would need space when they are written to.
+    while nbytes:
+        part = os.pread(source, min(_COPY_NBYTES, nbytes), start)
+        if not part:
+            raise OSError(errno.EIO, "the file ends before its rows do")
+        write_all(target, part, to)
+        start, to, nbytes = start + len(part), to + len(part), nbytes - len(part)
+
+
+class H5Storage(DiskStorage):
+    """Rows in the datasets of an HDF5 file, with space for ``capacity`` rows from the start.
+
+    As `DiskStorage`, with ``path`` a file and ``capacity`` needed to create it; opened with
+    a larger one, the file is written anew. h5py opens it at any time: the attribute
+    ``rows`` says how many of the rows that it shows are committed. Nothing else may
+    write to it.
+    """
+
+    _format_class = H5Format

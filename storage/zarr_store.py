@@ -1,0 +1,314 @@
+"""A file per chunk of a column, in one directory that is a Zarr v3 group.
+
+::
+
+    DIR/zarr.json                       the root group: schema, provenance, rows
+    DIR/next/zarr.json                  the group ("next",)
+    DIR/next/reward/zarr.json           the column ("next", "reward"): shape, chunks
+    DIR/next/reward/c.0, c.1, ...       its chunks, row after row
+    DIR/observation/c.0.0, c.1.0, ...   of a column with rows of one dimension
+    DIR/tallyroll/                      a Zarr array of bytes, whose one chunk is the header
+    DIR/tallyroll/c.0                   rows committed, and the record
+    DIR/tallyroll/manifest.json         what it is; written last when a storage is created
+    DIR/tallyroll/lock                  held by the writer
+    DIR/tallyroll/episodes.npy          the table of episodes
+
+Chunks are not compressed and never sparse. Zarr wants the last one whole too: what lies
+in it behind the last row is not shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .base import DiskStorage
+from .chunks import ChunkedColumn
+from .commit import HEADER_NBYTES
+from .directory import DirectoryFormat
+from .errors import CorruptStorage, InvalidSchema, StorageFull, UnsupportedPlatform
+from .format import Access
+from .manifest import Manifest, attributes_of, write_aside
+from .paths import failed, open_inside
+from .preflight import Footprint
+from .regions import PAGE_NBYTES, maps_left
+from .rows import spell
+from .schema import Column, Schema
+from .zarr_metadata import CHUNK_NAME, chunk_rows_of, documents, header_document, require_names
+
+__all__ = ["ZarrFormat", "ZarrStorage"]
+
+_OURS, _META = "tallyroll", "zarr.json"
+_ROOT = PurePosixPath()
+_FILES = re.compile(
+    rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
+    rf"|{_OURS}/(?:lock|(?:manifest\.json|episodes\.npy)(?:\.tmp)?)"
+)
+# What our own writer, zarr-python and TensorStore leave when they are killed.
+_LEFT_BEHIND = (".tmp", ".partial", ".__lock")
+_FEW_MAPS = 1000
+_OTHER_FILES = 16
+_LARGEST_CHUNK = 2**31
+
+
+class ZarrFormat(DirectoryFormat):
+    """The files of a `ZarrStorage`."""
+
+    name: ClassVar[str] = "tallyroll.zarr"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._schema: Schema | None = None
+        self._manifest: Manifest | None = None
+        self._chunk_rows: tuple[int, ...] = ()
+        self._shown = 0
+        self._attributes: dict[PurePosixPath, Mapping[str, Any]] = {}
+        self._columns: list[ChunkedColumn] = []
+
+    @property
+    def lock_path(self) -> Path:
+        """The writer's lock file."""
+        return self.path / _OURS / "lock"
+
+    @property
+    def header_path(self) -> Path:
+        """The header's file, a chunk of the array ``tallyroll``."""
+        return self.path / _OURS / "c.0"
+
+    @property
+    def manifest_path(self) -> Path:
+        """The manifest."""
+        return self.path / _OURS / "manifest.json"
+
+    @property
+    def episodes_path(self) -> Path:
+        """The table of episodes."""
+        return self.path / _OURS / "episodes.npy"
+
+    def _owns(self, name: Path) -> bool:
+        return _FILES.fullmatch(name.as_posix()) is not None
+
+    def read_manifest(self) -> Manifest:
+        """The manifest, which says how many rows the chunks have. Read before `open`."""
+        manifest = super().read_manifest()
+        self._chunk_rows = _chunk_rows_in(manifest, self.manifest_path)
+        self._manifest = manifest
+        return manifest
+
+    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+        """Replace the manifest, and show its runs to other libraries."""
+        manifest = manifest | {"chunk_rows": list(self._chunk_rows)}
+        super().write_manifest(manifest, durable=durable)
+        self._manifest = manifest
+        self.publish(self._shown)
+
+    def check(self, schema: Schema) -> None:
+        """Refuse names and dtypes that Zarr does not have, and rows that fill no pages."""
+        require_names(schema)
+        for column, rows in zip(schema.columns, _chunks(schema, 0), strict=True):
+            _require_mappable(column, rows)
+
+    def footprint(self, schema: Schema, rows: int) -> Footprint:
+        """What ``rows`` rows take: whole chunks, each mapped for writing and for views."""
+        chunk_rows = self._chunk_rows or _chunks(schema, rows)
+        pairs = list(zip(schema.columns, chunk_rows, strict=True))
+        chunks = [-(-rows // count) for _, count in pairs]
+        sizes = [count * column.row_nbytes for column, count in pairs]
+        return Footprint(
+            nbytes=HEADER_NBYTES + sum(n * size for n, size in zip(chunks, sizes, strict=True)),
+            files=sum(chunks) + 2 * len(pairs) + _OTHER_FILES,
+            largest=max(sizes),
+            maps=2 * sum(chunks) + 1,
+        )
+
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
+        """Make a group of arrays without rows, and the header."""
+        self.discard()
+        self._schema, self._chunk_rows = schema, _chunks(schema, capacity)
+        try:
+            for column in schema.columns:
+                self.path.joinpath(*column.key).mkdir(parents=True, exist_ok=True)
+            write_aside(self.path / _OURS / _META, header_document(len(header)))
+        except OSError as error:
+            raise failed(self.path, error, len(header)) from error
+        self.publish(0)
+        self._write_header(header)
+        places = [self.path.joinpath(*column.key) for column in schema.columns]
+        above = {parent for place in places for parent in place.parents}
+        self._sync_directories({*places, *(p for p in above if p.is_relative_to(self.path))})
+        self._sync_directories({self.header_path.parent})
+
+    def open(self, schema: Schema, *, writable: bool) -> None:
+        """Open the columns' directories."""
+        self._schema = schema
+        if len(self._chunk_rows) != len(schema.columns):
+            raise CorruptStorage(
+                f"{self.manifest_path} has chunks of {len(self._chunk_rows)} columns and a schema "
+                f"of {len(schema.columns)}: it is damaged. Restore it from a copy."
+            )
+        columns: list[ChunkedColumn] = []
+        try:
+            for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
+                _require_pages(self.path, column, rows)
+                flags = os.O_RDONLY | os.O_DIRECTORY
+                directory = open_inside(self.path, column.key, flags, what="a column")
+                columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
+        except BaseException:
+            for opened in columns:
+                opened.close()
+            raise
+        self._columns = columns
+        if writable:
+            self._sweep()
+            self._attributes = self._read_attributes()
+
+    def _sweep(self) -> None:
+        for directory in {self.path, self.header_path.parent, *map(self._place, self._places())}:
+            for name in os.listdir(directory):
+                if name.endswith(_LEFT_BEHIND) and (directory / name).is_file():
+                    with contextlib.suppress(OSError):
+                        (directory / name).unlink()
+
+    @property
+    def _known(self) -> Schema:
+        assert self._schema is not None
+        return self._schema
+
+    def _places(self) -> list[PurePosixPath]:
+        """Every directory with a ``zarr.json`` of columns or groups."""
+        return list(documents(self._known, self._chunk_rows, 0, {}))
+
+    def _place(self, place: PurePosixPath) -> Path:
+        return self.path.joinpath(*place.parts)
+
+    def _read_attributes(self) -> dict[PurePosixPath, Mapping[str, Any]]:
+        """What somebody may have added to arrays and groups."""
+        found: dict[PurePosixPath, Mapping[str, Any]] = {}
+        for place in self._places():
+            with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+                document = json.loads((self._place(place) / _META).read_bytes())
+                found[place] = dict(document["attributes"])
+        return found
+
+    def grow(self, rows: int) -> None:
+        """Make whole chunk files: a sparse file would kill us when the disk is full."""
+        before = [column.count for column in self._columns]
+        more = [max(0, c.count_for(rows) - c.count) for c in self._columns]
+        # Views map them once more.
+        self._require_maps(2 * sum(more), StorageFull)
+        try:
+            for column in self._columns:
+                column.make(column.count_for(rows))
+        except OSError as error:
+            for column, count in zip(self._columns, before, strict=True):
+                column.remove(count, column.count)
+            sizes = [column.chunk_nbytes for column in self._columns]
+            nbytes = sum(count * size for count, size in zip(more, sizes, strict=True))
+            raise failed(self.path, error, nbytes) from error
+
+    def _require_maps(self, count: int, error: type[StorageFull | UnsupportedPlatform]) -> None:
+        if count > _FEW_MAPS and count > (left := maps_left()):
+            raise error(
+                f"{self.path} needs {count} more chunk files mapped, and this process may map "
+                f"{left} (vm.max_map_count). Committed rows are intact. Raise that limit; a "
+                "storage created with capacity=... has larger chunks, and so fewer."
+            )
+
+    def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
+        """Map the chunks that hold ``rows`` rows, for writing all that are there."""
+        for column in self._columns:
+            column.require(column.count_for(rows))
+        # Others never map chunks without rows: the writer may make those anew.
+        counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
+        pairs = list(zip(self._columns, counts, strict=True))
+        self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
+        room = min(count * column.chunk_rows for column, count in pairs)
+        try:
+            return [column.array(count, room, access) for column, count in pairs]
+        except OSError as error:
+            raise failed(self.path, error, 0) from error
+
+    def write(self, column: int, row: int, rows: np.ndarray) -> None:
+        """Write through the files, which the maps show at once."""
+        self._columns[column].write(row, rows)
+
+    def publish(self, rows: int) -> None:
+        """Write Zarr's metadata for ``rows`` rows: arrays, then groups, the root last."""
+        root = dict(self._attributes.get(_ROOT, {}))
+        if self._manifest is not None:
+            root |= attributes_of(self._manifest)
+        attributes = self._attributes | {_ROOT: root | {"rows": rows}}
+        try:
+            shown = documents(self._known, self._chunk_rows, rows, attributes)
+            for place, document in shown.items():
+                write_aside(self._place(place) / _META, document)
+        except OSError as error:
+            raise failed(self.path, error, 4096) from error
+        self._shown = rows
+
+    def trim(self, rows: int) -> None:
+        """Remove chunks without rows, those of a killed writer too."""
+        for column in self._columns:
+            column.trim(rows)
+
+    def sync(self, start: int = 0) -> None:
+        """Return when the rows from ``start`` on are on the disk, the first time all."""
+        for column in self._columns:
+            column.sync(start)
+
+    def close(self) -> None:
+        """Close the files."""
+        columns, self._columns = self._columns, []
+        for column in columns:
+            column.close()
+
+
+def _chunks(schema: Schema, capacity: int) -> tuple[int, ...]:
+    return tuple(chunk_rows_of(column, capacity) for column in schema.columns)
+
+
+def _chunk_rows_in(manifest: Manifest, path: Path) -> tuple[int, ...]:
+    found = manifest.get("chunk_rows")
+    if not isinstance(found, Sequence) or not all(type(n) is int and n > 0 for n in found):
+        raise CorruptStorage(
+            f"{path} should have a list of rows a chunk, and has {found!r:.80}: it is damaged. "
+            "Restore it from a copy."
+        )
+    return tuple(found)
+
+
+def _require_mappable(column: Column, rows: int) -> None:
+    if (nbytes := rows * column.row_nbytes) > _LARGEST_CHUNK:
+        raise InvalidSchema(
+            f"column {spell(column.key)} has {column.row_nbytes} bytes a row, an odd size: a chunk "
+            f"of whole pages would have {nbytes} bytes, and may have {_LARGEST_CHUNK}. Pad its "
+            "rows to a multiple of 64 bytes, or use MemmapStorage."
+        )
+
+
+def _require_pages(path: Path, column: Column, rows: int) -> None:
+    nbytes = rows * column.row_nbytes
+    if nbytes % PAGE_NBYTES:
+        raise UnsupportedPlatform(
+            f"chunks of column {spell(column.key)} in {path} have {nbytes} bytes, which is no "
+            f"whole number of this machine's pages of {PAGE_NBYTES} bytes. Read it with "
+            "zarr-python here."
+        )
+
+
+class ZarrStorage(DiskStorage):
+    """Rows in a Zarr v3 group, one uncompressed array a column, growing as rows come.
+
+    As `DiskStorage`, with ``path`` a directory; with ``capacity`` chunks are chosen for
+    that many rows, between 256 KiB and 64 MiB. zarr-python, TensorStore and xarray open it
+    at any time and see the rows of the last refresh; nothing else may write to it.
+    """
+
+    _format_class = ZarrFormat
