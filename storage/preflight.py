@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .format import Format
     from .schema import Schema
 
-__all__ = ["Estimate", "Footprint", "estimate", "require_room"]
+__all__ = ["Estimate", "Footprint", "estimate", "free_bytes", "require_room"]
 
 _UNLIMITED = 2**63 - 1
 # What a file may have at most, by the name that Linux has for the file system.
@@ -99,7 +99,7 @@ def estimate(
         row_nbytes=schema.row_nbytes,
         needed=needed,
         nbytes=max(0, needed.nbytes * (2 if twice else 1) - taken),
-        free=found.f_bavail * found.f_frsize,
+        free=free_bytes(format.path),
         free_files=found.f_favail if found.f_files else _UNLIMITED,
         largest_file=_largest_file(place),
         free_maps=_free_maps(),
@@ -123,6 +123,12 @@ def require_room(
             "another path."
         )
     return found
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that are free where ``path`` is, or would be."""
+    found = os.statvfs(_existing(path.absolute()))
+    return found.f_bavail * found.f_frsize
 
 
 def _existing(path: Path) -> Path:

@@ -12,17 +12,23 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from rich.console import Console
+
 from tallyroll.collector.cli.plan import (
     CommandError,
+    Place,
     Plan,
     Target,
     import_registry,
     load_policy,
     open_target,
 )
-from tallyroll.collector.cli.progress import progress_for
+from tallyroll.collector.cli.progress import progress_for, reading_progress
 from tallyroll.collector.cli.report import ledger_table, plain_console, readable_bytes, times
+from tallyroll.collector.cli.streams import emit
 from tallyroll.collector.sync import SyncCollector
+from tallyroll.storage import StorageLocked
+from tallyroll.storage.preflight import free_bytes
 
 _MOST_BATCH = 8192
 
@@ -81,11 +87,15 @@ class Run:
         self.out: str = args.out
         self.target, self.resume = target, args.resume and target.run is not None
         self.quiet: bool = args.quiet
-        self.options = ["--append"] if args.append else []
-        self.console = plain_console()
+        self.finalize: bool = args.finalize
+        self.options = ["--format", args.format] if args.format else []
+        self.options += ["--append"] if args.append else []
+        self.options += ["--finalize"] if args.finalize else []
         self.plan = self._planned(args)
+        self._require_capacity()
         self.began = 0
         """Rows of this run that were there before."""
+        self.done, self.report = False, ""
 
     def _planned(self, args: argparse.Namespace) -> Plan:
         given = Plan.of(args)
@@ -102,6 +112,11 @@ class Run:
             raise CommandError(
                 "--resume: the run was begun with --frames, so that --episodes cannot end it; give "
                 "--frames, or leave both out"
+            )
+        if given.num_envs is not None and given.num_envs != (before.num_envs or 1):
+            raise CommandError(
+                f"--resume: the run has {before.num_envs or 1} lanes, and --num-envs "
+                f"{given.num_envs} was given; leave it out, or use --append for a new run"
             )
         policy = self.target.run.get("call", {}).get("policy")
         if policy is not None and plan.policy is None:
@@ -134,6 +149,14 @@ class Run:
                 f"{self.out}: there is nothing to take {missing} from; give {missing}"
             )
 
+    def _require_capacity(self) -> None:
+        storage = self.target.storage
+        if self.plan.frames is None and not storage._format_class.grows:
+            raise CommandError(
+                f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
+                "give; use --frames, or --format memmap or zarr"
+            )
+
     def note(self, text: str) -> None:
         """One line to whoever watches."""
         if not self.quiet:
@@ -144,6 +167,7 @@ class Run:
     def collect(self, signals: Signals) -> int:
         """Collect what is missing; returns the exit status."""
         if self.resume and self._is_complete():
+            self.done = True
             return 0
         assert self.plan.env is not None
         import_registry(self.plan.env)
@@ -152,17 +176,25 @@ class Run:
         self.target.storage.plan = self.plan
         with self._collector(policy) as collector:
             self.began = collector.ledger.stored
+            self._say_what_it_takes(collector)
             signals.ask(collector.stop)
             started = time.monotonic()
             with progress_for(collector, self.plan, self.target.storage, self.quiet) as progress:
                 for _ in collector:
                     progress.update()
             seconds = time.monotonic() - started
-            done = self._is_done(collector)
+            self.done = self._is_done(collector)
         signals.ask(None)
-        if not self.quiet:
-            self._report(collector, seconds, done)
-        return 0 if done else signals.exit_status
+        self.report = self._reported(collector, seconds)
+        return 0 if self.done else signals.exit_status
+
+    def finish(self) -> None:
+        """Finalize the storage if that was asked for, and show the report."""
+        if self.done and self.finalize:
+            with reading_progress("finalizing", self.quiet) as progress:
+                self.target.storage.finalize(_of_bytes(progress, self.target.storage.nbytes))
+        if not self.quiet and self.report:
+            emit(self.report)
 
     def _collector(self, policy: Any) -> SyncCollector:
         plan = self.plan
@@ -221,8 +253,33 @@ class Run:
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _report(self, collector: SyncCollector, seconds: float, done: bool) -> None:
-        ledger, show = collector.ledger, partial(self.console.print, soft_wrap=True)
+    def _say_what_it_takes(self, collector: SyncCollector) -> None:
+        storage, plan = self.target.storage, self.plan
+        row_nbytes = storage.schema.row_nbytes
+        takes = f"{row_nbytes:,} bytes a row"
+        if plan.frames is not None:
+            missing = plan.frames - collector.ledger.stored
+            takes = (
+                f"{missing:,} rows of {row_nbytes:,} bytes: {readable_bytes(missing * row_nbytes)}"
+            )
+        free = readable_bytes(free_bytes(storage.path))
+        self.note(f"{takes}; {free} are free beside what is reserved for them in {self.out}")
+
+    def _reported(self, collector: SyncCollector, seconds: float) -> str:
+        console = plain_console()
+        show = partial(console.print, soft_wrap=True)
+        with console.capture() as captured:
+            self._show(collector, seconds, console, show)
+        return captured.get()
+
+    def _show(
+        self,
+        collector: SyncCollector,
+        seconds: float,
+        console: Console,
+        show: Callable[[str], None],
+    ) -> None:
+        ledger = collector.ledger
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
         already = f" ({self.began:,} of them were there before)" if self.began else ""
@@ -230,13 +287,13 @@ class Run:
             f"\n{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
             f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
         )
-        self.console.print(ledger_table(collector))
+        console.print(ledger_table(collector))
         if ledger.incarnation:
             show(
                 f"resumed {times(ledger.incarnation)}; of a process that was killed, the counts "
                 "are those of its last commit"
             )
-        if done:
+        if self.done:
             show("\nwhat is in it:   " + f"tallyroll inspect {shlex.quote(self.out)}")
             show("more of the same: " + self._append_command())
 
@@ -246,13 +303,23 @@ class Run:
     def _resume_command(self, plan: Plan | None = None) -> str:
         # All else stands in the manifest.
         plan = plan or self.plan
-        return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume")
+        options = ["--finalize"] if self.finalize else []
+        return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume", *options)
 
-    def failed(self) -> None:
+    def failed(self, error: Exception) -> None:
         """Say what an error left, and how to go on."""
+        committed = f"{self.target.storage.head:,} rows are committed in {self.out}"
+        if isinstance(error, StorageLocked):
+            look = f"tallyroll inspect {shlex.quote(self.out)}"
+            self.note(
+                f"{committed}, perhaps some of another process. Before you go on, see whose the "
+                f"last run is:\n    {look}\nIf it is this one, go on with\n    "
+                f"{self._resume_command()}"
+            )
+            return
         self.note(
-            f"{self.target.storage.head:,} rows are committed in {self.out}; once the cause of the "
-            f"error is gone, go on with\n    {self._resume_command()}"
+            f"{committed}; once the cause of the error is gone, go on with\n    "
+            f"{self._resume_command()}"
         )
 
     def stopped(self, signals: Signals) -> None:
@@ -281,7 +348,7 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("one of the arguments --frames --episodes is required")
     with Signals() as signals:
         try:
-            target = open_target(args.out, append=args.append, resume=args.resume)
+            target = open_target(place_of(args), append=args.append, resume=args.resume)
         except KeyboardInterrupt:
             return signals.exit_status
         with target.storage:
@@ -295,10 +362,36 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
         status = work.collect(signals)
     except KeyboardInterrupt:
         status = signals.exit_status
-    except Exception:
+    except Exception as error:
         if work is not None and target.storage.head > target.head:
-            work.failed()
+            work.failed(error)
         raise
-    if status and work is not None:
-        work.stopped(signals)
+    if work is not None:
+        # The rows are complete, or as complete as they could be: what fails here is said as it is.
+        try:
+            work.finish()
+        finally:
+            if status:
+                work.stopped(signals)
     return status
+
+
+def place_of(args: argparse.Namespace) -> Place:
+    """Where a command line says that rows go."""
+    return Place(args.out, args.format, args.durability)
+
+
+def _of_bytes(
+    progress: Callable[[int, int], None] | None, total: int
+) -> Callable[[int], None] | None:
+    """Turns "so many more" into "so many of ``total``"."""
+    if progress is None:
+        return None
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(min(done, total), total)
+
+    return add

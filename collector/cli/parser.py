@@ -45,7 +45,12 @@ examples:
     tallyroll collect CartPole-v1 --frames 50_000 --out runs/cartpole --append
     tallyroll collect --out runs/cartpole --resume
 
+  one HDF5 file, or a Zarr group, to be handed to others:
+    tallyroll collect CartPole-v1 --frames 50_000 --out cartpole.h5 --finalize
+    tallyroll collect CartPole-v1 --frames 50_000 --out cartpole.zarr --finalize
+
 Ctrl-C and SIGTERM commit what is complete, say how to resume, and exit with 130 and 143.
+What cannot fit on the disk is refused before it begins.
 """
 _INSPECT = """\
 Show a storage: its columns, what made it, how many rows and trajectories it holds, returns and
@@ -173,8 +178,9 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         help="Gymnasium id, or module:Id-v0 where importing the module registers it",
     )  # fmt: skip
     parser.add_argument(
-        "--out", required=True, type=_path, metavar="DIR", help="the storage, a directory"
-    )
+        "--out", required=True, type=_path, metavar="PATH",
+        help="the storage: a directory, or a file NAME.h5, or a Zarr group NAME.zarr",
+    )  # fmt: skip
     budget = parser.add_argument_group("how much (one of them)").add_mutually_exclusive_group()
     budget.add_argument("--frames", type=_positive, metavar="N", help="exactly N transitions")
     budget.add_argument(
@@ -182,7 +188,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         help="exactly the E episodes that start first, whole",
     )  # fmt: skip
     existing = parser.add_argument_group(
-        "where DIR holds a storage already"
+        "where PATH holds a storage already"
     ).add_mutually_exclusive_group()
     existing.add_argument("--append", action="store_true", help="add a new run behind its rows")
     existing.add_argument(
@@ -191,6 +197,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "Starts anew where nothing was written yet",
     )  # fmt: skip
     _add_source(parser.add_argument_group("environment and policy"))
+    _add_storage(parser.add_argument_group("storage"))
     _add_details(parser.add_argument_group("details"))
     _add_common(parser)
 
@@ -225,6 +232,23 @@ def _add_source(group: Any) -> None:
     group.add_argument(
         "--info-keys", type=_names, metavar="A,B", help="info entries that become columns"
     )
+
+
+def _add_storage(group: Any) -> None:
+    group.add_argument(
+        "--format", choices=("memmap", "hdf5", "zarr"),
+        help="how rows are stored (default: as PATH ends: .h5 and .hdf5 are hdf5, .zarr is zarr, "
+        "all else is memmap). hdf5 needs --frames",
+    )  # fmt: skip
+    group.add_argument(
+        "--durability", choices=("process", "power"),
+        help="what committed rows survive: the death of any process, or of the power too, which "
+        "waits for the disk in every commit (default: process)",
+    )  # fmt: skip
+    group.add_argument(
+        "--finalize", action="store_true",
+        help="once complete, leave exactly these rows, with checksums that verify compares",
+    )  # fmt: skip
 
 
 def _add_details(group: Any) -> None:

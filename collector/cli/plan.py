@@ -10,17 +10,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policy import PolicyFn
-from tallyroll.storage import (
-    MemmapStorage,
-    Schema,
-    StorageExists,
-    StorageMissing,
-)
+from tallyroll.storage import CorruptStorage, Schema, StorageExists, StorageMissing
+from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.engine import Durability
 from tallyroll.storage.errors import NotAStorage
+from tallyroll.storage.formats import storage_class
 
 
 class CommandError(CollectorError):
@@ -43,6 +41,7 @@ class Plan:
     validate: str | None = None
     frame_skip: int | str | None = None
     info_keys: list[str] | None = None
+    durability: Durability | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Plan":
@@ -51,20 +50,31 @@ class Plan:
 
     @classmethod
     def of_run(cls, run: Mapping[str, Any]) -> "Plan":
-        """The plan of a run in a manifest, made by a command or by a call."""
-        call, environment = run.get("call", {}), run.get("environment", {})
-        known = {
-            "env": environment.get("id"),
-            "env_kwargs": environment.get("kwargs") or None,
-            "num_envs": run.get("lanes"),
-            "frames": call.get("total_frames"),
-            "episodes": call.get("total_episodes"),
-            "frames_per_batch": call.get("frames_per_batch"),
-            "frame_skip": call.get("frame_skip"),
-        }
+        """The plan of a run in a manifest, made by a command or by a call.
+
+        Raises:
+            CorruptStorage: its values are none that a plan could have.
+        """
+        command = run.get("command")
+        if command is None:
+            call, environment = run.get("call", {}), run.get("environment", {})
+            command = {
+                "env": environment.get("id"),
+                "env_kwargs": environment.get("kwargs") or None,
+                "frames": call.get("total_frames"),
+                "episodes": call.get("total_episodes"),
+                "frames_per_batch": call.get("frames_per_batch"),
+                "frame_skip": call.get("frame_skip"),
+            }
+        command = {"num_envs": run.get("lanes"), **command}
         names = {each.name for each in fields(cls)}
-        command = {name: v for name, v in run.get("command", {}).items() if name in names}
-        return cls(**{**known, **command})
+        plan = cls(**{name: value for name, value in command.items() if name in names})
+        if wrong := [name for name, value in plan.as_dict().items() if not _may_be(name, value)]:
+            raise CorruptStorage(
+                f"the manifest's last run is damaged: {wrong[0]} is {command[wrong[0]]!r}. Restore "
+                "it, or begin a new run with --append."
+            )
+        return plan
 
     def or_else(self, other: "Plan") -> "Plan":
         """This plan, with what it leaves out taken from ``other``; one kind of budget."""
@@ -90,23 +100,67 @@ class Plan:
         return shlex.join([*words, "--out", out, *options])
 
 
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "env": str,
+    "policy": str,
+    "validate": str,
+    "durability": str,
+    "env_kwargs": dict,
+    "info_keys": list,
+    "frame_skip": (int, str),
+}
+
+
+def _may_be(name: str, value: Any) -> bool:
+    if not isinstance(value, _KINDS.get(name, int)) or isinstance(value, bool):
+        return False
+    return not isinstance(value, int) or value >= (0 if name == "seed" else 1)
+
+
 def _word(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-class CommandStorage(MemmapStorage):
-    """A storage whose manifest also says which command wrote a run."""
+class CommandStorage(DiskStorage):
+    """A storage whose manifest also says which command wrote a run; to be mixed into one."""
 
     plan = Plan()
     begun = False
     """The run stands in the manifest."""
 
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
-        """As `MemmapStorage`, with the plan as the run's ``"command"``."""
+        """As `DiskStorage`, with the plan as the run's ``"command"``."""
         super().initialise(schema, {**(provenance or {}), "command": self.plan.as_dict()})
         self.begun = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a command writes to: ``--out`` and what belongs to it."""
+
+    path: str
+    format: str | None = None
+    """A key of `FORMATS`; None takes it from what is there, or from the suffix."""
+    durability: Durability | None = None
+
+    def open(self, mode: Literal["create", "append"]) -> CommandStorage:
+        """Open the storage; nothing is written yet.
+
+        Raises:
+            CommandError: what is there, or the suffix, is of another format.
+            StorageError: it cannot be opened or created.
+        """
+        try:
+            kind = storage_class(self.path, self.format)
+        except ValueError as error:
+            raise CommandError(f"--format: {error}") from error
+        made = type("CommandStorage", (CommandStorage, kind), {})
+        storage: CommandStorage = made(
+            self.path, mode=mode, durability=self.durability or "process"
+        )
+        return storage
 
 
 class Target:
@@ -125,45 +179,53 @@ class Target:
         """The run's first row."""
 
 
-def open_target(out: str, *, append: bool, resume: bool) -> Target:
-    """Open ``out`` as the command line says; nothing is written yet.
+def open_target(place: Place, *, append: bool, resume: bool) -> Target:
+    """Open ``place`` as the command line says; nothing is written yet.
 
     Raises:
         CommandError: a storage is there and nothing said what to do with it, or the reverse.
         StorageError: it cannot be opened or created.
     """
     if resume:
-        return _open_resumed(out)
+        return _open_resumed(place)
     try:
-        return Target(CommandStorage(out, mode="append" if append else "create"))
+        return Target(place.open("append" if append else "create"))
     except StorageExists as error:
         raise CommandError(
-            f"{out} holds a storage already: --append adds a new run behind its rows, --resume "
-            "continues its last run; or give another --out"
+            f"{place.path} holds a storage already: --append adds a new run behind its rows, "
+            "--resume continues its last run; or give another --out"
         ) from error
     except StorageMissing as error:
         raise CommandError(
-            f"--append: {out} does not exist; leave --append out to create it"
+            f"--append: {place.path} does not exist; leave --append out to create it"
         ) from error
 
 
-def _open_resumed(out: str) -> Target:
+def _open_resumed(place: Place) -> Target:
     try:
-        storage = CommandStorage(out, mode="append")
+        storage = place.open("append")
     except StorageMissing:
-        return Target(CommandStorage(out, mode="create"))
+        return Target(place.open("create"))
     except NotAStorage:
         # A process that was killed before the manifest stood leaves what "create" accepts.
         try:
-            return Target(CommandStorage(out, mode="create"))
+            return Target(place.open("create"))
         except StorageExists:
             pass  # it holds a manifest, of another program: the first message says it best
         raise
     runs = storage.manifest["runs"]
     if runs and "first_row_of_run" in runs[-1]:
+        if place.durability is None and _wanted_power(runs[-1]):
+            storage.close()
+            storage = replace(place, durability="power").open("append")
         return Target(storage, runs[-1])
     storage.close()
-    raise CommandError(f"--resume: {out} holds no run of a collector; use --append")
+    raise CommandError(f"--resume: {place.path} holds no run of a collector; use --append")
+
+
+def _wanted_power(run: Mapping[str, Any]) -> bool:
+    command = run.get("command")
+    return isinstance(command, dict) and command.get("durability") == "power"
 
 
 def load_policy(spec: str | None) -> PolicyFn | None:
