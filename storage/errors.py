@@ -35,6 +35,11 @@
     ├── StateMismatch                 a state or checkpoint of other rows
     ├── NotPicklable                  a storage was sent to another process
     ├── Overrun                       a ring's writer is faster than this reader
+    ├── ColumnsMissing                rows that do not say which trajectory they belong to
+    ├── UnknownTrajectory             (a KeyError) no row of that trajectory
+    ├── NoSlices                      no trajectory is as long as the slices asked for
+    ├── SlotsMayChange                an index into a ring that another process writes
+    ├── DamagedTable                  the table of episodes cannot be used
     └── IndexOutOfRange               (an IndexError) no such row
 
 Every message says what was wanted, what was got and what to do. Wrong values of
@@ -46,14 +51,17 @@ from __future__ import annotations
 __all__ = [
     "BatchTooLong",
     "CapacityMissing",
+    "ColumnsMissing",
     "CorruptStorage",
     "CursorOverflow",
+    "DamagedTable",
     "DirectoryNotEmpty",
     "FormatVersionMismatch",
     "IndexOutOfRange",
     "InvalidProvenance",
     "InvalidSchema",
     "MissingLibrary",
+    "NoSlices",
     "NotAStorage",
     "NotAnAppend",
     "NotInitialised",
@@ -68,6 +76,7 @@ __all__ = [
     "RecordTooLarge",
     "RowsMismatch",
     "SchemaMismatch",
+    "SlotsMayChange",
     "StateMismatch",
     "StorageClosed",
     "StorageError",
@@ -75,6 +84,7 @@ __all__ = [
     "StorageFull",
     "StorageLocked",
     "StorageMissing",
+    "UnknownTrajectory",
     "UnsupportedPlatform",
     "WriteError",
     "WriterForked",
@@ -211,6 +221,28 @@ class NotPicklable(StorageError):
 
 class Overrun(StorageError):
     """Rows of a ring were overwritten again and again while they were read."""
+
+
+class ColumnsMissing(StorageError):
+    """The storage has no columns that say which trajectory a row belongs to."""
+
+
+class UnknownTrajectory(StorageError, KeyError):
+    """No row of that trajectory is stored."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
+
+
+class NoSlices(StorageError):
+    """No trajectory is as long as the slices that were asked for."""
+
+
+class SlotsMayChange(StorageError):
+    """Rows of a ring were asked for by their slots, which another process overwrites."""
+
+
+class DamagedTable(StorageError):
+    """The file of the table of episodes is damaged, or does not belong to these rows."""
 
 
 class IndexOutOfRange(StorageError, IndexError):
