@@ -27,7 +27,7 @@ from .errors import (
 )
 from .format import Access, Format
 from .intake import Intake
-from .lock import WriterLock
+from .lock import ReaderLock, WriterLock
 from .pool import BufferPool
 from .preflight import require_room
 from .ring import first_valid, pieces, rows_in, slots_at
@@ -86,6 +86,7 @@ class Engine:
         self._look_at = 0.0
         self.commits = 0
         """Commits of rows made through this engine."""
+        self._reader = ReaderLock(format.lock_path) if lock is None and self.ring else None
         self._opened_at = header.head
         self._warm = False
         """Every slot was written by this process, so that its pages are mapped."""
@@ -432,6 +433,8 @@ class Engine:
                 exits.callback(finish)
             exits.callback(self._format.close)
             exits.callback(self._header.close)
+            if self._reader is not None:
+                exits.callback(self._reader.release)
             if self.owns_lock:
                 self._leave()
 

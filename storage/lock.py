@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import weakref
 from pathlib import Path
 
@@ -17,7 +18,9 @@ except ImportError as error:  # Windows
         "have. Use Linux."
     ) from error
 
-__all__ = ["WriterLock"]
+__all__ = ["ReaderLock", "WriterLock"]
+
+_ORDERED = ("x86_64", "AMD64")
 
 
 class WriterLock:
@@ -91,6 +94,40 @@ class WriterLock:
         # keep it held after the parent's death. Closing it leaves the parent's.
         self.lost = True
         os.close(self._file)
+
+
+class ReaderLock:
+    """Keeps writers away from a ring that is read, where the processor makes that necessary.
+
+    A reader that looks at ``reserve`` again after copying must see stores in the order
+    in which they were made, which x86-64 guarantees and others do not. There this
+    does nothing.
+
+    Raises:
+        UnsupportedPlatform: a writer holds the storage.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = -1
+        if platform.machine() in _ORDERED:
+            return
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.release()
+                raise UnsupportedPlatform(
+                    f"{path.parent} is a ring that is being written, and {platform.machine()} may "
+                    "show a reader rows that are half overwritten. Read it when the writer has "
+                    "closed it, or use a storage that keeps every row."
+                ) from error
+
+    def release(self) -> None:
+        """Let writers in."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()

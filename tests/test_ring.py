@@ -19,7 +19,13 @@ from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage import ring as ring_
 from tallyroll.storage.commit import word_of
 from tallyroll.storage.engine import Engine
-from tallyroll.storage.errors import BatchTooLong, IndexOutOfRange, NotAnAppend
+from tallyroll.storage.errors import (
+    BatchTooLong,
+    IndexOutOfRange,
+    NotAnAppend,
+    StorageLocked,
+    UnsupportedPlatform,
+)
 
 from storage_contract import arrays, rows
 
@@ -282,3 +288,23 @@ def test_counts_of_a_ring_may_run_ahead(path: Path) -> None:
         header.write(word_of(13).to_bytes(8, "little"))
     with open_storage(path) as reader:
         assert_gathers(reader, range(3, 10))
+
+
+def test_elsewhere_a_ring_is_not_read_while_it_is_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores may be seen in another order by other processors than x86-64."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 10))
+        with pytest.raises(UnsupportedPlatform, match="being written, and aarch64 may show"):
+            open_storage(path)
+    with open_storage(path) as reader, open_storage(path) as another:
+        assert_holds(reader, range(10))
+        assert_holds(another, range(10))
+        with pytest.raises(StorageLocked):
+            MemmapStorage(path, mode="append")
+    MemmapStorage(path, mode="append").close()
+    with MemmapStorage(path.with_name("grows")) as storage:
+        storage.extend(rows(0, 10))
+        open_storage(path.with_name("grows")).close()
