@@ -234,12 +234,14 @@ class Sink:
 
 def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:
     kind = storage_class(path)
-    if frames is None and not kind._format_class.grows:
+    storage = kind(path, mode="append" if resume else "create")
+    if frames is None and not storage.grows:
+        storage.close()
         raise ArgumentError(
-            f"storage: {path} would be made by {kind.__name__}, which needs to know how many rows "
-            "will come: give total_frames, or pass a storage made with capacity="
+            f"storage: {path} is to be a {kind.__name__}, which needs to know how many rows will "
+            "come: give total_frames, or pass a storage made with capacity="
         )
-    return kind(path, mode="append" if resume else "create")
+    return storage
 
 
 def _fits(storage: DiskStorage, schema: Schema) -> bool:

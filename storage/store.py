@@ -262,6 +262,16 @@ class RowStore:
         """Slots of the ring, ``max_size``; 0 where every row is kept."""
         return self._ring
 
+    @property
+    def grows(self) -> bool:
+        """Whether space for more rows can be added to it while it is open."""
+        return self._format.grows
+
+    @property
+    def lock_path(self) -> Path:
+        """The file on which its writer holds a lock."""
+        return self._format.lock_path
+
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Where rows of these numbers [*] lie: the index that `get` takes, and that of `column`."""
         return slots_of(rows, self._ring)

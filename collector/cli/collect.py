@@ -151,7 +151,7 @@ class Run:
 
     def _require_capacity(self) -> None:
         storage = self.target.storage
-        if self.plan.frames is None and not storage._format_class.grows:
+        if self.plan.frames is None and not storage.grows:
             raise CommandError(
                 f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
                 "give; use --frames, or --format memmap or zarr"

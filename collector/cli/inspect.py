@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,11 @@ from rich.table import Table
 
 from tallyroll.collector.cli.report import plain_console, readable_bytes, times
 from tallyroll.collector.cli.scan import Scan, scan
+from tallyroll.collector.cli.streams import emit
 from tallyroll.collector.keys import dotted
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import CorruptStorage, open_storage
+from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.checksums import rows_covered
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -22,35 +24,37 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll inspect``; returns the exit status."""
     try:
-        with open_storage(args.dir) as storage:
+        with open_storage(args.path) as storage:
             facts = examine(storage, args.rows)
     except KeyboardInterrupt:
         return 130
     if args.json:
-        json.dump(facts, sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
+        emit(json.dumps(facts, indent=2, allow_nan=False) + "\n")
     else:
-        show(facts, plain_console())
-    sys.stdout.flush()
+        emit(as_text(facts))
     return 0
 
 
 # --- facts ----------------------------------------------------------------------------------------
 
 
-def examine(storage: MemmapStorage, rows: int) -> dict[str, Any]:
+def examine(storage: DiskStorage, rows: int) -> dict[str, Any]:
     """Everything that is shown, as JSON values.
 
-    Rows that are committed meanwhile do not count: all of it is about the same ``head`` rows.
+    Rows that are committed meanwhile do not count: all of it is about the same rows.
     """
-    head, manifest = storage.head, storage.manifest
-    found = scan(storage, head)
+    span, manifest = storage.span, storage.manifest
+    found = scan(storage, span)
+    nbytes = len(span) * storage.schema.row_nbytes
     return {
         "path": str(storage.path),
         "format": manifest["format"],
         "created": manifest["created"],
-        "rows": head,
-        "bytes": head * storage.schema.row_nbytes,
+        "rows": len(span),
+        "first_row": span.start,
+        "ring": storage.ring or None,
+        "finalized": _finalized(manifest),
+        "bytes": nbytes,
         "row_bytes": storage.schema.row_nbytes,
         "columns": [
             {
@@ -61,49 +65,77 @@ def examine(storage: MemmapStorage, rows: int) -> dict[str, Any]:
             }
             for column in storage.schema.columns
         ],
-        "runs": runs_of(manifest["runs"], head),
+        "runs": runs_of(manifest["runs"], span),
         "trajectories": found and _trajectories(found, storage),
         "returns": found and _spread(found.returns),
         "lengths": found and _spread(found.lengths),
         "ledger": _ledger(storage),
-        "first_rows": first_rows(storage, min(rows, head)),
+        "first_rows": first_rows(storage, span[:rows]),
     }
 
 
-def runs_of(entries: list[dict[str, Any]], head: int) -> list[dict[str, Any]]:
-    """One entry a run: those that a resume added are put together."""
+def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """When the storage was finalized, and how many rows have checksums since."""
+    if "finalized" not in manifest:
+        return None
+    try:
+        done = manifest["finalized"]
+        return {"at": str(done["at"]), "rows": rows_covered(done["checksums"])}
+    except (TypeError, KeyError, CorruptStorage):
+        return {"at": "?", "rows": None}
+
+
+def runs_of(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
+    """One entry a run: those that a resume added are put together.
+
+    ``rows`` are those of ``span`` that it wrote.
+    """
     runs: list[dict[str, Any]] = []
     for entry in entries:
-        first = int(entry.get("first_row_of_run", entry["first_row"]))
-        if runs and runs[-1]["first_row"] == first and int(entry.get("incarnation", 0)) > 0:
+        first = _whole(entry, "first_row_of_run", entry["first_row"])
+        if runs and runs[-1]["first_row"] == first and _whole(entry, "incarnation") > 0:
             runs.pop()
         runs.append({**entry, "first_row": first})
-    ends = [run["first_row"] for run in runs[1:]] + [head]
+    ends = [run["first_row"] for run in runs[1:]] + [span.stop]
     return [
         {
             **{name: value for name, value in run.items() if name != "first_row_of_run"},
-            "rows": end - run["first_row"],
-            "resumed": int(run.get("incarnation", 0)),
+            "rows": max(0, min(end, span.stop) - max(run["first_row"], span.start)),
+            "resumed": _whole(run, "incarnation"),
         }
         for run, end in zip(runs, ends, strict=True)
     ]
 
 
-def _trajectories(found: Scan, storage: MemmapStorage) -> dict[str, Any]:
+# What a manifest says is shown as far as it can be: `verify` says what is wrong with it.
+
+
+def _whole(run: Mapping[str, Any], name: str, default: int = 0) -> int:
+    value = run.get(name)
+    return value if type(value) is int else default
+
+
+def _part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = run.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _trajectories(found: Scan, storage: DiskStorage) -> dict[str, Any]:
     being_written = _has_writer(storage)
     return {
-        "total": len(found.returns) + found.unfinished,
+        "total": found.terminated + found.truncated + found.unfinished,
         "terminated": found.terminated,
         "truncated": found.truncated,
         "cut": 0 if being_written else found.unfinished,
         "open": found.unfinished if being_written else 0,
+        "beheaded": found.beheaded,
     }
 
 
-def _has_writer(storage: MemmapStorage) -> bool:
+def _has_writer(storage: DiskStorage) -> bool:
     """Whether a process holds the writer's lock: asked without touching it."""
     try:
-        inode = (storage.path / "tallyroll.lock").stat().st_ino
+        inode = storage.lock_path.stat().st_ino
         with open("/proc/locks", encoding="ascii") as locks:
             return any(line.split()[-3].endswith(f":{inode}") for line in locks)
     except (OSError, IndexError):
@@ -131,26 +163,27 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _ledger(storage: MemmapStorage) -> dict[str, Any] | None:
+def _ledger(storage: DiskStorage) -> dict[str, Any] | None:
     """The last run's ledger at its last commit, None where no collector wrote one."""
     if storage.record is None:
         return None
     try:
-        ledger = json.loads(storage.record[1])["ledger"]
-    except (ValueError, KeyError, TypeError):
+        ledger = dict(json.loads(storage.record[1])["ledger"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return dict(ledger)
+    return {name: count for name, count in ledger.items() if type(count) is int}
 
 
-def first_rows(storage: MemmapStorage, count: int) -> list[dict[str, Any]]:
-    """The first ``count`` rows, by dotted column name."""
+def first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
+    """Some rows, by dotted column name."""
+    slots = storage.slots_of(np.arange(rows.start, rows.stop))
     columns = {
-        dotted(c.key): storage.column(c.key)[:count].astype(_shown_as(c.dtype_name))
+        dotted(c.key): storage.column(c.key)[slots].astype(_shown_as(c.dtype_name))
         for c in storage.schema.columns
     }
     return [
-        {name: _json(column[row].tolist()) for name, column in columns.items()}
-        for row in range(count)
+        {name: _json(column[at].tolist()) for name, column in columns.items()}
+        for at in range(len(rows))
     ]
 
 
@@ -166,8 +199,15 @@ def _json(value: Any) -> Any:
 # --- showing --------------------------------------------------------------------------------------
 
 
-def show(facts: Mapping[str, Any], console: Console) -> None:
-    """Print ``facts`` for people."""
+def as_text(facts: Mapping[str, Any]) -> str:
+    """``facts`` for people."""
+    console = plain_console()
+    with console.capture() as captured:
+        _show(facts, console)
+    return captured.get()
+
+
+def _show(facts: Mapping[str, Any], console: Console) -> None:
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
@@ -176,6 +216,11 @@ def show(facts: Mapping[str, Any], console: Console) -> None:
         f"{facts['path']}: {facts['rows']:,} rows of {facts['row_bytes']:,} bytes, "
         f"{readable_bytes(facts['bytes'])} ({facts['format']}, created {facts['created']})"
     )
+    if facts["ring"]:
+        say(f"a ring of {facts['ring']:,} rows: it holds those from row {facts['first_row']:,} on")
+    if facts["finalized"]:
+        done = facts["finalized"]
+        say(f"finalized {done['at']}, with checksums of {_count(done['rows'])} rows")
     _head(console, "Columns")
     console.print(_columns_table(facts["columns"]))
     _head(console, "Runs")
@@ -193,6 +238,10 @@ def show(facts: Mapping[str, Any], console: Console) -> None:
     if facts["first_rows"]:
         _head(console, "First rows")
         console.print(_rows_table(facts["first_rows"]))
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
 
 
 def _head(console: Console, text: str) -> None:
@@ -216,7 +265,7 @@ def _columns_table(columns: list[dict[str, Any]]) -> Table:
 
 
 def _run_line(run: Mapping[str, Any]) -> str:
-    environment = run.get("environment", {})
+    environment = _part(run, "environment")
     parts = [
         str(environment.get("id") or environment.get("type") or "unknown environment"),
         f"{run['rows']:,} rows from row {run['first_row']:,}",
@@ -227,7 +276,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
         parts.insert(1, f"kwargs {json.dumps(environment['kwargs'])}")
     if run["resumed"]:
         parts.append(f"resumed {times(run['resumed'])}")
-    asked = {**run.get("call", {}), **run.get("command", {})}
+    asked = {**_part(run, "call"), **_part(run, "command")}
     parts += [
         f"{name.replace('_', ' ')} {asked[name]}"
         for name in ("total_frames", "total_episodes", "frames_per_batch", "max_frames_per_traj")
@@ -237,7 +286,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
 
 
 def _versions_line(run: Mapping[str, Any]) -> str:
-    versions = run.get("versions", {})
+    versions = _part(run, "versions")
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or "no versions"
 
 
@@ -245,6 +294,7 @@ def _trajectories_line(found: Mapping[str, int]) -> str:
     return (
         f"{found['total']:,}: {found['terminated']:,} terminated, {found['truncated']:,} "
         f"truncated, {found['cut']:,} cut, {found['open']:,} open"
+        + (f"; {found['beheaded']:,} began before the oldest row" if found["beheaded"] else "")
     )
 
 
