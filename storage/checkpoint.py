@@ -35,7 +35,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             raise NotInitialised(f"{storage.path} has no rows to dump yet. Write some first.")
         copy_class, path = type(storage), Path(path)
         exists = storage._format_class(path).stands()
-        room: dict[str, int] = {"capacity": max(1, len(storage))}
+        room: dict[str, Any] = {"capacity": max(1, len(storage))}
         if storage.ring and not exists:
             room["max_size"] = storage.ring
         with copy_class(path, mode="append" if exists else "create", **room) as copy:
