@@ -1,7 +1,7 @@
 """Where delivered rows go: a storage, a TorchRL replay buffer, both, or nowhere."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ class Sink:
         replay_buffer: a TorchRL replay buffer; what it stores is up to it.
         resume: continue the last run in the storage instead of beginning another.
         frames: transitions of the whole run, for which space is reserved; None if nobody knows.
+        batch: transitions of the largest batch, which a ring must have room for.
 
     Raises:
         ArgumentError: neither a path nor a storage; a storage that cannot be written; a path of
-            a format that wants to know ``frames``.
+            a format that wants to know ``frames``; a ring smaller than a ``batch``.
         StorageError: the path exists, is a file, is not writable, or is another format.
     """
 
@@ -56,6 +57,7 @@ class Sink:
         replay_buffer: ReplayBuffer | None,
         resume: bool,
         frames: int | None = None,
+        batch: int = 1,
     ) -> None:
         if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
             raise ArgumentError(
@@ -81,11 +83,16 @@ class Sink:
             raise ArgumentError(
                 f'{self.storage.path} is open for reading; open it with mode="append" to collect'
             )
+        if self.storage is not None and 0 < self.storage.ring < batch:
+            raise ArgumentError(
+                f"frames_per_batch: {self.storage.path} is a ring of {self.storage.ring} rows, and "
+                f"a batch has {batch}; make batches smaller, or max_size larger"
+            )
         if resume and self.storage is None:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
         self._resume, self._frames = resume, frames
         self._ready = False
-        self._stored_before = 0
+        self._stored_before = self._next_id = 0
 
     def resumed(self) -> Resumed | None:
         """The run to be continued, or None where a new one begins."""
@@ -132,7 +139,7 @@ class Sink:
             # A killed process left its trajectories unfinished.
             counts["episodes_cut"] += record["open"]
         stored = self._stored_before + head - first
-        ended = int(self.storage.column(DONE)[at:head].sum()) if head > at else 0
+        ended = self._ended(at)
         unknown = stored - counts.get("stored", 0)
         counts["stored"] = stored
         for name in ("slots", "executed") if unknown > 0 else ():
@@ -144,16 +151,35 @@ class Sink:
         counts["carried"] = 0
         return counts
 
+    def _ended(self, row: int) -> int:
+        """Episodes that ended from ``row`` on, as far as a ring still knows."""
+        assert self.storage is not None
+        span = self.storage.span
+        rows = np.arange(max(row, span.start), span.stop)
+        return int(self.storage.column(DONE)[self.storage.slots_of(rows)].sum()) if len(rows) else 0
+
     def next_id(self) -> int:
-        """One more than the largest trajectory id that is stored."""
+        """One more than the largest trajectory id that was ever stored."""
         ids: Any = None
         if self.storage is not None:
             if self.storage.head:
                 ids = self.storage.column(TRAJ_IDS)
+            # Of a ring the rows with the largest ids may be gone.
+            self._next_id = max(self._next_id, self._recorded_id())
         elif self.replay_buffer is not None and len(self.replay_buffer):
             held = self.replay_buffer.storage.get(slice(0, len(self.replay_buffer)))
             ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
-        return 0 if ids is None or not len(ids) else int(ids.max()) + 1
+        if ids is not None and len(ids):
+            self._next_id = max(self._next_id, int(ids.max()) + 1)
+        return self._next_id
+
+    def _recorded_id(self) -> int:
+        if self.storage is None or self.storage.record is None:
+            return 0
+        try:
+            return int(json.loads(self.storage.record[1]).get("next_id", 0))
+        except (ValueError, TypeError, AttributeError):
+            return 0  # the record of another program
 
     def open(self, schema: Mapping[Key, Column], provenance: Mapping[str, Any]) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does."""
@@ -191,11 +217,20 @@ class Sink:
 
         ``open_lanes`` trajectories go on behind them.
         """
+        if len(rows[TRAJ_IDS]):
+            self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
+        # What an error left may be more than a batch.
+        *first, last = _pieces(rows, self.storage.ring if self.storage is not None else 0)
+        for piece in first:
+            self._put(piece)
         if self.storage is not None:
             self.storage.stage_record(self._record(ledger, open_lanes))
+        self._put(last)
+
+    def _put(self, rows: Rows) -> None:
         # The storage last: what it has committed is counted, and nothing can fail after it.
         if self.replay_buffer is not None:
-            self.replay_buffer.extend(as_tensordict(rows, None))
+            self.replay_buffer.extend(_for_buffer(rows, self.replay_buffer))
         if self._direct is not None:
             self._direct.extend(_arrays(rows))
 
@@ -228,6 +263,7 @@ class Sink:
             "incarnation": ledger.incarnation,
             "ledger": ledger.counts(),
             "open": open_lanes,
+            "next_id": self._next_id,
         }
         return json.dumps(record).encode()
 
@@ -249,6 +285,25 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
         return not storage.schema.differences(schema)
     except NotInitialised:
         return True
+
+
+def _pieces(rows: Rows, ring: int) -> Iterator[Rows]:
+    """``rows`` in pieces that a ring takes at once; 0 takes all."""
+    count = len(rows[TRAJ_IDS])
+    if not ring or count <= ring:
+        yield rows
+        return
+    for start in range(0, count, ring):
+        yield {key: column[start : start + ring] for key, column in rows.items()}
+
+
+def _for_buffer(rows: Rows, buffer: ReplayBuffer) -> TensorDictBase:
+    """A batch where the buffer's storage wants it; to a GPU it goes at once, from pinned memory."""
+    device = getattr(buffer.storage, "device", None)
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return as_tensordict(rows, None)
+    pinned = {k: c.pin_memory() if c.device.type == "cpu" else c for k, c in rows.items()}
+    return as_tensordict(pinned, None).to(device, non_blocking=True)
 
 
 def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:

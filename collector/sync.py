@@ -152,7 +152,8 @@ class SyncCollector(Collector):
         self._storing_device = arguments.device("storing_device", storing_device) or default
         policy_device = arguments.device("policy_device", policy_device) or default
         env_device = arguments.device("env_device", env_device)
-        self._sink = Sink(storage, replay_buffer, resume, total)
+        largest = min(self.frames_per_batch, total or self.frames_per_batch)
+        self._sink = Sink(storage, replay_buffer, resume, total, largest)
         try:
             if isinstance(frame_skip, str) and frame_skip not in info_keys:
                 info_keys = (*info_keys, frame_skip)

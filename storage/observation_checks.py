@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .findings import Findings, Place
+from .keys import NEXT
 from .lane_checks import Chunk, Links
 from .ring import slots_of
 from .rows import Key, spell
 from .schema import Column
 from .value_checks import batches, words, zero_rows
 
-__all__ = ["NEXT", "ObservationChecks", "observations_of"]
+__all__ = ["ObservationChecks", "observations_of"]
 
-NEXT = "next"
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 
 

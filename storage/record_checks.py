@@ -38,6 +38,8 @@ class Record:
     """First row of its run."""
     stored_before: int
     ledger: Mapping[str, int]
+    next_id: int | None
+    """Larger than any trajectory id so far; None where it does not say."""
 
 
 def check_runs(entries: list[Any], head: int, findings: Findings) -> list[Run]:
@@ -77,12 +79,20 @@ def _problem_of(entry: Any, least: int, head: int) -> str | None:
 
 
 def check_record(
-    record: tuple[int, bytes] | None, runs: list[Run], head: int, findings: Findings
+    record: tuple[int, bytes] | None,
+    runs: list[Run],
+    head: int,
+    findings: Findings,
+    *,
+    damaged: bool = False,
 ) -> Record | None:
     """The newest record, checked against the runs; None where no collector wrote one.
 
-    ``head`` rows were committed when the record was read.
+    ``head`` rows were committed when the record was read; ``damaged`` says that a newer one
+    is there and is not intact.
     """
+    if damaged:
+        findings.add("record", "the newest one is damaged, and an older one stands in")
     # The rows of the last commit: a run that has none yet comes behind them.
     last = next((run for run in reversed(runs) if run.first_row < head), None)
     collected = last is not None and last.origin is not None
@@ -111,11 +121,14 @@ def check_record(
     return value
 
 
-def check_ledger(record: Record, episodes: int | None, findings: Findings) -> None:
-    """Check what the ledger says of its run's rows.
+def check_ledger(record: Record, episodes: int | None, largest_id: int, findings: Findings) -> None:
+    """Check what the record says of the rows.
 
-    ``episodes`` ended in them; None where they could not be counted.
+    ``episodes`` ended in those of its run, None where they could not be counted.
     """
+    if record.next_id is not None and record.next_id <= largest_id:
+        what = f"it says {record.next_id}, and {largest_id} is the largest that was used"
+        findings.add("record", "the next trajectory id is one that was used", Place(what=what))
     stored = record.stored_before + record.at - record.origin
     wanted = {"stored": stored}
     if episodes is not None and not record.stored_before:
@@ -152,4 +165,5 @@ def _parsed(at: int, payload: bytes) -> Record | None:
     counts = [origin, before, *ledger.values()]
     if not needed <= set(ledger) or not all(type(count) is int for count in counts):
         return None
-    return Record(at, origin, before, ledger)
+    next_id = value.get("next_id")
+    return Record(at, origin, before, ledger, next_id if type(next_id) is int else None)

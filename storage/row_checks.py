@@ -9,8 +9,21 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from .findings import Findings, Place
+from .keys import (
+    CUT,
+    DONE,
+    LANE,
+    NEXT,
+    NEXT_VALID,
+    POLICY_VERSION,
+    REWARD,
+    STEP,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+)
 from .lane_checks import Chunk, LaneChecks
-from .observation_checks import NEXT, ObservationChecks, observations_of
+from .observation_checks import ObservationChecks, observations_of
 from .record_checks import Run
 from .ring import slots_of
 from .rows import Key, spell
@@ -23,11 +36,7 @@ __all__ = ["RowChecks"]
 
 _PlaceOf: TypeAlias = Callable[[int, str, str | None], Place]
 
-_NUMBERS = tuple(("collector", name) for name in ("traj_ids", "step", "lane"))
-_VERSION, _VALID, _CUT = (("collector", n) for n in ("policy_version", "next_valid", "cut"))
-_REWARD, _DONE, _TERMINATED, _TRUNCATED = (
-    (NEXT, name) for name in ("reward", "done", "terminated", "truncated")
-)
+_NUMBERS = (TRAJ_IDS, STEP, LANE)
 _CHUNK_ROWS = 2**18
 _CHUNK_NBYTES = 2**27
 _BY_TRAJECTORY = ("lanes", "ids", "steps", "versions", "observations", "finals")
@@ -53,6 +62,7 @@ class RowChecks:
         """Another process overwrote rows before they were read."""
         self.ended: dict[int, int] = {}
         """How many episodes ended in a run, by the run's first row."""
+        self.largest_id = -1
         self._both_known = self._look_at_flags()
         self._followed = self._look_at_collector()
         self._observations = ObservationChecks(self._columns, self._arrays, storage.ring)
@@ -71,21 +81,21 @@ class RowChecks:
         )
 
     def _look_at_flags(self) -> bool:
-        known = self._is_scalar(_TERMINATED, "b") and self._is_scalar(_TRUNCATED, "b")
-        if not known or not self._is_scalar(_DONE, "b"):
+        known = self._is_scalar(TERMINATED, "b") and self._is_scalar(TRUNCATED, "b")
+        if not known or not self._is_scalar(DONE, "b"):
             self.unavailable["ends"] = "not all of next/done, terminated and truncated are there"
         return known
 
     def _look_at_collector(self) -> bool:
         lacking = [key for key in _NUMBERS if not self._is_scalar(key)]
-        if not self._both_known and not self._is_scalar(_DONE, "b"):
-            lacking.append(_DONE)
+        if not self._both_known and not self._is_scalar(DONE, "b"):
+            lacking.append(DONE)
         if lacking:
             why = f"there is no column {spell(lacking[0])} of a collector"
             self.unavailable |= dict.fromkeys(_BY_TRAJECTORY, why)
             return False
-        if not self._is_scalar(_VERSION):
-            self.unavailable["versions"] = f"there is no column {spell(_VERSION)}"
+        if not self._is_scalar(POLICY_VERSION):
+            self.unavailable["versions"] = f"there is no column {spell(POLICY_VERSION)}"
         if not observations_of(self._columns):
             why = "no column is alike at the root and under next"
             self.unavailable |= {"observations": why, "finals": why}
@@ -95,21 +105,20 @@ class RowChecks:
 
     def run(self, findings: Findings, tell: Callable[[int], None]) -> None:
         """Check all rows; ``tell`` is told of the bytes that were read."""
-        floor = -1
         for run, rows in self._parts():
             late = run.first_row < rows.start
-            lanes = LaneChecks(run.lanes, floor=floor, late=late)
+            lanes = LaneChecks(run.lanes, floor=self.largest_id, late=late)
             for start, stop in self._chunks(rows):
                 found = Findings()
                 oldest = self._check(run, start, stop, lanes, found)
                 if self._storage.span.start > oldest:
                     self.overtaken = True
-                    lanes = LaneChecks(run.lanes, floor=floor, late=True)
+                    lanes = LaneChecks(run.lanes, floor=self.largest_id, late=True)
                 else:
                     findings.merge(found)
                 tell((stop - start) * self._storage.schema.row_nbytes)
             lanes.finish(findings)
-            floor = max(floor, lanes.largest)
+            self.largest_id = max(self.largest_id, lanes.largest)
         self._unwritten.finish(self.span.stop, findings)
         if self.overtaken:
             why = "another process writes to this ring; wait for it"
@@ -142,7 +151,7 @@ class RowChecks:
         first = slots_of(start, self._storage.ring)
         slots = slice(first, first + stop - start)
         ended = self._ended(slots)
-        valid = self._scalar(_VALID, slots) if self._is_scalar(_VALID, "b") else None
+        valid = self._scalar(NEXT_VALID, slots) if self._is_scalar(NEXT_VALID, "b") else None
         if not self._followed or ended is None:
             place = partial(_place, start)
             self._check_flags(slots, ended, place, findings)
@@ -165,27 +174,27 @@ class RowChecks:
 
     def _chunk(self, start: int, slots: slice, ended: np.ndarray) -> Chunk:
         ids, steps, lane = (self._scalar(key, slots).astype(np.int64) for key in _NUMBERS)
-        if self._is_scalar(_VERSION):
-            return Chunk(start, ids, steps, lane, ended, self._scalar(_VERSION, slots))
+        if self._is_scalar(POLICY_VERSION):
+            return Chunk(start, ids, steps, lane, ended, self._scalar(POLICY_VERSION, slots))
         return Chunk(start, ids, steps, lane, ended, np.zeros(len(ids), np.int64))
 
     def _ended(self, slots: slice) -> np.ndarray | None:
         """Which rows end their episode, None where no column says so."""
         if self._both_known:
-            ended: np.ndarray = self._scalar(_TERMINATED, slots) | self._scalar(_TRUNCATED, slots)
+            ended: np.ndarray = self._scalar(TERMINATED, slots) | self._scalar(TRUNCATED, slots)
             return ended
-        return self._scalar(_DONE, slots) if self._is_scalar(_DONE, "b") else None
+        return self._scalar(DONE, slots) if self._is_scalar(DONE, "b") else None
 
     def _check_flags(
         self, slots: slice, ended: np.ndarray | None, place: _PlaceOf, findings: Findings
     ) -> None:
-        if not self._both_known or not self._is_scalar(_DONE, "b") or ended is None:
+        if not self._both_known or not self._is_scalar(DONE, "b") or ended is None:
             return
-        cut = self._scalar(_CUT, slots) if self._is_scalar(_CUT, "b") else False
-        wrong = np.flatnonzero(self._scalar(_DONE, slots) != ended | cut)
+        cut = self._scalar(CUT, slots) if self._is_scalar(CUT, "b") else False
+        wrong = np.flatnonzero(self._scalar(DONE, slots) != ended | cut)
 
         def what(at: int) -> str:
-            flags = (self._scalar(key, slots)[at] for key in (_DONE, _TERMINATED, _TRUNCATED))
+            flags = (self._scalar(key, slots)[at] for key in (DONE, TERMINATED, TRUNCATED))
             done, terminated, truncated = map(bool, flags)
             return f"done {done}, terminated {terminated}, truncated {truncated}"
 
@@ -200,7 +209,7 @@ class RowChecks:
         for column in self._finite:
             observed = column.key in self._observed
             exempt = ~valid if valid is not None and observed and column.key[0] == NEXT else None
-            infinity = observed or column.key == _REWARD
+            infinity = observed or column.key == REWARD
             rows = self._arrays[column.key][slots]
             check_finite(column, rows, findings, place, infinity=infinity, exempt=exempt)
 

@@ -94,7 +94,9 @@ class _Verification:
         manifest = storage.manifest
         runs = check_runs(manifest["runs"], at, findings)
         rows = RowChecks(storage, runs, nan="nan" not in self._skip)
-        known = check_record(record, runs, at, findings)
+        # A writer that is just writing one looks like that, once.
+        damaged = all(storage.record_damaged for _ in range(3))
+        known = check_record(record, runs, at, findings, damaged=damaged)
         sums = self._sums(manifest)
         self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
         rows.run(findings, self._tell)
@@ -105,7 +107,7 @@ class _Verification:
             ended = (
                 rows.ended.get(known.origin, 0) if whole and known.at == rows.span.stop else None
             )
-            check_ledger(known, ended, findings)
+            check_ledger(known, ended, rows.largest_id, findings)
         for name, why in rows.unavailable.items():
             self._leave_out(name, why)
         if sums is not None:

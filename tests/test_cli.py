@@ -111,7 +111,7 @@ def test_episodes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tallyroll("inspect", "data", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trajectories"] | {"terminated": 7} == {
-        "total": 7, "terminated": 7, "truncated": 0, "cut": 0, "open": 0,
+        "total": 7, "terminated": 7, "truncated": 0, "cut": 0, "open": 0, "begun_earlier": 0,
     }  # fmt: skip
     assert tallyroll("collect", "--resume", "--out", "data", "--quiet") == 0
     assert rows_in("data") == found["rows"]
@@ -250,7 +250,8 @@ def test_what_is_missing_is_named(here: Path, capsys: pytest.CaptureFixture[str]
         ("collect --frames 5 --out x", "the following arguments are required: ENV"),
         ("collect CartPole-v1 --frames 5", "the following arguments are required: --out"),
         ("", "the following arguments are required: COMMAND"),
-        ("inspect", "the following arguments are required: DIR"),
+        ("inspect", "the following arguments are required: PATH"),
+        ("verify", "the following arguments are required: PATH"),
     ):
         with pytest.raises(SystemExit) as end:
             tallyroll(*words.split())
@@ -332,7 +333,7 @@ def test_errors_are_one_line_and_nothing_is_written(
         ("below a file", "file is a file. Give another path."),
         ("foreign", "data is not empty: it holds notes.txt."),
         ("another format", "data holds a storage already"),
-        ("locked", "data has one writer at a time, and process "),
+        ("locked", "data is locked: a storage has one writer at a time, and process "),
     ],
 )  # fmt: skip
 def test_an_out_that_will_not_do(
@@ -674,9 +675,10 @@ def test_elsewhere_there_is_a_line_now_and_then(
     monkeypatch.setattr("tallyroll.collector.cli.progress.Lines.seconds", 0.0)
     assert tallyroll(*cartpole("data", 100, "--frames-per-batch", 10)) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 11
-    assert lines[2].startswith("tallyroll: 30 of 100 frames (30 %), ")
-    assert lines[2].endswith(" left")
+    assert len(lines) == 12
+    assert lines[0].startswith("tallyroll: 100 rows of 75 bytes: 7.5 kB; ")
+    assert lines[3].startswith("tallyroll: 30 of 100 frames (30 %), ")
+    assert lines[3].endswith(" left")
 
 
 # --- inspect --------------------------------------------------------------------------------------
@@ -733,6 +735,7 @@ def test_inspect_json(
         "truncated": 0,
         "cut": unfinished,
         "open": 0,
+        "begun_earlier": 0,
     }
     for values, wanted in ((found["returns"], returns), (found["lengths"], lengths)):
         assert values["episodes"] == len(wanted)
@@ -839,7 +842,7 @@ def test_inspect_for_a_reader_that_has_seen_enough(here: Path, server: WarmServe
 # --- help -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["--help", "collect --help", "inspect --help"])
+@pytest.mark.parametrize("words", ["--help", "collect --help", "inspect --help", "verify --help"])
 def test_help_teaches_with_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         tallyroll(*words.split())

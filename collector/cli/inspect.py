@@ -128,7 +128,7 @@ def _trajectories(found: Scan, storage: DiskStorage) -> dict[str, Any]:
         "truncated": found.truncated,
         "cut": 0 if being_written else found.unfinished,
         "open": found.unfinished if being_written else 0,
-        "beheaded": found.beheaded,
+        "begun_earlier": found.begun_earlier,
     }
 
 
@@ -294,7 +294,11 @@ def _trajectories_line(found: Mapping[str, int]) -> str:
     return (
         f"{found['total']:,}: {found['terminated']:,} terminated, {found['truncated']:,} "
         f"truncated, {found['cut']:,} cut, {found['open']:,} open"
-        + (f"; {found['beheaded']:,} began before the oldest row" if found["beheaded"] else "")
+        + (
+            f"; {found['begun_earlier']:,} began before the oldest row"
+            if found["begun_earlier"]
+            else ""
+        )
     )
 
 

@@ -28,7 +28,7 @@ class Scan:
     """Ended, and not by termination."""
     unfinished: int
     """Trajectories whose last row ends nothing."""
-    beheaded: int
+    begun_earlier: int
     """Ended, and their first rows are overwritten: they have no return and length here."""
 
 
