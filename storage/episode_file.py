@@ -1,0 +1,87 @@
+"""The table of episodes as a file: an ``.npy`` that `numpy.load` opens, with a checksum behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .episodes import what_is_wrong
+from .errors import DamagedTable
+from .paths import failed
+
+__all__ = ["read_table", "write_table"]
+
+_MARK = b"tallyCRC"
+_TAIL_NBYTES = len(_MARK) + 4
+
+
+def write_table(path: Path, table: np.ndarray) -> None:
+    """Write the lines to a file beside ``path`` and rename it, so that ``path`` is always whole.
+
+    Raises:
+        StorageFull: no space; what was there stays.
+        NotWritable: the file system does not let us write there.
+    """
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, table, version=(1, 0), allow_pickle=False)
+    content = buffer.getvalue()
+    content += _MARK + zlib.crc32(content).to_bytes(4, "little")
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise failed(path, error, len(content)) from error
+
+
+def read_table(path: Path, dtype: np.dtype[Any], head: int) -> np.ndarray | None:
+    """The lines in a file, or None where there is none. Rows after its last one are not in it yet.
+
+    Args:
+        path: the file.
+        dtype: what a line is.
+        head: rows ever committed.
+
+    Raises:
+        DamagedTable: the file is damaged, another program's, or tells of rows that are not there.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+    body, tail = content[:-_TAIL_NBYTES], content[-_TAIL_NBYTES:]
+    if tail != _MARK + zlib.crc32(body).to_bytes(4, "little"):
+        raise _damaged(path, "its checksum does not fit")
+    try:
+        table = _parse(body)
+    except (ValueError, EOFError, SyntaxError, TypeError) as error:
+        raise _damaged(path, f"it is no .npy file ({error})") from error
+    if table.dtype != dtype or table.ndim != 1:
+        raise _damaged(path, "its fields are not those of such a table for these columns")
+    if wrong := what_is_wrong(table, head):
+        raise _damaged(path, wrong)
+    return table
+
+
+def _parse(content: bytes) -> np.ndarray:
+    file = io.BytesIO(content)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("another version")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
+
+
+def _damaged(path: Path, why: str) -> DamagedTable:
+    return DamagedTable(
+        f"{path} cannot be used: {why}. Delete it: the table is made anew from the rows."
+    )
