@@ -280,23 +280,28 @@ class H5Format(Format):
 
         Readers that have it open go on seeing the old one.
         """
+        if not capacity:
+            return
+        rows = self._committed(schema)
         if capacity > self._opened_layout(schema).capacity:
-            self._rewrite(schema, capacity)
+            self._rewrite(schema, rows, capacity)
 
     def finish(self, schema: Schema, rows: int) -> None:
         """Write a file of exactly ``rows`` rows aside, unless this one has as many."""
         if rows != self._opened_layout(schema).capacity:
-            self._rewrite(schema, rows)
+            self._rewrite(schema, rows, rows)
+
+    def _committed(self, schema: Schema) -> int:
+        header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
+        header.close()
+        return header.head
 
     def _opened_layout(self, schema: Schema) -> Layout:
         with _opened(self.path, os.O_RDONLY) as file:
             return layout_of(file, self.path, schema)
 
-    def _rewrite(self, schema: Schema, capacity: int) -> None:
+    def _rewrite(self, schema: Schema, rows: int, capacity: int) -> None:
         manifest = self.read_manifest()
-        header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
-        rows = header.head
-        header.close()
         with _opened(self.path, os.O_RDONLY) as old:
             if foreign := foreign_names(old, self.path, schema):
                 raise PathIsTaken(

@@ -940,6 +940,7 @@ class StorageContract:
             replay = ReplayBuffer(storage=storage, batch_size=2)
             storage.put_record(b"r")
             replay.dumps(dump)
+            storage.reserve(100_005)
             replay.extend(rows(5, 100_000))
             replay.dumps(dump)
             replay.loads(dump)
@@ -950,6 +951,7 @@ class StorageContract:
             assert_rows(storage, 100_005)
             assert storage.record is not None
             assert storage.record[1] == b"r"
+            storage.reserve(100_007)
             replay.extend(rows(100_005, 2))
             replay.loads(dump)
             assert_rows(storage, 100_007)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
-import subprocess
-import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +20,9 @@ from tallyroll.storage import (
     StorageLocked,
     open_storage,
 )
-from tallyroll.storage.commit import HEADER_NBYTES, word_of
+from tallyroll.storage.commit import HEADER_NBYTES
 from tallyroll.storage.errors import (
     DirectoryNotEmpty,
-    FormatVersionMismatch,
     InvalidSchema,
     NotAStorage,
     NotWritable,
@@ -40,10 +34,9 @@ from storage_contract import (
     arrays,
     assert_rows,
     files_of,
-    process,
-    receive,
     rows,
 )
+from storage_damage import DamageContract, assert_refused
 
 HEADER = "tallyroll.header"
 
@@ -61,7 +54,7 @@ def five(path: Path) -> Path:
     return path
 
 
-class TestMemmapStorage(GrowingStorageContract):
+class TestMemmapStorage(GrowingStorageContract, DamageContract):
     storage_class = MemmapStorage
 
     def test_bfloat16_is_not_taken_for_uint16(self, path: Path) -> None:
@@ -263,20 +256,6 @@ def test_a_creation_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.Mo
 # -- damage
 
 
-def damage(file: Path, at: int, content: bytes) -> None:
-    with open(file, "r+b") as target:
-        target.seek(at)
-        target.write(content)
-
-
-def assert_refused(path: Path, error: type[Exception], wording: str) -> None:
-    before = files_of(path)
-    for mode in ("append", "read"):
-        with pytest.raises(error, match=wording):
-            open_storage(path, mode)
-    assert files_of(path) == before
-
-
 def test_a_column_cut_short_is_told(five: Path) -> None:
     os.truncate(five / "wide.memmap", 59)
     assert_refused(five, CorruptStorage, r"wide.memmap should have at least 60 bytes .* has 59")
@@ -293,81 +272,9 @@ def test_a_column_elsewhere_is_refused(five: Path, tmp_path: Path) -> None:
     assert_refused(five, CorruptStorage, r"not a column, but a link or of another kind")
 
 
-@pytest.mark.parametrize("key", [["..", "..", "x"], ["/etc/passwd"], [], "wide", [1]], ids=repr)
-def test_a_manifest_leads_nowhere_else(five: Path, key: object) -> None:
-    manifest = json.loads((five / "manifest.json").read_text())
-    manifest["schema"][0]["key"] = key
-    (five / "manifest.json").write_text(json.dumps(manifest))
-    assert_refused(five, CorruptStorage, r"schema in .* is damaged|made for another schema")
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "wording"),
-    [
-        (lambda m: m.update(format="zarr"), NotAStorage, "another program wrote it"),
-        (lambda m: m.update(format="tallyroll.tape"), NotAStorage, "format tallyroll.tape"),
-        (lambda m: m.update(format_version=99), FormatVersionMismatch, "format version 99"),
-        (lambda m: m.pop("runs"), CorruptStorage, "lacks runs"),
-        (lambda m: m.pop("schema"), CorruptStorage, "schema in .* is damaged"),
-        (lambda m: m["schema"].pop(), CorruptStorage, "another schema than the manifest"),
-        (lambda m: m["schema"][0].update(dtype="float8"), CorruptStorage, "schema in .* damaged"),
-        (lambda m: m["schema"][1].update(shape=[2.5]), CorruptStorage, "schema in .* damaged"),
-    ],
-)
-def test_a_manifest_that_does_not_fit_is_told(
-    five: Path, change: object, error: type[Exception], wording: str
-) -> None:
-    manifest = json.loads((five / "manifest.json").read_text())
-    change(manifest)  # type: ignore[operator]
-    (five / "manifest.json").write_text(json.dumps(manifest))
-    assert_refused(five, error, wording)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
-def test_a_manifest_that_is_not_json_is_told(five: Path, content: bytes) -> None:
-    (five / "manifest.json").write_bytes(content)
-    assert_refused(five, CorruptStorage, "not JSON any more")
-
-
-@pytest.mark.parametrize("content", [b"[]", b"3", b"{}"])
-def test_another_programs_manifest_is_told(five: Path, content: bytes) -> None:
-    (five / "manifest.json").write_bytes(content)
-    assert_refused(five, NotAStorage, "another program wrote it")
-
-
 def test_another_programs_directory_is_told(path: Path) -> None:
     rows(0, 3).memmap(str(path))
     assert_refused(path, NotAStorage, "no manifest.json")
-
-
-def test_every_flipped_byte_of_the_headers_identity_is_told(five: Path) -> None:
-    content = (five / HEADER).read_bytes()
-    for at in range(36):
-        damage(five / HEADER, at, bytes([content[at] ^ 0x10]))
-        assert_refused(five, CorruptStorage, "first bytes are damaged")
-        damage(five / HEADER, at, content[at : at + 1])
-
-
-@pytest.mark.parametrize(("at", "rows_"), [(128, 6), (64, 4)])
-def test_counts_that_cannot_be_are_told(five: Path, at: int, rows_: int) -> None:
-    damage(five / HEADER, at, word_of(rows_).to_bytes(8, "little"))
-    assert_refused(five, CorruptStorage, "rows committed of .* reserved")
-
-
-@pytest.mark.parametrize("at", [64, 128])
-def test_every_flipped_bit_of_a_count_is_told(five: Path, at: int) -> None:
-    content = (five / HEADER).read_bytes()
-    for bit in range(64):
-        byte = at + bit // 8
-        damage(five / HEADER, byte, bytes([content[byte] ^ 1 << bit % 8]))
-        assert_refused(five, CorruptStorage, "fails its check.*last record was written with 5")
-        damage(five / HEADER, byte, content[byte : byte + 1])
-
-
-def test_more_rows_than_the_files_hold_are_told(five: Path) -> None:
-    for at in (64, 128):
-        damage(five / HEADER, at, word_of(2**40).to_bytes(8, "little"))
-    assert_refused(five, CorruptStorage, "was cut short")
 
 
 def test_a_header_cut_short_or_missing_is_told(five: Path) -> None:
@@ -375,24 +282,6 @@ def test_a_header_cut_short_or_missing_is_told(five: Path) -> None:
     assert_refused(five, CorruptStorage, "should have 143360 bytes and has 143359")
     (five / HEADER).unlink()
     assert_refused(five, CorruptStorage, "is missing, and without it nobody knows")
-
-
-def test_a_torn_record_leaves_the_older(five: Path) -> None:
-    content = (five / HEADER).read_bytes()
-    for at in range(content.index(b"newer") - 28, content.index(b"newer") + 5):
-        damage(five / HEADER, at, bytes([content[at] ^ 0x40]))
-        with open_storage(five) as storage:
-            assert storage.record == (5, b"older")
-            assert_rows(storage, 5)
-        damage(five / HEADER, at, content[at : at + 1])
-    with open_storage(five) as storage:
-        assert storage.record == (5, b"newer")
-    for word in (b"older", b"newer"):
-        damage(five / HEADER, content.index(word), b"X")
-    with open_storage(five, "append") as storage:
-        assert storage.record is None
-        storage.put_record(b"again")
-        assert storage.record == (5, b"again")
 
 
 def test_rows_beyond_the_head_are_overwritten(five: Path) -> None:
@@ -405,68 +294,6 @@ def test_rows_beyond_the_head_are_overwritten(five: Path) -> None:
         storage.extend(rows(5, 3))
         assert_rows(storage, 8)
     assert (five / "wide.memmap").stat().st_size == 96
-
-
-# -- a full disk
-
-
-def mount_small_disk(place: Path) -> bool:
-    """Mount a file system of one MiB that goes with this process; whether that is allowed."""
-    own_mounts = 0x20000  # CLONE_NEWNS
-    if ctypes.CDLL(None).unshare(own_mounts):
-        return False
-    for command in (
-        ["mount", "--make-rprivate", "/"],
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)],
-    ):
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return False
-    return True
-
-
-def on_small_disk(connection: Connection, place: Path) -> None:
-    """Run `fill_and_survive` on a small disk and say how it went."""
-    if not mount_small_disk(place):
-        connection.send("not allowed")
-        return
-    try:
-        fill_and_survive(place / "rows")
-        connection.send("survived")
-    except BaseException:
-        connection.send(traceback.format_exc())
-        raise
-
-
-def test_a_disk_that_fills_up_is_filled_to_the_last_and_survives(tmp_path: Path) -> None:
-    with process(on_small_disk, tmp_path) as (_, connection):
-        said = receive(connection)
-    if said == "not allowed":
-        pytest.skip("this user may not mount a tmpfs")
-    assert said == "survived", said
-
-
-def fill_and_survive(place: Path) -> None:
-    head = 0
-    with MemmapStorage(place) as storage:
-        said = ""
-        while not said:
-            try:
-                head = storage.extend(arrays(head, 500), record=str(head).encode()).stop
-            except StorageFull as error:
-                said = str(error)
-        assert re.search(
-            r"needs \d+ more bytes, and \d+ are free .*Committed rows are intact", said
-        )
-        # Four columns in pages of 4096 bytes, and the header.
-        assert head * 29 > 2**20 - HEADER_NBYTES - 500 * 29 - 16 * 4096
-        assert_rows(storage, head)
-    with open_storage(place, "append") as storage:
-        assert_rows(storage, head)
-        with pytest.raises(StorageFull):
-            storage.extend(arrays(head, 50_000))
-        assert_rows(storage, head)
-    with open_storage(place) as reader:
-        np.testing.assert_array_equal(reader.column("id"), np.arange(head))
 
 
 @pytest.mark.parametrize("mode", ["create", "append", "read"])
