@@ -341,14 +341,15 @@ class Engine:
             IndexOutOfRange: rows that are gone meanwhile, in a ring that another process writes.
         """
         if not self.ring:
-            return self._gather(index)
+            return self.gather(index)
         if self._lock is None:
             return self._take_checked(index)
         with self._mutex:  # no append of another thread
             header = self._header
-            return self._gather(slots_at(index, header.head, header.reserve, self.ring))
+            return self.gather(slots_at(index, header.head, header.reserve, self.ring))
 
-    def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
+    def gather(self, slots: np.ndarray) -> list[np.ndarray]:
+        """Arrays [*slots.shape, ...], one a column, of slots that are there, from the pool."""
         columns = self.columns()
         found = self._pool.arrays(slots.shape)
         for column, out in zip(columns, found, strict=True):
@@ -361,7 +362,7 @@ class Engine:
         flat = index.reshape(-1)
         slots = self._slots_in_time(flat)
         rows = rows_in(slots, self._header.head, self.ring)
-        found = self._gather(slots)
+        found = self.gather(slots)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (torn := np.flatnonzero(rows < first_valid(self._header.reserve, self.ring))).size:
             if time.monotonic() > deadline:
