@@ -271,11 +271,17 @@ def raw_files(spec: Spec) -> list[int]:
 
 
 def raw_maps(spec: Spec) -> list[np.ndarray]:
-    """A plain array [room, ...] for each column, over a memory map of a file."""
+    """A plain array [room, ...] for each column, over a memory map of a file.
+
+    The files are full of rows: what `os.pwrite` has written lies in larger pages than what was
+    first touched through a map, and is copied to faster by some per cent.
+    """
     maps = []
-    for file, column in zip(raw_files(spec), spec.rows.values(), strict=True):
+    for file, column in zip(raw_files(spec), spec.filler.values(), strict=True):
         nbytes = spec.room * column[:1].nbytes
         os.posix_fallocate(file, 0, nbytes)
+        for at in range(0, nbytes, column.nbytes):
+            os.pwrite(file, column, at)
         shape = (spec.room, *column.shape[1:])
         maps.append(np.ndarray(shape, column.dtype, buffer=mmap.mmap(file, nbytes)))
         os.close(file)
@@ -293,6 +299,11 @@ class Floor(Store):
         self.columns = raw_maps(spec)
         self.outs: list[np.ndarray] = []
         self.at = 0
+
+    def fill(self) -> None:
+        """Touch all pages through the maps too."""
+        for column in self.columns:
+            column[:] = column
 
     def given(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the columns' maps, each with the array that is copied into it."""
