@@ -121,6 +121,17 @@ class Episodes:
         self._since = self.seen = 0
         """The rows up to this number are counted."""
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What a line is."""
+        dtype: np.dtype[Any] = self._lines.dtype
+        return dtype
+
+    def last_row(self, id: int) -> int | None:
+        """The last row of a trajectory, None if it has none."""
+        found = np.flatnonzero(self._lines["id"][: self._count] == id)
+        return int(self._lines["last_row"][found[-1]]) if len(found) else None
+
     def resume(self, lines: np.ndarray) -> None:
         """Go on behind the lines of a table that `what_is_wrong` has nothing to say about."""
         self._begin_anew(0)

@@ -86,19 +86,19 @@ def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
     # As unsigned numbers negative ones are large: one look tells both.
     largest = int(lane.astype(np.uint64).max())
     if largest >= MOST_LANES:
-        at = int(lane.astype(np.uint64).argmax())
+        wrong = int(lane.astype(np.uint64).argmax())
         raise CorruptStorage(
-            f"row {start + at} says that it is of lane {int(lane[at])}, and lanes are numbered "
-            f"from 0 to {MOST_LANES - 1}. Run `tallyroll verify`, and restore it from a copy."
+            f"row {start + wrong} says that it is of lane {int(lane[wrong])}, and lanes are "
+            f"numbered from 0 to {MOST_LANES - 1}. Restore it from a copy."
         )
     # Sixteen bits are sorted in one pass.
     key = lane.astype(np.uint16) if largest < 2**16 else lane
-    at = np.argsort(key, kind="stable")
-    lane = lane[at]
-    begins = np.empty(len(lane), np.bool_)
+    at: np.ndarray = np.argsort(key, kind="stable")
+    ordered: np.ndarray = lane[at]
+    begins = np.empty(len(at), np.bool_)
     begins[0] = True
-    np.not_equal(lane[1:], lane[:-1], out=begins[1:])
-    return LaneOrder(at, lane, np.flatnonzero(begins))
+    np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
+    return LaneOrder(at, ordered, np.flatnonzero(begins))
 
 
 def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:

@@ -39,9 +39,9 @@ class Links:
         self.seen = 0
         """The rows up to this number have links."""
         # Distances, for they fit 32 bits where row numbers do not; 0 where there is nobody.
-        self._back = np.zeros(ring or _FIRST_ROOM, np.int32)
-        self._ahead = np.zeros_like(self._back)
-        self._depth = np.zeros_like(self._back)
+        self._back: np.ndarray = np.zeros(ring or _FIRST_ROOM, np.int32)
+        self._ahead: np.ndarray = np.zeros_like(self._back)
+        self._depth: np.ndarray = np.zeros_like(self._back)
         # The last row of each lane: its number, trajectory, step, and that step less its depth.
         self._tail_row = np.empty(0, np.int64)
         self._tail_id, self._tail_step, self._tail_base = (np.empty(0, np.int64) for _ in range(3))

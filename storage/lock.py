@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import time
 import weakref
 from pathlib import Path
 
@@ -18,9 +19,28 @@ except ImportError as error:  # Windows
         "have. Use Linux."
     ) from error
 
-__all__ = ["ReaderLock", "WriterLock"]
+__all__ = ["ReaderLock", "WriterLock", "is_held"]
 
 _ORDERED = ("x86_64", "AMD64")
+_LOOKS, _LOOK_SECONDS = 5, 0.002
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living writer holds the lock; True as well where nobody can tell."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        # For a moment nobody can acquire it: whoever tries tries again.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 class WriterLock:
@@ -65,7 +85,7 @@ class WriterLock:
 
     def _acquire(self, path: Path) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except BlockingIOError as error:
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             raise StorageLocked(
@@ -82,6 +102,14 @@ class WriterLock:
         # In place, and a courtesy: a full disk shall not keep a writer out.
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
+
+    def _lock(self) -> None:
+        for _ in range(_LOOKS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(_LOOK_SECONDS)  # a reader may have looked at it, see is_held
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
         """Let the next writer in."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["first_valid", "pieces", "rows_in", "slots_at", "slots_of"]
+__all__ = ["first_valid", "index_at", "pieces", "rows_in", "slots_at", "slots_of"]
 
 Rows = TypeVar("Rows", int, np.ndarray)
 
@@ -55,6 +55,18 @@ def slots_at(index: np.ndarray, head: int, reserve: int, size: int) -> np.ndarra
         return index + (end - size)
     # Before the first lap is full, nothing valid lies behind the torn slots.
     return np.where(index < begin, index, index + torn)
+
+
+def index_at(slots: np.ndarray, head: int, reserve: int, size: int) -> np.ndarray:
+    """The inverse of `slots_at`: where slots [*] of valid rows stand among those of all."""
+    torn = reserve - head
+    if not size or torn <= 0 or reserve <= size:
+        return slots
+    begin = head % size
+    end = begin + torn
+    if end > size:
+        return slots - (end - size)
+    return np.where(slots < begin, slots, slots - torn)
 
 
 def rows_in(slots: np.ndarray, head: int, size: int) -> np.ndarray:

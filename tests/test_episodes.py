@@ -68,11 +68,9 @@ def expected(model: Model, since: int = 0, runs: Sequence[Run] = ()) -> list[dic
     """The lines of the trajectories as counted from row `since` on, while nobody writes."""
     assert model.terminated is not None
     lines, seeded = [], set()
-    for id, all_rows in model.trajectories().items():
-        rows = [row for row in all_rows if row >= since]
-        if not rows:
-            continue
-        first, last = rows[0], rows[-1]
+    left = [[row for row in rows if row >= since] for rows in model.trajectories().values()]
+    for rows in sorted(filter(None, left)):
+        id, first, last = int(model.ids[rows[0]]), rows[0], rows[-1]
         lane, seed = int(model.lane[first]), -1
         run = max((i for i, run in enumerate(runs) if run.first_row <= first), default=None)
         if run is not None and (run, lane) not in seeded and runs[run].first_row >= since:

@@ -1,0 +1,130 @@
+"""Slices of trajectories for TorchRL's replay buffers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from .base import DiskStorage
+from .errors import SlotsMayChange
+from .keys import DONE
+from .ring import index_at
+from .rows import Key
+from .trajectories import _check_positive, draw, slice_marks
+from .trajectory_index import index_of
+
+__all__ = ["TrajectorySliceSampler"]
+
+_IS_INIT: Key = ("is_init",)
+
+
+class TrajectorySliceSampler(Sampler):
+    """Draws slices of trajectories uniformly, with replacement, among all that there are.
+
+    For a replay buffer over a Tallyroll storage::
+
+        buffer = TensorDictReplayBuffer(
+            storage=storage, sampler=TrajectorySliceSampler(16), batch_size=32 * 16
+        )
+        slices = buffer.sample().reshape(32, 16)
+
+    A slice is ``slice_len`` consecutive steps of one trajectory, wherever its rows lie: slices
+    cross batches, never lanes, trajectories or restarts. Trajectories that are shorter are
+    not drawn from. A sample costs the same however many rows there are.
+
+    A sample is flat, slice after slice. At the last row of a slice ``("next", "done")`` is
+    True, so that TorchRL's value estimators stop there and bootstrap, and
+    ``("collector", "cut")`` where the trajectory goes on; terminated and truncated stay as
+    they are. If there is a column ``"is_init"``, it is True at the first row of a slice, where
+    recurrent modules start anew. Random numbers come from the buffer's ``generator``.
+
+    Args:
+        slice_len: rows a slice; batch sizes are multiples of it.
+    """
+
+    def __init__(self, slice_len: int) -> None:
+        _check_positive("slice_len", slice_len)
+        self.slice_len = slice_len
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Key, Any]]:
+        """The index of ``batch_size`` rows, [batch_size], and what differs from the stored rows.
+
+        Raises:
+            TypeError: not a Tallyroll storage.
+            ValueError: ``batch_size`` is not a multiple of ``slice_len``.
+            NoSlices: no trajectory is that long.
+            SlotsMayChange: a ring that this process only reads.
+        """
+        self._check(storage)
+        if batch_size < 1 or batch_size % self.slice_len:
+            raise ValueError(
+                f"a batch of slices of {self.slice_len} rows has a multiple of as many rows, got "
+                f"batch_size={batch_size}. Use {self.slice_len} times the number of slices."
+            )
+        num_slices = batch_size // self.slice_len
+        rows = draw(storage, num_slices, self.slice_len, self._rng).reshape(-1)
+        slots = storage.slots_of(rows)
+        return torch.from_numpy(_index(storage, slots)), self._info(storage, slots, num_slices)
+
+    def _info(self, storage: DiskStorage, slots: np.ndarray, num_slices: int) -> dict[Key, Any]:
+        info: dict[Key, Any] = {}
+        columns = {column.key: column for column in storage.schema.columns}
+        if DONE in columns and math.prod(columns[DONE].shape) == 1:
+            done = torch.from_numpy(storage.column(DONE).take(slots, axis=0))
+            marks = slice_marks(done.reshape(-1), num_slices, self.slice_len)
+            info = {**marks, DONE: marks[DONE].reshape(done.shape)}
+        if _IS_INIT in columns:
+            is_init = torch.from_numpy(storage.column(_IS_INIT).take(slots, axis=0))
+            is_init[:: self.slice_len] = True
+            info[_IS_INIT] = is_init
+        return info
+
+    def _check(self, storage: Any) -> None:
+        if not isinstance(storage, DiskStorage):
+            raise TypeError(
+                "TrajectorySliceSampler draws from the storages of tallyroll.storage, got "
+                f"{type(storage).__name__}. TorchRL's SliceSampler draws from TorchRL's."
+            )
+        if storage.ring and storage.mode == "read":
+            raise SlotsMayChange(
+                f"{storage.path} is a ring that another process may write, so that rows change "
+                "between drawing and reading them through a replay buffer. Draw with "
+                "storage.trajectories.sample_slices(num_slices, slice_len), which looks again."
+            )
+
+    def _sampleable_count(self, storage: Any, batch_size: int) -> int:
+        self._check(storage)
+        if not storage.head:
+            return 0
+        index = index_of(storage)
+        with index.lock:
+            return index.links(storage).count_slices(self.slice_len, storage.span.start)
+
+    def _empty(self) -> None:
+        """Nothing is kept here."""
+
+    def dumps(self, path: Any) -> None:
+        """Nothing is kept here."""
+
+    def loads(self, path: Any) -> None:
+        """Nothing is kept here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is kept here: the random numbers are the buffer's, and the rows the storage's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing is kept here."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(slice_len={self.slice_len})"
+
+
+def _index(storage: DiskStorage, slots: np.ndarray) -> np.ndarray:
+    """The index by which `DiskStorage.get` finds slots."""
+    head, first, ring = storage.head, storage.span.start, storage.ring
+    return index_at(slots, head, first + ring, ring) if first else slots
