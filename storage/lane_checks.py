@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .findings import Findings, Place
+from .lane_order import MOST_LANES, LaneOrder, lane_order
 
 __all__ = ["Chunk", "LaneChecks", "Links"]
 
@@ -15,8 +16,6 @@ _NONE = -1
 """No row came before in this lane."""
 _VAGUE = -2
 """One did, and nobody knows of which trajectory it is."""
-_MOST_LANES = 2**20
-"""Where no run says how many lanes there are, more than that are taken for damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,14 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """The rows of a chunk by lane, and in time within it. All arrays are [n]."""
+    """The rows of a chunk in the order of their lanes. All arrays are [n]."""
 
     chunk: Chunk
-    at: np.ndarray
-    """Index into the chunk."""
-    lane: np.ndarray
+    order: LaneOrder
     vague: np.ndarray
-    first: np.ndarray
-    """Where each lane begins, [lanes that have rows]."""
+    """The row names two lanes: it stands in both, and what follows it is not judged by it."""
     row: np.ndarray
+    """Its number, or `_VAGUE`."""
     ids: np.ndarray
     steps: np.ndarray
     ended: np.ndarray
@@ -101,7 +98,7 @@ class _Series:
             check,
             message,
             self.row[where],
-            lambda i: self.chunk.place(int(self.at[where[i]]), what(int(where[i]))),
+            lambda i: self.chunk.place(int(self.order.at[where[i]]), what(int(where[i]))),
         )
 
 
@@ -145,9 +142,7 @@ class LaneChecks:
         usable = self._check_owners(chunk, lanes, findings)
         self._check_floor(chunk, findings)
         self.largest = max(self.largest, int(chunk.ids.max(initial=-1)))
-        series = _series(chunk, *self._entries(chunk, usable, lanes))
-        if not len(series.at):
-            return Links(series.row, series.row)
+        series = _series(chunk, *self._in_order(chunk, usable, lanes))
         before = self._before(series)
         self._keep(series)
         return self._follow(series, before, findings)
@@ -165,7 +160,7 @@ class LaneChecks:
 
     def _lanes_of(self, chunk: Chunk) -> int:
         if self._declared is None:
-            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < _MOST_LANES)]
+            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
             self._grow(int(inside.max(initial=-1)) + 1)
         return len(self._tails.row)
 
@@ -219,49 +214,35 @@ class LaneChecks:
 
     # --- row behind row ---------------------------------------------------------------------------
 
-    def _entries(
+    def _in_order(
         self, chunk: Chunk, usable: np.ndarray, lanes: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Index into the chunk, lane, and whether it is vague, by lane and time.
-
-        A row that names two lanes stands in both, and is vague: what follows it there is not
-        judged by it.
-        """
+    ) -> tuple[LaneOrder, np.ndarray]:
+        """The rows by lane and time, and which of them are vague."""
         if usable.all():
-            # Sixteen bits are sorted in one pass.
-            lane = chunk.lane.astype(np.uint16) if lanes <= 2**16 else chunk.lane
-            at = np.argsort(lane, kind="stable")
-            return at, chunk.lane[at], np.zeros(len(at), np.bool_)
+            return lane_order(chunk.lane, chunk.start), np.zeros(len(usable), np.bool_)
         good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
         by_column = bad[(chunk.lane[bad] >= 0) & (chunk.lane[bad] < lanes)]
         by_id = bad if self._rest is not None else bad[:0]
         owner = (chunk.ids[by_id] - (self._rest or 0)) % max(1, lanes)
         at = np.concatenate([good, by_column, by_id])
         lane = np.concatenate([chunk.lane[good], chunk.lane[by_column], owner])
-        vague = np.arange(len(at)) >= len(good)
         order = np.lexsort((at, lane))
-        return at[order], lane[order], vague[order]
+        lane = lane[order]
+        first = np.flatnonzero(np.diff(lane, prepend=-1))
+        return LaneOrder(at[order], lane, first), order >= len(good)
 
     def _before(self, series: _Series) -> _Before:
-        own, tails = series.lane[series.first], self._tails
-
-        def shifted(values: np.ndarray, tails: np.ndarray) -> np.ndarray:
-            before = np.empty(len(values), tails.dtype)
-            before[1:] = values[:-1]
-            before[series.first] = tails[own]
-            return before
-
+        order, tails = series.order, self._tails
         return _Before(
-            shifted(series.row, tails.row),
-            shifted(series.ids, tails.ids),
-            shifted(series.steps, tails.steps),
-            shifted(series.ended, tails.ended),
-            shifted(series.version, tails.version),
+            order.before(series.row, tails.row),
+            order.before(series.ids, tails.ids),
+            order.before(series.steps, tails.steps),
+            order.before(series.ended, tails.ended),
+            order.before(series.version, tails.version),
         )
 
     def _keep(self, series: _Series) -> None:
-        last = np.append(series.first[1:], len(series.at)) - 1
-        own, tails = series.lane[last], self._tails
+        own, last, tails = series.order.own, series.order.last, self._tails
         tails.row[own], tails.ids[own] = series.row[last], series.ids[last]
         tails.steps[own], tails.ended[own] = series.steps[last], series.ended[last]
         tails.version[own] = series.version[last]
@@ -285,15 +266,12 @@ class LaneChecks:
         return Links(before.row[linked], series.row[linked])
 
 
-def _series(chunk: Chunk, at: np.ndarray, lane: np.ndarray, vague: np.ndarray) -> _Series:
-    is_first = np.ones(len(at), np.bool_)
-    is_first[1:] = lane[1:] != lane[:-1]
+def _series(chunk: Chunk, order: LaneOrder, vague: np.ndarray) -> _Series:
+    at = order.at
     return _Series(
         chunk,
-        at,
-        lane,
+        order,
         vague,
-        np.flatnonzero(is_first),
         np.where(vague, _VAGUE, chunk.start + at),
         chunk.ids[at],
         chunk.steps[at],
@@ -310,7 +288,7 @@ def _check_steps(
     if wrong.any():
         # A row behind a wrong one is right if it goes on as if that had been right.
         excused = wrong[:-1] & same[1:] & (series.steps[1:] == wanted[:-1] + 1)
-        excused[series.first[1:] - 1] = False
+        excused[series.order.first[1:] - 1] = False
         wrong[1:] &= ~excused
     series.report(
         findings, "steps", "the steps of a trajectory are not 0, 1, 2 ...", wrong,
@@ -334,7 +312,7 @@ def _check_over(series: _Series, before: _Before, over: np.ndarray, findings: Fi
     findings.add_rows(
         "ends", "a trajectory goes on behind its end", before.row[where],
         lambda i: Place(
-            int(before.row[where[i]]), int(series.lane[where[i]]), int(before.ids[where[i]]),
+            int(before.row[where[i]]), int(series.order.lane[where[i]]), int(before.ids[where[i]]),
             int(before.steps[where[i]]), None,
             f"terminated or truncated, and goes on at row {series.row[where[i]]:,}",
         ),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from . import lane_order
+from .episode_checks import EpisodeChecks
+from .episodes import EpisodeRows, runs_of
 from .findings import Findings, Place
 from .keys import (
     CUT,
@@ -49,9 +53,17 @@ class RowChecks:
         storage: the storage.
         runs: the runs that wrote its rows, by their first rows.
         nan: look for NaN, too.
+        table: the table of episodes that the rows are to be compared with.
     """
 
-    def __init__(self, storage: DiskStorage, runs: Sequence[Run], *, nan: bool = True) -> None:
+    def __init__(
+        self,
+        storage: DiskStorage,
+        runs: Sequence[Run],
+        *,
+        nan: bool = True,
+        table: np.ndarray | None = None,
+    ) -> None:
         self._storage, self.span = storage, storage.span
         self._runs = runs
         self._columns = {column.key: column for column in storage.schema.columns}
@@ -71,6 +83,19 @@ class RowChecks:
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
         arrays = {} if self._followed else self._arrays
         self._unwritten = UnwrittenRows({key: words(array) for key, array in arrays.items()})
+        self._episodes = None if table is None else self._episode_checks(table)
+
+    def _episode_checks(self, table: np.ndarray) -> EpisodeChecks | None:
+        if not self._followed or not self._both_known or REWARD not in self._columns:
+            self.unavailable["episodes"] = "not all columns are there that the table is made of"
+            return None
+        return EpisodeChecks(
+            table,
+            runs_of(self._storage.manifest["runs"]),
+            ring=self._storage.ring,
+            first=self.span.start,
+            reward_shape=self._columns[REWARD].shape,
+        )
 
     # --- what the columns allow -------------------------------------------------------------------
 
@@ -122,9 +147,11 @@ class RowChecks:
         self._unwritten.finish(self.span.stop, findings)
         if self.overtaken:
             why = "another process writes to this ring; wait for it"
-            self.unavailable |= dict.fromkeys(("zeros", "finals"), why)
-        else:
-            self._observations.finish(findings)
+            self.unavailable |= dict.fromkeys(("zeros", "finals", "episodes"), why)
+            return
+        self._observations.finish(findings)
+        if self._episodes is not None:
+            self._episodes.finish(findings)
 
     def _parts(self) -> Iterator[tuple[Run, range]]:
         """Each run with its valid rows."""
@@ -167,6 +194,8 @@ class RowChecks:
         links = lanes.advance(chunk, findings)
         self._observations.check_links(chunk, links, findings)
         self._observations.check_zeros(chunk, links, valid)
+        if self._episodes is not None:
+            self._episodes.extend(self._episode_rows(chunk, slots))
         return min(start, int(links.before.min(initial=start)))
 
     def _scalar(self, key: Key, slots: slice) -> np.ndarray:
@@ -176,7 +205,19 @@ class RowChecks:
         ids, steps, lane = (self._scalar(key, slots).astype(np.int64) for key in _NUMBERS)
         if self._is_scalar(POLICY_VERSION):
             return Chunk(start, ids, steps, lane, ended, self._scalar(POLICY_VERSION, slots))
-        return Chunk(start, ids, steps, lane, ended, np.zeros(len(ids), np.int64))
+        return Chunk(start, ids, steps, lane, ended, np.full(len(ids), -1))
+
+    def _episode_rows(self, chunk: Chunk, slots: slice) -> EpisodeRows:
+        reward = self._arrays[REWARD][slots]
+        if math.prod(reward.shape[1:]) == 1:
+            reward = reward.reshape(-1)
+        return EpisodeRows(
+            lane_order.Chunk(chunk.start, chunk.ids, chunk.steps, chunk.lane),
+            self._scalar(TERMINATED, slots),
+            self._scalar(TRUNCATED, slots),
+            reward,
+            chunk.version,
+        )
 
     def _ended(self, slots: slice) -> np.ndarray | None:
         """Which rows end their episode, None where no column says so."""

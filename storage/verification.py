@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .checksums import mismatches
-from .errors import CorruptStorage
+from .episode_file import read_table
+from .episodes import table_dtype
+from .errors import CorruptStorage, DamagedTable
 from .findings import Finding, Findings, Place, Report
 from .formats import open_storage
+from .keys import REWARD
 from .record_checks import check_ledger, check_record, check_runs
 from .ring import rows_in
 from .row_checks import RowChecks
@@ -35,11 +38,12 @@ CHECKS: Mapping[str, str] = {
     "finals": "final observations are there, or marked as lost",
     "nan": "no NaN, and no infinity in observations and rewards",
     "zeros": "no rows that look as if they were never written",
+    "episodes": "the table of episodes says what the rows say",
     "checksums": "the bytes are those of a finalized storage",
 }
 """What is checked, by name, in the order of the report."""
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 _PATIENCE = 1000
 
 
@@ -93,7 +97,8 @@ class _Verification:
         at, record = self._last_commit()
         manifest = storage.manifest
         runs = check_runs(manifest["runs"], at, findings)
-        rows = RowChecks(storage, runs, nan="nan" not in self._skip)
+        table = None if "episodes" in self._skip else self._table()
+        rows = RowChecks(storage, runs, nan="nan" not in self._skip, table=table)
         # A writer that is just writing one looks like that, once.
         damaged = all(storage.record_damaged for _ in range(3))
         known = check_record(record, runs, at, findings, damaged=damaged)
@@ -121,6 +126,20 @@ class _Verification:
             if self._storage.head == head:
                 break
         return head, record
+
+    def _table(self) -> np.ndarray | None:
+        """The table of episodes, where there is one that can be read."""
+        storage = self._storage
+        reward = [each.shape for each in storage.schema.columns if each.key == REWARD]
+        path, dtype = storage._format.episodes_path, table_dtype(reward[0] if reward else ())
+        try:
+            table = read_table(path, dtype, storage.head)
+        except DamagedTable as error:
+            self._findings.add("episodes", str(error))
+            return None
+        if table is None:
+            self._leave_out("episodes", "there is no table yet; it is written when a writer closes")
+        return table
 
     def _tell(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)

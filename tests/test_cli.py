@@ -333,7 +333,7 @@ def test_errors_are_one_line_and_nothing_is_written(
         ("below a file", "file is a file. Give another path."),
         ("foreign", "data is not empty: it holds notes.txt."),
         ("another format", "data holds a storage already"),
-        ("locked", "data is locked: a storage has one writer at a time, and process "),
+        ("locked", "tallyroll.lock is locked: a storage has one writer at a time, and process "),
     ],
 )  # fmt: skip
 def test_an_out_that_will_not_do(

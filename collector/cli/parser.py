@@ -84,7 +84,7 @@ exit status:
 """
 _CHECKS = (
     "files, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, zeros, "
-    "checksums"
+    "episodes, checksums"
 )
 
 

@@ -1,0 +1,670 @@
+"""`verify` finds every kind of damage at its place, and nothing in storages that are sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from torchrl.data import ReplayBuffer
+from torchrl.envs import GymWrapper
+
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.storage import (
+    Finding,
+    MemmapStorage,
+    Report,
+    StorageMissing,
+    open_storage,
+    row_checks,
+    verify,
+)
+from tallyroll.storage.errors import NotAStorage
+from tallyroll.storage.findings import PLACES
+from tallyroll.storage.verification import CHECKS
+
+from oracles import KINDS, Kind, OracleEnv, OracleTorchEnv, make_oracle_vec
+
+SUFFIXES = ("", ".h5", ".zarr")
+IDS, STEP, LANE = (("collector", name) for name in ("traj_ids", "step", "lane"))
+LENGTHS = (5, 1, 9, 2, 30)
+ROWS = 1000
+
+
+def collect(env: Any, path: Path, frames: int | None = 333, **kwargs: Any) -> Path:
+    """A run, whole."""
+    kwargs = {"frames_per_batch": 50, "seed": 3, "total_frames": frames, "storage": path} | kwargs
+    with SyncCollector(env, **kwargs) as collector:
+        for _ in collector:
+            pass
+    return path
+
+
+def assert_sound(path: Path) -> Report:
+    """No finding, and every check was made but those on what is not there."""
+    report = verify(path)
+    assert report.findings == (), "\n".join(map(told, report.findings))
+    assert report.sound
+    return report
+
+
+def told(finding: Finding) -> str:
+    return "\n    ".join([str(finding), *map(str, finding.places)])
+
+
+# --- sound storages -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_run_is_sound(tmp_path: Path, suffix: str, mode: AutoresetMode) -> None:
+    vector = make_oracle_vec(3, LENGTHS, mode=mode, ends="mixed")
+    path = collect(GymnasiumVectorEnv(vector), tmp_path / f"data{suffix}")
+    report = assert_sound(path)
+    assert report.rows == 333
+    assert set(report.skipped) <= {"checksums", "episodes"}
+    assert set(report.checked) | set(report.skipped) == set(CHECKS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_observation_is_sound(tmp_path: Path, kind: Kind) -> None:
+    lengths = (5, 1, 9, 2)
+    vector = make_oracle_vec(2, lengths, kind=kind, ends="both")
+    assert_sound(collect(GymnasiumVectorEnv(vector), tmp_path / "data", 40))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"surplus": "discard"},
+        {"reset_at_each_iter": True},
+        {"max_frames_per_traj": 7},
+        {"init_random_frames": 60},
+        {"frames_per_batch": 1, "total_frames": 20},
+        {"total_episodes": 9, "total_frames": None},
+    ],
+)
+def test_every_way_to_collect_is_sound(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert_sound(collect("CartPole-v1", tmp_path / "data", num_envs=3, **options))
+
+
+def test_masks_and_parts_of_lanes_are_sound(tmp_path: Path) -> None:
+    vector = make_oracle_vec(3, LENGTHS, mode=AutoresetMode.NEXT_STEP)
+    env = GymnasiumVectorEnv(vector, reset_slots="avoid")
+    assert_sound(collect(env, tmp_path / "avoid"))
+    assert_sound(collect("CartPole-v1", tmp_path / "part", num_envs=3, surplus="never_step"))
+    assert_sound(collect(OracleTorchEnv(3, LENGTHS), tmp_path / "torch"))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_runs_appended_resumed_and_finalized_are_sound(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data{suffix}"
+    collect("CartPole-v1", path, num_envs=3)
+    collect("CartPole-v1", path, num_envs=3, frames=500, seed=None, resume=True)
+    with open_storage(path, mode="append") as storage:
+        collect("CartPole-v1", storage, num_envs=5, frames=77)  # type: ignore[arg-type]
+    assert assert_sound(path).rows == 577
+    with open_storage(path, mode="append") as storage:
+        storage.finalize()
+    report = assert_sound(path)
+    assert "checksums" in report.checked
+    with open_storage(path, mode="append") as storage:
+        collect("CartPole-v1", storage, num_envs=1, frames=20)  # type: ignore[arg-type]
+    assert assert_sound(path).rows == 597
+
+
+@pytest.mark.parametrize("frames", [50, 99, 100, 101, 333, 1234])
+def test_rings_are_sound(tmp_path: Path, frames: int) -> None:
+    path = tmp_path / "data"
+    for seed in (0, 1):
+        mode = "append" if seed else "create"
+        with MemmapStorage(path, mode=mode, max_size=100) as storage:
+            collect("CartPole-v1", storage, frames, num_envs=4, seed=seed, frames_per_batch=30)  # type: ignore[arg-type]
+        assert assert_sound(path).rows == min((seed + 1) * frames, 100)
+
+
+def test_a_state_that_is_loaded_is_sound(tmp_path: Path) -> None:
+    made = {"num_envs": 2, "frames_per_batch": 10, "total_frames": 100}
+    with SyncCollector("CartPole-v1", seed=0, storage=tmp_path / "one", **made) as first:
+        next(iter(first))
+        state = first.state_dict()
+    with SyncCollector("CartPole-v1", storage=tmp_path / "two", **made) as second:
+        second.load_state_dict(state)
+        for _ in second:
+            pass
+    assert assert_sound(tmp_path / "two").rows == 90
+    with open_storage(tmp_path / "two") as storage:
+        last = storage.manifest["runs"][-1]
+    assert (last["incarnation"], last["seed"], len(last["lane_seeds"])) == (1, 0, 2)
+
+
+def test_final_observations_that_are_marked_as_lost_are_sound(tmp_path: Path) -> None:
+    def make() -> GymWrapper:
+        env = gymnasium.wrappers.Autoreset(OracleEnv(0, LENGTHS))
+        return GymWrapper(env, auto_reset=True, categorical_action_encoding=True)
+
+    path = collect(make, tmp_path / "data", 100)
+    assert_sound(path)
+    with open_storage(path) as storage:
+        assert not storage.column(("collector", "next_valid")).all()
+
+
+def test_zero_is_an_observation_like_others_where_episodes_come_to_it(tmp_path: Path) -> None:
+    """Positions on a line that begin and end at zero, and stay there when they like."""
+    position = [0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2]
+    assert_sound(write(tmp_path / "line", *episodes(position, [0, 0, 0, 1], [2, 1, 0])))
+    assert_sound(write(tmp_path / "zero", *episodes([0, 0, 0], [0, 0])))
+
+
+# --- storages that no collector wrote -------------------------------------------------------------
+
+
+def episodes(*walks: list[int]) -> list[dict[Any, np.ndarray]]:
+    """Rows of episodes that walk along these positions; each ends at its last one."""
+    rows = []
+    for number, walk in enumerate(walks):
+        steps = len(walk) - 1
+        place = np.array([[x, 2 * x] for x in walk], np.float32)
+        end = np.arange(steps) == steps - 1
+        rows.append(
+            {
+                ("observation",): place[:-1],
+                ("next", "observation"): place[1:],
+                ("next", "reward"): np.ones((steps, 1), np.float32),
+                ("next", "done"): end[:, None],
+                ("next", "terminated"): end[:, None],
+                ("next", "truncated"): np.zeros((steps, 1), np.bool_),
+                IDS: np.full(steps, number),
+                STEP: np.arange(steps),
+                LANE: np.zeros(steps, np.int32),
+            }
+        )
+    return rows
+
+
+def write(path: Path, *batches: dict[Any, np.ndarray]) -> Path:
+    """A storage of these rows."""
+    with MemmapStorage(path) as storage:
+        for batch in batches:
+            storage.extend(batch)
+    return path
+
+
+def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
+    report = assert_sound(write(tmp_path / "data", {("x",): np.arange(10.0)}))
+    assert report.checked == ("files", "runs", "nan", "zeros")
+    assert report.skipped["ids"] == "there is no column collector/traj_ids of a collector"
+    assert report.skipped["record"] == "no collector wrote one"
+    assert report.skipped["checksums"] == "the storage was not finalized"
+
+
+def test_an_id_that_two_lanes_have_is_found_without_a_run_that_says_whose_it_is(
+    tmp_path: Path,
+) -> None:
+    one, other = episodes([1, 2, 3], [1, 2])
+    other[IDS][:] = 0
+    other[LANE][:] = 1
+    (finding,) = verify(write(tmp_path / "data", one, other)).findings
+    assert told(finding) == (
+        "ids: an id that two trajectories have\n    trajectory 0: begins 2 times"
+    )
+
+
+def test_long_runs_of_zeros_are_found_in_any_storage(tmp_path: Path) -> None:
+    x = np.arange(1, 5001)
+    y = np.ones((5000, 2), np.float16)
+    x[700:1800], y[700:1800] = 0, 0
+    x[2000:2500], y[2000:2500] = 0, 0
+    for size in (5000, 300):
+        rows = [{("x",): x[i : i + size], ("y",): y[i : i + size]} for i in range(0, len(x), size)]
+        (finding,) = verify(write(tmp_path / str(size), *rows)).findings
+        assert (finding.check, finding.count) == ("zeros", 1100)
+        assert str(finding.places[0]) == "row 700: and up to row 1,799"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [
+        (torch.float16, torch.nan), (torch.float64, torch.nan), (torch.bfloat16, torch.nan),
+        (torch.complex64, torch.nan),
+    ],
+)  # fmt: skip
+def test_nan_is_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype, bad: float) -> None:
+    from tensordict import TensorDict
+
+    values = torch.ones(20, 3).to(dtype)
+    values[3, 0] = torch.inf
+    with MemmapStorage(tmp_path / "data") as storage:
+        storage.extend(TensorDict({"x": values}, [20]))
+    assert_sound(tmp_path / "data")
+    values[7, 1] = bad
+    with MemmapStorage(tmp_path / "data", mode="append") as storage:
+        storage.extend(TensorDict({"x": values}, [20]))
+    (finding,) = verify(tmp_path / "data").findings
+    assert told(finding) == "nan: NaN in x\n    row 27, column x"
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finalized run in every format, and which rows end episodes."""
+    folder = tmp_path_factory.mktemp("sound")
+    found = {}
+    for suffix in SUFFIXES:
+        path = folder / f"data{suffix}"
+        collect("CartPole-v1", path, ROWS, num_envs=4, frames_per_batch=100)
+        found[suffix] = path
+    return found
+
+
+@pytest.fixture(params=SUFFIXES)
+def data(request: pytest.FixtureRequest, sound: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return copied(sound[request.param], tmp_path)
+
+
+def copied(path: Path, folder: Path) -> Path:
+    for each in path.parent.glob(path.name + "*"):
+        if each.name == path.name or path.suffix == ".h5":
+            copy = shutil.copytree if each.is_dir() else shutil.copy
+            copy(each, folder / each.name)
+    return folder / path.name
+
+
+def damage(path: Path, key: Any, row: Any, change: Any) -> None:
+    """Write over a value behind the storage's back."""
+    key = (key,) if isinstance(key, str) else key
+    with open_storage(path, mode="append") as storage:
+        engine = storage._engine
+        assert engine is not None
+        table = storage._format.episodes_path
+        before = table.read_bytes() if table.exists() else None
+        column = engine._columns[engine.schema.keys.index(key)]
+        column.flags.writeable = True
+        column[row] = change(column[row]) if callable(change) else change
+    if before is not None:  # the table is as the rows were
+        table.write_bytes(before)
+
+
+def rows_named(report: Report, check: str) -> list[int | None]:
+    """The rows at which a check found something."""
+    return [place.row for f in report.findings if f.check == check for place in f.places]
+
+
+def middle(path: Path) -> int:
+    """A row in the middle of a trajectory, which the next row goes on with."""
+    with open_storage(path) as storage:
+        step, done = storage.column(STEP), storage.column(("next", "done"))[:, 0]
+        ids = storage.column(IDS)
+        good = (step[1:-1] > 1) & ~done[1:-1] & (ids[1:-1] == ids[2:]) & ~done[2:]
+        return 1 + int(np.flatnonzero(good[400:])[0]) + 400
+
+
+FLIPS: dict[str, tuple[Any, Any, str, int]] = {
+    "an id of another lane": (IDS, lambda id: id + 1, "ids", 0),
+    "an id from afar": (IDS, lambda id: id + 4 * 10**6 + 1, "ids", 0),
+    "a negative id": (IDS, -1, "ids", 0),
+    "an earlier id of this lane": (IDS, lambda id: id - 4, "ids", 0),
+    "a later id of this lane": (IDS, lambda id: id + 4, "steps", 0),
+    "a lane": (LANE, lambda lane: (lane + 1) % 4, "ids", 0),
+    "a lane that is none": (LANE, 4, "lanes", 0),
+    "a negative lane": (LANE, -(2**31), "lanes", 0),
+    "a step": (STEP, lambda step: step + 1, "steps", 0),
+    "a step of zero": (STEP, 0, "steps", 0),
+    "a huge step": (STEP, 2**63 - 1, "steps", 0),
+    "a version": (("collector", "policy_version"), 3, "versions", 1),
+    "a version below all": (("collector", "policy_version"), -2, "versions", 0),
+    "terminated": (("next", "terminated"), True, "ends", 0),
+    "truncated": (("next", "truncated"), True, "ends", 0),
+    "done": (("next", "done"), True, "ends", 0),
+    "an observation": ("observation", lambda x: x * (1 + 1e-6), "observations", 0),
+    "a next observation": (("next", "observation"), lambda x: -x, "observations", 1),
+    "a reward of NaN": (("next", "reward"), np.nan, "nan", 0),
+    "a reward of infinity": (("next", "reward"), -np.inf, "nan", 0),
+    "an observation of NaN": ("observation", np.nan, "nan", 0),
+    "a next observation of infinity": (("next", "observation"), np.inf, "nan", 0),
+}
+
+
+@pytest.mark.parametrize("flip", FLIPS)
+def test_one_value_that_changed_is_found_at_its_row(data: Path, flip: str) -> None:
+    key, change, check, off = FLIPS[flip]
+    row = middle(data)
+    assert_sound(data)
+    damage(data, key, row, change)
+    report = verify(data)
+    assert not report.sound
+    assert row + off in rows_named(report, check), list(map(told, report.findings))
+    assert report.rows == ROWS
+
+
+@pytest.mark.parametrize("flag", ["terminated", "done"])
+def test_an_end_that_was_taken_away_is_found(data: Path, flag: str) -> None:
+    with open_storage(data) as storage:
+        row = int(np.flatnonzero(storage.column(("next", "done"))[:, 0])[5])
+    damage(data, ("next", flag), row, False)
+    assert rows_named(verify(data), "ends") == [row]
+
+
+def test_a_place_says_all_that_is_known(sound: dict[str, Path], tmp_path: Path) -> None:
+    path = copied(sound[""], tmp_path)
+    row = middle(path)
+    with open_storage(path) as storage:
+        id, lane, step = (int(storage.column(key)[row]) for key in (IDS, LANE, STEP))
+    damage(path, STEP, row, 1000)
+    found = {each.check: each for each in verify(path).findings}
+    assert told(found["steps"]) == (
+        "steps: the steps of a trajectory are not 0, 1, 2 ...\n"
+        f"    row {row:,}, lane {lane}, trajectory {id}, step 1000: wanted step {step}"
+    )
+
+
+def test_rows_of_zeros_are_found(data: Path) -> None:
+    row = middle(data)
+    for key in ("observation", ("next", "observation")):
+        damage(data, key, slice(row, row + 20), 0)
+    report = verify(data)
+    (zeros,) = (each for each in report.findings if each.check == "zeros")
+    assert zeros.count == 20
+    assert [place.row for place in zeros.places] == list(range(row, row + PLACES))
+    assert row in rows_named(report, "observations")
+
+
+def test_a_final_observation_of_zeros_is_found(data: Path) -> None:
+    with open_storage(data) as storage:
+        ends = np.flatnonzero(storage.column(("next", "done"))[:, 0])
+    damage(data, ("next", "observation"), int(ends[3]), 0)
+    assert rows_named(verify(data), "finals") == [ends[3]]
+    damage(data, ("next", "observation"), ends, 0)
+    (finals,) = (each for each in verify(data).findings if each.check == "finals")
+    assert finals.count == len(ends)
+
+
+def test_rows_that_are_there_twice_are_found(data: Path) -> None:
+    row = middle(data)
+    with open_storage(data) as storage:
+        keys = storage.schema.keys
+        earlier = {key: np.array(storage.column(key)[row - 1]) for key in keys}
+    for key, value in earlier.items():
+        damage(data, key, row, value)
+    assert row in rows_named(verify(data), "steps")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_byte_that_changed_since_the_storage_was_finalized_is_found(
+    sound: dict[str, Path], tmp_path: Path, suffix: str
+) -> None:
+    path = copied(sound[suffix], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        storage.finalize()
+    assert "checksums" in assert_sound(path).checked
+    damage(path, "action", 700, lambda action: action ^ 1)
+    (finding,) = verify(path).findings
+    assert told(finding) == (
+        "checksums: the bytes of a block of rows are not those that were finalized\n"
+        "    row 512, column action: or one of the 255 rows after it"
+    )
+    assert verify(path, skip=("checksums",)).sound
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slots": 7},
+        {"executed": 10**6},
+        {"discarded": -1},
+        {"stored": 999, "executed": 999, "slots": 999},
+        {"episodes_complete": 1},
+    ],
+)
+def test_a_ledger_that_does_not_balance_is_found(
+    sound: dict[str, Path], tmp_path: Path, change: dict[str, int]
+) -> None:
+    path = copied(sound[""], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        assert storage.record is not None
+        record = json.loads(storage.record[1])
+        record["ledger"] |= change
+        storage.put_record(json.dumps(record).encode())
+    report = verify(path)
+    assert {each.check for each in report.findings} == {"record"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (b"{", "none is of a collector, and a collector made the last rows"),
+        (b"[1]", "none is of a collector, and a collector made the last rows"),
+        (b'{"ledger": 3}', "none is of a collector, and a collector made the last rows"),
+    ],
+)
+def test_a_record_that_is_none_is_found(
+    sound: dict[str, Path], tmp_path: Path, record: bytes, message: str
+) -> None:
+    path = copied(sound[""], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        storage.put_record(record)
+    (finding,) = verify(path).findings
+    assert (finding.check, finding.message) == ("record", message)
+
+
+def test_a_next_id_that_was_used_is_found(sound: dict[str, Path], tmp_path: Path) -> None:
+    path = copied(sound[""], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        assert storage.record is not None
+        record = json.loads(storage.record[1])
+        largest = record["next_id"] - 1
+        storage.put_record(json.dumps(record | {"next_id": largest}).encode())
+    (finding,) = verify(path).findings
+    assert told(finding) == (
+        "record: the next trajectory id is one that was used\n"
+        f"    it says {largest}, and {largest} is the largest that was used"
+    )
+
+
+def test_a_record_with_a_flipped_bit_is_found(sound: dict[str, Path], tmp_path: Path) -> None:
+    path = copied(sound[""], tmp_path)
+    with open_storage(path) as storage:
+        assert storage.record is not None
+        payload = storage.record[1]
+    header = path / "tallyroll.header"
+    content = header.read_bytes()
+    assert content.count(payload) == 1
+    header.write_bytes(content.replace(payload, payload.replace(b"ledger", b"Ledger")))
+    assert "the newest one is damaged, and an older one stands in" in {
+        each.message for each in verify(path).findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (lambda runs: [], "the manifest names no run"),
+        (lambda runs: [{**runs[0], "first_row": 5}], "run 0: its first row is 5, and the first"),
+        (lambda runs: [*runs, {"first_row": 2000}], "run 1: its first row is 2000, not from 0 to"),
+        (lambda runs: [{**runs[0], "lanes": 0}], "run 0: it has 0 lanes"),
+        (lambda runs: [{**runs[0], "lanes": "4"}], "run 0: it has '4' lanes"),
+        (lambda runs: [{**runs[0], "lane_seeds": [1]}], "run 0: its lane_seeds are not one for"),
+        (
+            lambda runs: [{**runs[0], "first_row_of_run": 7}],
+            "run 0: it continues a run from row 7 on, and begins at row 0",
+        ),
+    ],
+)
+def test_runs_that_do_not_fit_are_found(
+    sound: dict[str, Path],
+    tmp_path: Path,
+    runs: Callable[[list[Any]], list[Any]],
+    message: str,
+) -> None:
+    path = copied(sound[""], tmp_path)
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    file.write_text(json.dumps(manifest | {"runs": runs(manifest["runs"])}))
+    found = [told(each) for each in verify(path).findings if each.check == "runs"]
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_another_number_of_lanes_in_the_manifest_is_found(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    path = copied(sound[""], tmp_path)
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    for lanes, check in ((3, "lanes"), (7, "ids")):
+        manifest["runs"][0] |= {"lanes": lanes, "lane_seeds": [0] * lanes}
+        file.write_text(json.dumps(manifest))
+        assert check in {each.check for each in verify(path).findings}
+
+
+def test_an_id_of_an_earlier_run_is_found(tmp_path: Path) -> None:
+    path = collect("CartPole-v1", tmp_path / "data", num_envs=2)
+    with open_storage(path, mode="append") as storage:
+        collect("CartPole-v1", storage, num_envs=2)  # type: ignore[arg-type]
+    assert_sound(path)
+    with open_storage(path) as storage:
+        base = int(storage.column(IDS)[333])
+    damage(path, IDS, slice(333, 666), lambda ids: ids - base)
+    report = verify(path)
+    (used,) = (each for each in report.findings if "earlier run" in each.message)
+    assert used.check == "ids"
+    assert used.places[0].row == 333
+
+
+# --- storages that cannot be opened ---------------------------------------------------------------
+
+FILES: dict[str, Callable[[Path], None]] = {
+    "a column cut short": lambda path: truncate(path / "observation.memmap", 1000),
+    "a column gone": lambda path: (path / "action.memmap").unlink(),
+    "a header cut short": lambda path: truncate(path / "tallyroll.header", 100),
+    "a header gone": lambda path: (path / "tallyroll.header").unlink(),
+    "a count in the header": lambda path: flip(path / "tallyroll.header", 128),
+    "a manifest that is no JSON": lambda path: truncate(path / "manifest.json", 50),
+    "a schema": lambda path: flip(path / "manifest.json", 200),
+}
+
+
+def truncate(file: Path, nbytes: int) -> None:
+    file.write_bytes(file.read_bytes()[:nbytes])
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_files_that_are_damaged_are_a_finding(
+    sound: dict[str, Path], tmp_path: Path, what: str
+) -> None:
+    path = copied(sound[""], tmp_path)
+    FILES[what](path)
+    report = verify(path)
+    assert [each.check for each in report.findings] == ["files"]
+    assert report.format is None
+    assert set(report.skipped) == set(CHECKS) - {"files"}
+    assert str(path) in report.findings[0].message
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_files_of_other_formats_that_are_cut_short(
+    sound: dict[str, Path], tmp_path: Path, suffix: str
+) -> None:
+    path = copied(sound[suffix], tmp_path)
+    largest = max(
+        (each for each in [path, *path.rglob("*")] if each.is_file()),
+        key=lambda each: each.stat().st_size,
+    )
+    truncate(largest, largest.stat().st_size // 2)
+    assert [each.check for each in verify(path).findings] == ["files"]
+
+
+def test_what_is_no_storage_raises(tmp_path: Path) -> None:
+    with pytest.raises(StorageMissing):
+        verify(tmp_path / "nothing")
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(NotAStorage):
+        verify(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"skip: no check is called nam; there are files, "):
+        verify(tmp_path / "nothing", skip=["nam"])
+
+
+# --- in chunks, and while somebody writes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("flip", ["an id from afar", "a lane", "a step", "a version", "terminated"])
+def test_chunks_do_not_matter(
+    sound: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, flip: str
+) -> None:
+    path = copied(sound[""], tmp_path)
+    row = middle(path)
+    monkeypatch.setattr(row_checks, "_CHUNK_ROWS", chunk)
+    assert_sound(path)
+    key, change, check, off = FLIPS[flip]
+    damage(path, key, row, change)
+    report = verify(path)
+    assert row + off in rows_named(report, check), list(map(told, report.findings))
+
+
+def test_progress_tells_of_every_byte(sound: dict[str, Path], tmp_path: Path) -> None:
+    path = copied(sound[""], tmp_path)
+    seen: list[tuple[int, int]] = []
+    verify(path, progress=lambda done, total: seen.append((done, total)))
+    with open_storage(path) as storage:
+        assert seen == [(storage.nbytes, storage.nbytes)]
+    with open_storage(path, mode="append") as storage:
+        storage.finalize()
+    seen.clear()
+    verify(path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert len({total for _, total in seen}) == 1
+
+
+def test_a_ring_whose_writer_overtakes_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were overwritten while they were read are not judged."""
+    monkeypatch.setattr(row_checks, "_CHUNK_ROWS", 50)
+    path = tmp_path / "data"
+    with MemmapStorage(path, max_size=500) as storage:
+        made = {"num_envs": 4, "frames_per_batch": 60, "total_frames": 10_000}
+        with SyncCollector("CartPole-v1", seed=0, storage=storage, **made) as collector:
+            batches = iter(collector)
+            for _ in range(9):
+                next(batches)
+            report = verify(path, progress=lambda *_: next(batches))
+            assert report.findings == (), list(map(told, report.findings))
+            assert "another process writes" in report.skipped["zeros"]
+    assert_sound(path)
+
+
+def test_rows_that_come_meanwhile_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    made = {"num_envs": 4, "frames_per_batch": 60, "total_frames": 10_000, "storage": path}
+    with SyncCollector("CartPole-v1", seed=0, **made) as collector:
+        batches = iter(collector)
+        next(batches)
+        report = verify(path, progress=lambda *_: next(batches))
+        assert report.findings == (), list(map(told, report.findings))
+        assert report.rows == 60
+    assert_sound(path)
+
+
+def test_a_buffer_over_the_storage_is_sound(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "data") as storage:
+        buffer = ReplayBuffer(storage=storage, batch_size=4)
+        collect("CartPole-v1", None, num_envs=2, storage=None, replay_buffer=buffer)  # type: ignore[arg-type]
+    assert_sound(tmp_path / "data")
