@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Literal, TypeAlias
 
@@ -348,13 +348,17 @@ class Engine:
             header = self._header
             return self.gather(slots_at(index, header.head, header.reserve, self.ring))
 
-    def gather(self, slots: np.ndarray) -> list[np.ndarray]:
-        """Arrays [*slots.shape, ...], one a column, of slots that are there, from the pool."""
+    def gather(self, slots: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Arrays [*slots.shape, ...], one a column, of slots that are there, from the pool.
+
+        ``slots`` may be one such array for every column.
+        """
         columns = self.columns()
-        found = self._pool.arrays(slots.shape)
-        for column, out in zip(columns, found, strict=True):
+        places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
+        found = self._pool.arrays(places[0].shape)
+        for column, where, out in zip(columns, places, found, strict=True):
             # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
-            column.take(slots, axis=0, out=out, mode="clip")
+            column.take(where, axis=0, out=out, mode="clip")
         return found
 
     def _take_checked(self, index: np.ndarray) -> list[np.ndarray]:
