@@ -153,8 +153,8 @@ class Format(ABC):
         """Give back the space beyond ``rows`` rows."""
 
     @abstractmethod
-    def sync(self) -> None:
-        """Return when all rows are on the disk."""
+    def sync(self, start: int = 0) -> None:
+        """Return when all rows are on the disk; those before ``start`` were at an earlier call."""
 
     @abstractmethod
     def close(self) -> None:

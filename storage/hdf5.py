@@ -401,7 +401,7 @@ class H5Format(Format):
     def trim(self, rows: int) -> None:
         """The file keeps its capacity; `finish` writes it without."""
 
-    def sync(self) -> None:
+    def sync(self, start: int = 0) -> None:
         """Return when the file is on the disk."""
         os.fdatasync(self._file)
 

@@ -190,7 +190,7 @@ class MemmapFormat(DirectoryFormat):
         for file, column in zip(self._files, self._columns, strict=True):
             os.ftruncate(file, rows * column.row_nbytes)
 
-    def sync(self) -> None:
+    def sync(self, start: int = 0) -> None:
         """Return when every column is on the disk."""
         for file in self._files:
             os.fdatasync(file)

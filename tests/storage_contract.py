@@ -693,7 +693,9 @@ class StorageContract:
             engine = storage._engine
             assert engine is not None
             done: list[tuple[str, int]] = []
-            monkeypatch.setattr(engine._format, "sync", lambda: done.append(("rows", engine.head)))
+            monkeypatch.setattr(
+                engine._format, "sync", lambda start=0: done.append(("rows", engine.head))
+            )
             monkeypatch.setattr(
                 engine._header, "sync", lambda: done.append(("header", engine.head))
             )

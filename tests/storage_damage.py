@@ -34,7 +34,9 @@ def damage(file: Path, at: int, content: bytes) -> None:
         target.write(content)
 
 
-def assert_refused(path: Path, error: type[Exception], wording: str) -> None:
+def assert_refused(
+    path: Path, error: type[Exception] | tuple[type[Exception], ...], wording: str
+) -> None:
     """Opening says so, and changes nothing."""
     before = files_of(path)
     for mode in ("append", "read"):
