@@ -129,7 +129,7 @@ class LaneChecks:
     def __init__(self, lanes: int | None, *, floor: int = -1, late: bool = False) -> None:
         self._declared, self._floor, self._late = lanes, floor, late
         self.largest = floor
-        """The largest id so far."""
+        """The largest id so far, of those that a lane of the run can have."""
         self._rest: int | None = None
         self._begun: list[np.ndarray] = []
         none = np.empty(0, np.int64)
@@ -141,7 +141,8 @@ class LaneChecks:
         lanes = self._lanes_of(chunk)
         usable = self._check_owners(chunk, lanes, findings)
         self._check_floor(chunk, findings)
-        self.largest = max(self.largest, int(chunk.ids.max(initial=-1)))
+        ids = chunk.ids if usable.all() else chunk.ids[usable]
+        self.largest = max(self.largest, int(ids.max(initial=-1)))
         series = _series(chunk, *self._in_order(chunk, usable, lanes))
         before = self._before(series)
         self._keep(series)
