@@ -15,7 +15,6 @@ from .keys import DONE
 from .ring import index_at
 from .rows import Key
 from .trajectories import _check_positive, draw, slice_marks
-from .trajectory_index import index_of
 
 __all__ = ["TrajectorySliceSampler"]
 
@@ -100,7 +99,7 @@ class TrajectorySliceSampler(Sampler):
         self._check(storage)
         if not storage.head:
             return 0
-        index = index_of(storage)
+        index = storage._index
         with index.lock:
             return index.links(storage).count_slices(self.slice_len, storage.span.start)
 

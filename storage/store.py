@@ -26,6 +26,8 @@ from .opening import Opened, create_new, manifest_of, open_existing
 from .ring import slots_of
 from .rows import Key, Nest, array_of, leaves, nest, spell
 from .schema import Column, Schema
+from .trajectories import Trajectories
+from .trajectory_index import TrajectoryIndex
 
 __all__ = ["Mode", "RowStore"]
 
@@ -58,6 +60,7 @@ class RowStore:
         self._capacity, self._durability = capacity or 0, durability
         self._format = self._format_class(Path(os.path.abspath(path)))
         self._ring = max_size or 0
+        self._index = TrajectoryIndex()
         if max_size is not None and not self._format_class.rings:
             raise ValueError(
                 f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
@@ -194,6 +197,13 @@ class RowStore:
         self._close(None)
 
     def _close(self, finish: Callable[[], None] | None) -> None:
+        try:
+            if self._engine is not None and self._engine.owns_lock:
+                self._index.save(self)
+        finally:
+            self._leave(finish)
+
+    def _leave(self, finish: Callable[[], None] | None) -> None:
         engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
             engine.close(finish)
@@ -222,7 +232,7 @@ class RowStore:
                 warnings.warn(
                     f"unclosed storage {self.path}", ResourceWarning, stacklevel=2, source=self
                 )
-            self.close()
+            self._leave(None)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -271,6 +281,16 @@ class RowStore:
     def lock_path(self) -> Path:
         """The file on which its writer holds a lock."""
         return self._format.lock_path
+
+    @property
+    def trajectories(self) -> Trajectories:
+        """The trajectories that the rows belong to, by id."""
+        return Trajectories(self)
+
+    @property
+    def episodes_path(self) -> Path:
+        """The file of the table of episodes, written when a writer closes the storage."""
+        return self._format.episodes_path
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Where rows of these numbers [*] lie: the index that `get` takes, and that of `column`."""
@@ -349,6 +369,8 @@ class RowStore:
     def _write(self, rows: Any, record: bytes | None = None, without: Key | None = None) -> range:
         """Append and commit; ``without`` names a column that may be there and is left out."""
         record = self._staged if record is None else record
+        if self._ring:
+            self._index.make_way(self, rows)
         span = None
         if self._engine is not None and isinstance(rows, TensorDictBase):
             span = self._engine.append_tensors(rows, record, without)

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from .episodes import END_NAMES, table_dtype
 from .errors import NoSlices, Overrun, UnknownTrajectory
 from .keys import CUT, DONE
-from .trajectory_index import index_of
 
 if TYPE_CHECKING:
     from .store import RowStore
@@ -42,7 +41,7 @@ class Trajectories(Mapping[int, TensorDict]):
     __hash__ = object.__hash__
 
     def __init__(self, store: RowStore) -> None:
-        self._store, self._index = store, index_of(store)
+        self._store, self._index = store, store._index
 
     @property
     def table(self) -> np.ndarray:
@@ -222,7 +221,7 @@ def draw(
     """The row numbers of slices, [num_slices, slice_len]; see `Trajectories.sample_slices`."""
     if not store.head:
         raise NoSlices(f"{store.path} has no rows yet to draw slices from. Collect some first.")
-    index = index_of(store)
+    index = store._index
     with index.lock:
         links = index.links(store)
         return links.draw(num_slices, slice_len, store.span.start, drawn_by(generator))

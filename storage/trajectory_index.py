@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from .engine import Engine
 from .episode_file import read_table, write_table
 from .episodes import EpisodeRows, Episodes, runs_of
-from .errors import ColumnsMissing, DamagedTable
+from .errors import ColumnsMissing, CorruptStorage, DamagedTable
 from .keys import LANE, POLICY_VERSION, REWARD, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from .lane_order import Chunk
 from .links import Links
@@ -24,24 +25,15 @@ from .rows import Key, spell
 if TYPE_CHECKING:
     from .store import RowStore
 
-__all__ = ["TrajectoryIndex", "index_of"]
+__all__ = ["TrajectoryIndex"]
 
 _CHUNK_ROWS = 2**18
-
-
-def index_of(store: RowStore) -> TrajectoryIndex:
-    """The index that belongs to a storage, made when it is first asked for.
-
-    The storage owns it and it knows no storage, so that both go when nobody uses them.
-    """
-    index: TrajectoryIndex | None = store.__dict__.get("_trajectory_index")
-    # Two threads that ask at once get the same.
-    return index or store.__dict__.setdefault("_trajectory_index", TrajectoryIndex())
 
 
 class TrajectoryIndex:
     """Links between rows and the table of episodes: each once somebody needs it, none before.
 
+    A storage owns it, and it holds no storage, so that both go when nobody uses them.
     Hold `lock` while using what it returns.
     """
 
@@ -108,7 +100,10 @@ class TrajectoryIndex:
         with self.lock:
             if store._engine is None or not store.head or _missing(store, (*_WHOSE, TERMINATED)):
                 return
-            episodes = self.episodes(store)
+            try:
+                episodes = self.episodes(store)
+            except CorruptStorage:
+                return  # there is no such table; whoever asks for it, and `verify`, are told why
             if episodes.seen != self._in_file:
                 write_table(store._format.episodes_path, episodes.table(store.span.start))
                 self._in_file = episodes.seen
@@ -148,6 +143,16 @@ def _require(store: RowStore, keys: tuple[Key, ...]) -> None:
             "ends), so that nobody knows which rows make a trajectory. Tallyroll's collectors "
             "write these columns; rows from elsewhere need them, too."
         )
+
+
+def _length(rows: Any) -> int:
+    """Rows of a batch; 0 of what is none, which will be refused."""
+    if not isinstance(rows, TensorDictBase):
+        rows = next(iter(rows.values()), ()) if isinstance(rows, Mapping) else ()
+    try:
+        return len(rows)
+    except TypeError:
+        return 0
 
 
 def _unseen(engine: Engine, seen: int) -> Iterator[tuple[int, int]]:
