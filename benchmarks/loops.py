@@ -17,11 +17,13 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.storage import MemmapStorage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ENV_ID = "CartPole-v1"
+RING_BATCHES = 16
 OBSERVATION, ACTIONS, HIDDEN = 4, 2, 64
 ROW = (16, 8, 16, 4, 1, 1, 1, 8, 8, 4, 8)
 """Bytes of the eleven columns of a CartPole row."""
@@ -239,17 +241,27 @@ class Tallyroll(Contender):
         policy: TensorDictModule | None,
         storage: Path | None = None,
         env: VectorEnv | None = None,
+        *,
+        ring: int | None = None,
     ) -> None:
-        """Build a collector without an end on ``env``, by default the case's own."""
+        """Build a collector without an end on ``env``, by default the case's own.
+
+        ``ring`` is how many batches the storage keeps, all of them by default.
+        """
         self.name = "tallyroll" if storage is None else "tallyroll + MemmapStorage"
         self.lanes = work.case.lanes
+        self.storage = None
+        if storage is not None:
+            size = None if ring is None else ring * work.case.frames
+            self.name += "" if ring is None else " ring"
+            self.storage = MemmapStorage(storage, max_size=size)
         self.collector = SyncCollector(
             GymnasiumVectorEnv(env or make_vector_env(work.case)),
             policy,
             frames_per_batch=work.case.frames,
             total_frames=-1,
             seed=0,
-            storage=storage,
+            storage=self.storage,
         )
         self.batches = iter(self.collector)
         self.counted = Tally(0, 0)
@@ -268,6 +280,8 @@ class Tallyroll(Contender):
     def close(self) -> None:
         """Shut the collector down, and the environment with it."""
         self.collector.shutdown()
+        if self.storage is not None:
+            self.storage.close()
 
 
 def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> list[Contender]:
@@ -284,4 +298,8 @@ def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> 
 def tallyroll_contenders(work: Work, policy: TensorDictModule | None) -> list[Contender]:
     """Return Tallyroll in memory and Tallyroll to disk."""
     path = work.scratch / f"tallyroll-{work.case.name}-{work.policy}"
-    return [Tallyroll(work, policy), Tallyroll(work, policy, path)]
+    return [
+        Tallyroll(work, policy),
+        Tallyroll(work, policy, path),
+        Tallyroll(work, policy, path.with_name(f"{path.name}-ring"), ring=RING_BATCHES),
+    ]
