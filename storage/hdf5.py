@@ -14,13 +14,10 @@ written like those of any other file, and h5py is asked for no more than the fil
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,17 +36,10 @@ from .errors import (
     StorageMissing,
 )
 from .format import Access, Format
-from .hdf5_file import (
-    PROVENANCE_NBYTES,
-    Layout,
-    Place,
-    foreign_names,
-    layout_of,
-    make_file,
-    nbytes_of_file,
-)
-from .manifest import Manifest, attributes_of, parse_manifest, schema_crc, sync_directory
-from .paths import failed, make_directory, refuse_impossible, require_creatable, space_left
+from .hdf5_file import Layout, Places, layout_of, nbytes_of_file
+from .hdf5_replace import aside, new_file, opened, rewrite, show_manifest, show_rows
+from .manifest import Manifest, parse_manifest, schema_crc
+from .paths import failed, make_directory, refuse_impossible, require_creatable
 from .preflight import Footprint
 from .regions import MAP_NORESERVE
 from .rows import spell
@@ -61,12 +51,9 @@ from .user_block import (
     is_ours,
     newest_manifest,
     write_all,
-    write_manifest,
 )
 
 __all__ = ["H5Format", "H5Storage"]
-
-_COPY_NBYTES = 2**24
 
 
 class H5Format(Format):
@@ -79,10 +66,18 @@ class H5Format(Format):
         # Not a link's: the file is replaced at times, and two names would be two locks.
         super().__init__(Path(os.path.realpath(path)))
         self._schema: Schema | None = None
-        self._places: dict[str, Place] = {}
+        self._places: Places | None = None
         self._file = -1
-        self._layout = Layout((), 0)
         self._arrays: dict[Access, list[np.ndarray]] = {}
+
+    @property
+    def _known(self) -> Places:
+        assert self._places is not None
+        return self._places
+
+    @property
+    def _layout(self) -> Layout:
+        return self._known.layout
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
@@ -107,21 +102,17 @@ class H5Format(Format):
         """The table of episodes, beside the file."""
         return self._beside(".episodes.npy")
 
-    @property
-    def _aside(self) -> Path:
-        return self._beside(".tmp")
-
     def stands(self) -> bool:
         """Whether there is a file of ours with a manifest in it."""
         try:
-            with _opened(self.path, os.O_RDONLY) as file:
+            with opened(self.path, os.O_RDONLY) as file:
                 return is_ours(self.path) and newest_manifest(file) is not None
         except OSError:
             return False
 
     def read_manifest(self) -> Manifest:
         """The manifest, which says where the values of attributes lie. Read before `open`."""
-        with _opened(self.path, os.O_RDONLY) as file:
+        with opened(self.path, os.O_RDONLY) as file:
             size, content = os.fstat(file).st_size, newest_manifest(file)
             _, head = committed_counts(os.pread(file, HEADER_NBYTES, 0))
             written = has_slots(file)
@@ -149,10 +140,9 @@ class H5Format(Format):
         with contextlib.ExitStack() as exits:
             file = self._file
             if file < 0:
-                file = exits.enter_context(_opened(self.path, os.O_RDWR))
+                file = exits.enter_context(opened(self.path, os.O_RDWR))
             try:
-                write_manifest(file, _as_bytes(manifest, self._places))
-                _write_provenance(file, manifest, self._places)
+                show_manifest(file, manifest, self._known)
                 if durable:
                     os.fdatasync(file)
             except OSError as error:
@@ -231,49 +221,18 @@ class H5Format(Format):
                 "rows it is for: capacity=..."
             )
         self.discard()
-        with self._made(schema, capacity) as file:
+        with new_file(self.path, schema, capacity) as (file, self._places):
             write_all(file, header, 0)
 
     def discard(self) -> None:
         """Remove an unfinished file, and an unfinished copy."""
-        self._aside.unlink(missing_ok=True)
+        aside(self.path).unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def undo(self, *, made: bool) -> None:
         """Remove what a failed creation left, its lock too."""
         self.discard()
         self.lock_path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _made(self, schema: Schema, capacity: int) -> Iterator[int]:
-        """A new file aside, open, that takes the place of the old one at the end."""
-        nbytes = nbytes_of_file(schema, capacity)
-        try:
-            self._require_space(nbytes)
-            # HDF5 says less clearly that a file may not be that large.
-            with _opened(self._aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
-                os.ftruncate(file, nbytes)
-            self._places = make_file(self._aside, schema, capacity)
-            with _opened(self._aside, os.O_RDWR) as file:
-                # A sparse file would kill us when the disk is full.
-                os.posix_fallocate(file, 0, os.fstat(file).st_size)
-                _write_rows(file, 0, self._places)
-                yield file
-                os.fsync(file)
-            os.replace(self._aside, self.path)
-            sync_directory(self.path.parent)
-        except OSError as error:
-            raise failed(self.path, error, nbytes) from error
-        finally:
-            self._aside.unlink(missing_ok=True)
-
-    def _require_space(self, nbytes: int) -> None:
-        if nbytes > (free := space_left(self.path)):
-            beside = f" beside the {self.path.stat().st_size} there" if self.path.exists() else ""
-            raise StorageFull(
-                f"{self.path} needs {nbytes} more bytes{beside}, and {free} are free. Committed "
-                "rows are intact. Free space, or go on in another place."
-            )
 
     def fit(self, schema: Schema, capacity: int) -> None:
         """Write a larger file aside where this one holds fewer than ``capacity`` rows.
@@ -284,12 +243,12 @@ class H5Format(Format):
             return
         rows = self._committed(schema)
         if capacity > self._opened_layout(schema).capacity:
-            self._rewrite(schema, rows, capacity)
+            rewrite(self.path, schema, self.read_manifest(), rows, capacity)
 
     def finish(self, schema: Schema, rows: int) -> None:
         """Write a file of exactly ``rows`` rows aside, unless this one has as many."""
         if rows != self._opened_layout(schema).capacity:
-            self._rewrite(schema, rows, rows)
+            rewrite(self.path, schema, self.read_manifest(), rows, rows)
 
     def _committed(self, schema: Schema) -> int:
         header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
@@ -297,28 +256,8 @@ class H5Format(Format):
         return header.head
 
     def _opened_layout(self, schema: Schema) -> Layout:
-        with _opened(self.path, os.O_RDONLY) as file:
+        with opened(self.path, os.O_RDONLY) as file:
             return layout_of(file, self.path, schema)
-
-    def _rewrite(self, schema: Schema, rows: int, capacity: int) -> None:
-        manifest = self.read_manifest()
-        with _opened(self.path, os.O_RDONLY) as old:
-            if foreign := foreign_names(old, self.path, schema):
-                raise PathIsTaken(
-                    f"{self.path} has to be written anew for {capacity} rows, and holds what is "
-                    f"not a storage's: {', '.join(foreign)}. Move that to another file first."
-                )
-            source = layout_of(old, self.path, schema)
-            with self._made(schema, capacity) as new:
-                target = layout_of(new, self._aside, schema)
-                _copy(old, 0, new, 0, HEADER_NBYTES)
-                for column, start, to in zip(
-                    schema.columns, source.offsets, target.offsets, strict=True
-                ):
-                    _copy(old, start, new, to, rows * column.row_nbytes)
-                write_manifest(new, _as_bytes(manifest, self._places))
-                _write_provenance(new, manifest, self._places)
-                _write_rows(new, rows, self._places)
 
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the file, and ask h5py where the datasets lie."""
@@ -327,18 +266,28 @@ class H5Format(Format):
         except OSError as error:
             raise failed(self.path, error, 0) from error
         try:
-            self._layout = layout_of(file, self.path, schema)
+            # By the descriptor: the path may be another file since the manifest was read.
+            if (content := newest_manifest(file)) is not None:
+                self._places = _places_in(parse_manifest(content, self.path), self.path)
+            layout = layout_of(file, self.path, schema)
+            if layout != self._layout:
+                raise CorruptStorage(
+                    f"the datasets in {self.path} do not lie where they were made ({layout}, made "
+                    f"as {self._layout}): another program wrote to the file, or it is damaged. "
+                    "Restore it from a copy."
+                )
             if writable:
-                self._require_places(file)
-                self._aside.unlink(missing_ok=True)
+                self._require_attributes(file)
+                aside(self.path).unlink(missing_ok=True)
         except BaseException:
             os.close(file)
             raise
         self._file, self._schema = file, schema
 
-    def _require_places(self, file: int) -> None:
+    def _require_attributes(self, file: int) -> None:
         """Another program that changed attributes may have moved ours."""
-        for name, place in self._places.items():
+        places = self._known
+        for name, place in (("rows", places.rows), ("provenance", places.provenance)):
             if os.pread(file, len(place.before), place.at - len(place.before)) != place.before:
                 raise CorruptStorage(
                     f"the attribute {name} in {self.path} is not where it was: another program "
@@ -394,7 +343,7 @@ class H5Format(Format):
     def publish(self, rows: int) -> None:
         """Store ``rows`` as the value of the attribute."""
         try:
-            _write_rows(self._file, rows, self._places)
+            show_rows(self._file, rows, self._known)
         except OSError as error:
             raise failed(self.path, error, 8) from error
 
@@ -413,15 +362,6 @@ class H5Format(Format):
             os.close(file)
 
 
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
 def _what(path: Path) -> str:
     if not path.is_file():
         return "no plain file"
@@ -430,44 +370,14 @@ def _what(path: Path) -> str:
     return "an HDF5 file of another program" if is_hdf5(path) else "a file of another program"
 
 
-def _as_bytes(manifest: Manifest, places: dict[str, Place]) -> bytes:
-    shown = {name: [place.at, place.before.hex()] for name, place in places.items()}
-    return json.dumps(manifest | {"places": shown}).encode()
-
-
-def _places_in(manifest: Manifest, path: Path) -> dict[str, Place]:
+def _places_in(manifest: Manifest, path: Path) -> Places:
     try:
-        found: dict[str, Any] = manifest["places"]
-        places = {name: Place(int(at), bytes.fromhex(b)) for name, (at, b) in found.items()}
-        if places.keys() == {"rows", "provenance"} and all(
-            place.at >= USER_BLOCK_NBYTES for place in places.values()
-        ):
-            return places
-    except (KeyError, TypeError, ValueError, AttributeError):
-        pass
-    raise CorruptStorage(
-        f"the manifest in {path} does not say where its attributes lie: it is damaged. Restore it "
-        "from a copy."
-    )
-
-
-def _write_rows(file: int, rows: int, places: dict[str, Place]) -> None:
-    write_all(file, rows.to_bytes(8, "little"), places["rows"].at)
-
-
-def _write_provenance(file: int, manifest: Manifest, places: dict[str, Place]) -> None:
-    text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
-    write_all(file, text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES), places["provenance"].at)
-
-
-def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:
-    # Byte by byte: blocks shared by both files would need space when they are written to.
-    while nbytes:
-        part = os.pread(source, min(_COPY_NBYTES, nbytes), start)
-        if not part:
-            raise OSError(errno.EIO, "the file ends before its rows do")
-        write_all(target, part, to)
-        start, to, nbytes = start + len(part), to + len(part), nbytes - len(part)
+        return Places.from_json(manifest.get("places"))
+    except ValueError as error:
+        raise CorruptStorage(
+            f"the manifest in {path} does not say where rows and attributes lie: it is damaged. "
+            "Restore it from a copy."
+        ) from error
 
 
 class H5Storage(DiskStorage):

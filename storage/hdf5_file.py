@@ -26,6 +26,7 @@ __all__ = [
     "PROVENANCE_NBYTES",
     "Layout",
     "Place",
+    "Places",
     "foreign_names",
     "layout_of",
     "make_file",
@@ -57,8 +58,51 @@ class Place:
 class Layout:
     """Where the datasets lie: the first byte of each, in the schema's order, and their rows."""
 
-    offsets: tuple[int, ...]
-    capacity: int
+    offsets: tuple[int, ...] = ()
+    capacity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a file's manifest remembers of it."""
+
+    rows: Place
+    """The value of the attribute ``rows``, an int64."""
+    provenance: Place
+    """The value of the attribute ``provenance``, of `PROVENANCE_NBYTES` bytes."""
+    layout: Layout
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads back."""
+        return {
+            "rows": [self.rows.at, self.rows.before.hex()],
+            "provenance": [self.provenance.at, self.provenance.before.hex()],
+            "offsets": list(self.layout.offsets),
+            "capacity": self.layout.capacity,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Places:
+        """The places that `to_json` wrote.
+
+        Raises:
+            ValueError: ``value`` is something else.
+        """
+        try:
+            rows, provenance = (
+                Place(_whole(value[name][0], USER_BLOCK_NBYTES), bytes.fromhex(value[name][1]))
+                for name in ("rows", "provenance")
+            )
+            offsets = tuple(_whole(at, 0) for at in value["offsets"])
+            return cls(rows, provenance, Layout(offsets, _whole(value["capacity"], 0)))
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"not places in a file: {value!r:.200}") from error
+
+
+def _whole(value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"not a whole number from {least} on: {value!r:.200}")
+    return value
 
 
 def _h5py() -> Any:
@@ -78,11 +122,10 @@ def nbytes_of_file(schema: Schema, capacity: int) -> int:
     return USER_BLOCK_NBYTES + 3 * 65536 + _ALIGNMENT * (sum(aligned) + objects)
 
 
-def make_file(path: Path, schema: Schema, capacity: int) -> dict[str, Place]:
+def make_file(path: Path, schema: Schema, capacity: int) -> Places:
     """Make an HDF5 file with a dataset a column, [capacity, ...], and attributes.
 
-    Returns where the values of the attributes ``rows`` and ``provenance`` lie. Its
-    user block is empty, and its space is not reserved yet.
+    Its user block is empty, and its space is not reserved yet.
 
     Raises:
         MissingLibrary: h5py is not installed.
@@ -94,22 +137,25 @@ def make_file(path: Path, schema: Schema, capacity: int) -> dict[str, Place]:
     with h5py.File(
         path,
         "w",
+        locking=False,  # nobody knows of it
         libver="earliest",  # without checksums over what changes later
         userblock_size=USER_BLOCK_NBYTES,
         alignment_threshold=1,
         alignment_interval=_ALIGNMENT,
     ) as file:
         file.attrs.create("rows", np.frombuffer(marks["rows"], "<i8")[0])
-        provenance = marks["provenance"].ljust(PROVENANCE_NBYTES)
+        blank = marks["provenance"].ljust(PROVENANCE_NBYTES)
         text = h5py.string_dtype("utf-8", PROVENANCE_NBYTES)
-        file.attrs.create("provenance", np.array(provenance, text), dtype=text)
+        file.attrs.create("provenance", np.array(blank, text), dtype=text)
         file.attrs.create("capacity", np.int64(capacity))
         _describe(h5py, file, schema)
         for column in schema.columns:
             _make_dataset(h5py, file, column, capacity)
     with open(path, "rb") as made:
-        layout = layout_of(made.fileno(), path, schema)
-        return {name: _find(made.fileno(), mark, schema, layout) for name, mark in marks.items()}
+        descriptor = made.fileno()
+        layout = layout_of(descriptor, path, schema)
+        rows, provenance = (_find(descriptor, each, schema, layout) for each in marks.values())
+    return Places(rows, provenance, layout)
 
 
 def _describe(h5py: Any, file: Any, schema: Schema) -> None:
@@ -185,9 +231,9 @@ def _opened(file: int, path: Path) -> Iterator[Any]:
     """The file of a descriptor in h5py; what goes wrong with it there is damage."""
     h5py = _h5py()
     try:
-        # By the descriptor: the path may be another file by now. Without h5py's lock,
-        # which a reader of another process may hold.
-        with h5py.File(f"/dev/fd/{file}", "r", locking=False) as opened:
+        # By the descriptor: the path may be another file by now. As a Python file it has
+        # nothing to do with HDF5's locks, nor with what this process has open in h5py.
+        with open(file, "rb", buffering=0, closefd=False) as raw, h5py.File(raw, "r") as opened:
             yield opened
     except _DAMAGE as error:
         raise CorruptStorage(

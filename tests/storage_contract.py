@@ -161,7 +161,7 @@ def write_for_ever(
             head += size
         except StorageFull:
             storage.close()
-            storage = kind(path, mode="append", capacity=2 * head + size)
+            storage = kind(path, mode="append", capacity=4 * head + size)
 
 
 def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -> None:
@@ -763,7 +763,7 @@ class StorageContract:
         pick, heads = random.Random(7), [0]
         for _ in range(10):
             size = pick.choice([1, 3, 64, 1000])
-            capacity = 1000 if self.default_capacity else None
+            capacity = 20_000 if self.default_capacity else None
             target = (write_for_ever, self.storage_class, path, size, capacity)
             with process(*target) as (writer, connection):
                 assert receive(connection) == heads[-1]

@@ -1,0 +1,130 @@
+"""A new HDF5 file takes the place of an old one, or of none: whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from .commit import HEADER_NBYTES
+from .errors import PathIsTaken, StorageFull
+from .hdf5_file import (
+    PROVENANCE_NBYTES,
+    Places,
+    foreign_names,
+    layout_of,
+    make_file,
+    nbytes_of_file,
+)
+from .manifest import Manifest, attributes_of, sync_directory
+from .paths import failed, space_left
+from .schema import Schema
+from .user_block import write_all, write_manifest
+
+__all__ = ["aside", "new_file", "opened", "rewrite", "show_manifest", "show_rows"]
+
+_COPY_NBYTES = 2**24
+
+
+def aside(path: Path) -> Path:
+    """Where a new file lies while it is made."""
+    return path.with_name(path.name + ".tmp")
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A descriptor of a file, closed at the end."""
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, Places]]:
+    """A new file for ``capacity`` rows, open; it takes the place of ``path`` at the end.
+
+    Its user block is empty, its space is reserved.
+
+    Raises:
+        StorageFull, UnsupportedPlatform: no space, and nothing was changed.
+    """
+    nbytes = nbytes_of_file(schema, capacity)
+    new = aside(path)
+    try:
+        _require_space(path, nbytes)
+        # HDF5 says less clearly that a file may not be that large.
+        with opened(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+            os.ftruncate(file, nbytes)
+        places = make_file(new, schema, capacity)
+        with opened(new, os.O_RDWR) as file:
+            # A sparse file would kill us when the disk is full.
+            os.posix_fallocate(file, 0, os.fstat(file).st_size)
+            show_rows(file, 0, places)
+            yield file, places
+            os.fsync(file)
+        os.replace(new, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise failed(path, error, nbytes) from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _require_space(path: Path, nbytes: int) -> None:
+    if nbytes > (free := space_left(path)):
+        beside = f" beside the {path.stat().st_size} there" if path.exists() else ""
+        raise StorageFull(
+            f"{path} needs {nbytes} more bytes{beside}, and {free} are free. Committed rows are "
+            "intact. Free space, or go on in another place."
+        )
+
+
+def rewrite(path: Path, schema: Schema, manifest: Manifest, rows: int, capacity: int) -> None:
+    """Replace a storage's file by one for ``capacity`` rows, with its first ``rows`` rows.
+
+    Raises:
+        PathIsTaken: the file holds what is not ours, and would not be in the new one.
+        StorageFull, UnsupportedPlatform: no space, and nothing was changed.
+    """
+    with opened(path, os.O_RDONLY) as old:
+        if foreign := foreign_names(old, path, schema):
+            raise PathIsTaken(
+                f"{path} has to be written anew for {capacity} rows, and holds what is not a "
+                f"storage's: {', '.join(foreign)}. Move that to another file first."
+            )
+        source = layout_of(old, path, schema)
+        with new_file(path, schema, capacity) as (new, places):
+            _copy(old, 0, new, 0, HEADER_NBYTES)
+            for column, start, to in zip(
+                schema.columns, source.offsets, places.layout.offsets, strict=True
+            ):
+                _copy(old, start, new, to, rows * column.row_nbytes)
+            show_manifest(new, manifest, places)
+            show_rows(new, rows, places)
+
+
+def show_manifest(file: int, manifest: Manifest, places: Places) -> None:
+    """Write the manifest into the user block, and the attribute ``provenance``."""
+    write_manifest(file, json.dumps(manifest | {"places": places.to_json()}).encode())
+    text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
+    write_all(file, text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES), places.provenance.at)
+
+
+def show_rows(file: int, rows: int, places: Places) -> None:
+    """Write the attribute ``rows``."""
+    write_all(file, rows.to_bytes(8, "little"), places.rows.at)
+
+
+def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:
+    # Byte by byte: blocks shared by both files would need space when they are written to.
+    while nbytes:
+        part = os.pread(source, min(_COPY_NBYTES, nbytes), start)
+        if not part:
+            raise OSError(errno.EIO, "the file ends before its rows do")
+        write_all(target, part, to)
+        start, to, nbytes = start + len(part), to + len(part), nbytes - len(part)
