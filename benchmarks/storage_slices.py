@@ -26,10 +26,12 @@ from common import (
     write_json,
 )
 from storage_work import QUANTUM, Calls, Rows, length, tensordict_of
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
-from tallyroll import storage as tallyroll
+from tallyroll.storage import MemmapStorage
+from tallyroll.storage.samplers import TrajectorySliceSampler
 
 LANES, SLICES, SLICE = 64, 32, 16
 SHORTEST, LONGEST = 100, 300
@@ -37,7 +39,6 @@ SHORTEST, LONGEST = 100, 300
 SIZES = (100_032, 1_000_000)
 """Rows of the ring: whole batches."""
 TRAJECTORY = ("collector", "traj_ids")
-OURS = "TrajectorySliceSampler"
 
 
 def lane_steps(steps: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -90,9 +91,9 @@ class Reader:
 
     def __init__(self, name: str, ring: Any, sampler: Any, whole: Rows, later: list[Rows]) -> None:
         """Fill the ring, one row of each lane a batch."""
-        self.name, self.later = name, later
+        self.name, self.ring, self.later = name, ring, later
         self.buffer = ReplayBuffer(storage=ring, sampler=sampler, batch_size=SLICES * SLICE)
-        self.ours = isinstance(ring, tallyroll.MemmapStorage)
+        self.ours = isinstance(ring, MemmapStorage)
         if self.ours:
             self.write, self.close = ring.extend, ring.close
             for batch in batches_of(whole):
@@ -101,14 +102,18 @@ class Reader:
             self.write, self.close = self.buffer.extend, None
             self.write(tensordict_of(whole))
 
+    def sample(self) -> TensorDict:
+        """Return rows [512]."""
+        return self.buffer.sample()
+
     def read(self, _: None) -> None:
         """Read."""
-        self.buffer.sample()
+        self.sample()
 
     def write_and_read(self, batch: Any) -> None:
         """Write one row of each lane, and read."""
         self.write(batch)
-        self.buffer.sample()
+        self.sample()
 
     def calls(self) -> Calls:
         """Return what is timed."""
@@ -119,10 +124,18 @@ class Reader:
 
     def whole_slices(self) -> int:
         """Of one sample, how many slices are successive rows of one trajectory."""
-        sample = self.buffer.sample()["collector"].reshape(SLICES, SLICE)
+        sample = self.sample()["collector"].reshape(SLICES, SLICE)
         same = (sample["traj_ids"] == sample["traj_ids"][:, :1]).all(1)
         successive = (sample["step"].diff(dim=1) == 1).all(1)
         return int((same & successive).sum())
+
+
+class Direct(Reader):
+    """The same without a replay buffer."""
+
+    def sample(self) -> TensorDict:
+        """Return slices [32, 16]."""
+        return self.ring.trajectories.sample_slices(SLICES, SLICE)
 
 
 def batches_of(rows: Rows) -> list[Rows]:
@@ -145,12 +158,12 @@ def readers(whole: Rows, later: list[Rows], scratch: Path, *, peers: bool) -> li
     size = length(whole)
 
     def ring(name: str) -> Any:
-        return tallyroll.MemmapStorage(scratch / name, max_size=size)
+        return MemmapStorage(scratch / name, max_size=size)
 
     found = [Reader("random rows", ring("random"), RandomSampler(), whole, later)]
-    if hasattr(tallyroll, OURS):
-        sampler = getattr(tallyroll, OURS)(slice_len=SLICE)
-        found.append(Reader(OURS, ring("slices"), sampler, whole, later))
+    ours = TrajectorySliceSampler(SLICE)
+    found.append(Reader("TrajectorySliceSampler", ring("slices"), ours, whole, later))
+    found.append(Direct("storage.trajectories.sample_slices", ring("direct"), ours, whole, later))
     if peers:
         by_end = SliceSampler(slice_len=SLICE, end_key=("next", "done"), cache_values=True)
         memory = LazyTensorStorage(size)
