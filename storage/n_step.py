@@ -160,7 +160,7 @@ def _go_on(storage: RowStore, engine: Engine, rows: np.ndarray, n: int, gamma: f
 
 def _ended(engine: Engine, slots: np.ndarray) -> np.ndarray:
     keys = [key for key in (TERMINATED, TRUNCATED) if key in engine.schema]
-    flags = [_tensor(engine, key, slots).reshape(len(slots), -1).any(1) for key in keys]
+    flags = [_tensor(engine, key, slots)[:, None].flatten(1).any(1) for key in keys]
     return torch.stack(flags).any(0).numpy()
 
 

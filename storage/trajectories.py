@@ -103,7 +103,7 @@ class Trajectories(Mapping[int, TensorDict]):
     def __contains__(self, id: object) -> bool:
         try:
             return len(self.rows_of(id)) > 0
-        except UnknownTrajectory:
+        except (UnknownTrajectory, TypeError, ValueError):
             return False
 
     def rows_of(self, id: Any) -> np.ndarray:

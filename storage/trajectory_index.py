@@ -84,10 +84,10 @@ class TrajectoryIndex:
             self._in_file = episodes.seen
         return episodes
 
-    def make_way(self, store: RowStore, rows: int) -> None:
-        """Count what ``rows`` new rows in a ring will overwrite, if anybody wants to know."""
-        ring = store.ring
-        if ring and self._episodes is not None and store.head + rows - self._episodes.seen > ring:
+    def make_way(self, store: RowStore, rows: Any) -> None:
+        """Count what a batch of rows will overwrite in a ring, if anybody wants to know."""
+        episodes = self._episodes
+        if episodes is not None and store.head + _length(rows) - episodes.seen > store.ring:
             self.episodes(store)
 
     def save(self, store: RowStore) -> None:
