@@ -761,7 +761,9 @@ class StorageContract:
 
     def test_kill_9_loses_no_committed_row(self, path: Path) -> None:
         pick, heads = random.Random(7), [0]
-        for _ in range(10):
+        for number in range(60):  # on a busy machine many kills come before the first row
+            if number >= 10 and len(set(heads)) > 3:
+                break
             size = pick.choice([1, 3, 64, 1000])
             capacity = 20_000 if self.default_capacity else None
             target = (write_for_ever, self.storage_class, path, size, capacity)
