@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer
 from tallyroll.collector.batch import Rows, as_tensordict
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.keys import DONE, TRAJ_IDS, Key, as_key
+from tallyroll.collector.last_run import last_run_of, record_of
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.slab import Column
 from tallyroll.storage import Schema
@@ -103,34 +104,23 @@ class Sink:
                 f'{self.storage.path} was opened with mode="create", which has no run yet; open '
                 'the one to be continued with mode="append"'
             )
-        runs = self.storage.manifest["runs"]
-        if not runs:
-            raise StateError(
-                f"{self.storage.path} holds no run of a collector: append to it instead"
-            )
-        last = runs[-1]
-        if last.get("seed") is None or "first_row_of_run" not in last:
-            raise StateError(
-                f"{self.storage.path} was not written by a collector: its last run has no seed; "
-                "append to it instead"
-            )
-        record = self._record_of(int(last["first_row_of_run"]))
-        if record is not None and record["incarnation"] >= last["incarnation"]:
-            last = {**last, "seed": record["seed"], "incarnation": record["incarnation"]}
-        return Resumed(int(last["seed"]), int(last["incarnation"]) + 1, self._counts(last))
+        last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)
+        seed, incarnation = last.seed, last.incarnation
+        record = self._record_of(last.first_row)
+        if record is not None and record["incarnation"] >= incarnation:
+            seed, incarnation = record["seed"], record["incarnation"]
+        return Resumed(seed, incarnation + 1, self._counts(last.first_row))
 
     def _record_of(self, first_row: int) -> dict[str, Any] | None:
-        """The newest record of the run that began at ``first_row``, and ``"at"``: its head."""
-        if self.storage is None or self.storage.record is None:
-            return None
-        at, payload = self.storage.record
-        record: dict[str, Any] = json.loads(payload)
-        return {**record, "at": at} if record["first_row_of_run"] == first_row else None
+        """The newest record, if it is of the run that began at ``first_row``."""
+        record = None if self.storage is None else record_of(self.storage.record)
+        ours = record is not None and record["first_row_of_run"] == first_row
+        return record if ours else None
 
-    def _counts(self, run: Mapping[str, Any]) -> dict[str, int]:
-        """The ledger of ``run`` at the last commit, brought up to the rows that are there."""
+    def _counts(self, first: int) -> dict[str, int]:
+        """The ledger of the run that began at row ``first``, brought up to the rows there are."""
         assert self.storage is not None
-        first, head = int(run["first_row_of_run"]), self.storage.head
+        head = self.storage.head
         at, counts = first, {}
         record = self._record_of(first)
         if record is not None:
@@ -174,12 +164,9 @@ class Sink:
         return self._next_id
 
     def _recorded_id(self) -> int:
-        if self.storage is None or self.storage.record is None:
-            return 0
-        try:
-            return int(json.loads(self.storage.record[1]).get("next_id", 0))
-        except (ValueError, TypeError, AttributeError):
-            return 0  # the record of another program
+        record = None if self.storage is None else record_of(self.storage.record)
+        next_id = 0 if record is None else record.get("next_id", 0)
+        return next_id if type(next_id) is int else 0
 
     def open(self, schema: Mapping[Key, Column], provenance: Mapping[str, Any]) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does."""
@@ -188,9 +175,9 @@ class Sink:
             return
         self._first_row = self.storage.head
         if self._resume:
-            last = self.storage.manifest["runs"][-1]
-            self._first_row = int(last["first_row_of_run"])
-            _same_source(last, provenance)
+            last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)
+            self._first_row = last.first_row
+            _same_source(last.environment, provenance["environment"])
         empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
         self._initialise(Schema.of(as_tensordict(empty, None)), provenance)
 
@@ -312,9 +299,8 @@ def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:
     return {key: column.numpy() for key, column in rows.items()}
 
 
-def _same_source(last: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """A continued run keeps its environment."""
-    before, after = last.get("environment", {}), now["environment"]
     if before != after:
         names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
         raise StateError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .findings import Findings, Place
+from .lane_order import MOST_LANES
 
 __all__ = ["Record", "Run", "check_ledger", "check_record", "check_runs"]
 
@@ -70,7 +71,7 @@ def _problem_of(entry: Any, least: int, head: int) -> str | None:
         return f"its first row is {first}, not from {least} to {head}"
     if origin is not None and (type(origin) is not int or not 0 <= origin <= first):
         return f"it continues a run from row {origin!r} on, and begins at row {first}"
-    if lanes is not None and (type(lanes) is not int or lanes < 1):
+    if lanes is not None and (type(lanes) is not int or not 1 <= lanes <= MOST_LANES):
         return f"it has {lanes!r} lanes"
     seeds = entry.get("lane_seeds")
     if seeds is not None and (not isinstance(seeds, list) or len(seeds) != (lanes or len(seeds))):

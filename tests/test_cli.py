@@ -186,8 +186,15 @@ def test_resume_of_a_complete_run_says_so(here: Path, capsys: pytest.CaptureFixt
 def test_resume_with_more_frames_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tallyroll(*cartpole(), "--seed", 1, "--num-envs", 2) == 0
     assert tallyroll("collect", "--resume", "--frames", 250, "--out", "data") == 0
-    assert "resumed once" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "resumed once" in said
+    again = "tallyroll collect CartPole-v1 --frames 250 --num-envs 2 --out data --append"
+    assert said.endswith(f"more of the same: {again}\n")
     assert rows_in("data") == 250
+    with open_storage("data") as storage:
+        first, second = (run["lane_seeds"] for run in storage.manifest["runs"])
+    assert len(first) == len(second) == 2
+    assert not set(first) & set(second)
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty directory", "an interrupted creation"])
@@ -371,6 +378,8 @@ def test_an_out_that_will_not_do(
         ("Pendulum-v1 --frames 500", "the run to be continued was made by another environment: id "
          "was 'CartPole-v1', is 'Pendulum-v1'; append a new run instead"),
         ("--seed 9 --frames 500", "the run to be continued has the seed 1, got 9; leave it out"),
+        ("--frames 500 --num-envs 3", "--resume: the run has 1 lanes, and --num-envs 3 was given; "
+         "leave it out, or use --append for a new run"),
         ("--frames 50", "--resume: the run in data has 101 frames already, more than the 50 asked "
          "for; give a larger --frames, or another --out"),
         ("--frames 500 --policy agent:act", "--resume: the run was made with random actions and "
@@ -445,6 +454,20 @@ def test_an_error_in_mid_run_keeps_the_rows_and_says_how_to_go_on(
     words = ("--policy", "moody:act", "--resume", "--out", "data", "--quiet")
     assert tallyroll("collect", "CartPole-v1", *words) == 0
     assert rows_in("data") == 100
+
+
+def test_a_lock_file_that_was_removed(server: WarmServer, tmp_path: Path) -> None:
+    """The last run may be that of the writer that came in."""
+    command = server.start(tmp_path, *endless("--frames-per-batch", 10))
+    deadline = time.monotonic() + 30
+    lock = tmp_path / "data" / "tallyroll.lock"
+    while not (tmp_path / "data/manifest.json").exists() or not rows_in(tmp_path / "data"):
+        assert time.monotonic() < deadline, command.err
+        time.sleep(0.02)
+    lock.unlink()
+    assert command.wait() == 1
+    assert "see whose the last run is:\n    tallyroll inspect data\n" in command.err
+    assert "If it is this one, go on with\n    tallyroll collect " in command.err
 
 
 def test_code_that_a_storage_names_is_not_run(
@@ -837,6 +860,304 @@ def test_inspect_for_a_reader_that_has_seen_enough(here: Path, server: WarmServe
     )
     assert done.stdout.startswith("data: 101 rows")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["memmap", "hdf5", "zarr"])
+def test_inspect_of_every_format_finalized(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert tallyroll(*cartpole("data", 500), "--format", name, "--finalize", "--quiet") == 0
+    assert tallyroll("inspect", "data") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"data: 500 rows of 75 bytes, 37.5 kB (tallyroll.{name}, created ")
+    assert ", with checksums of 500 rows\n" in said
+    assert tallyroll("inspect", "data", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["finalized"]["rows"] == 500
+    assert found["trajectories"]["total"] > 0
+
+
+@pytest.mark.parametrize("chunk", [7, 2**18])
+def test_inspect_of_a_ring(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(cli_scan, "CHUNK_ROWS", chunk)
+    made = {"num_envs": 3, "frames_per_batch": 50, "total_frames": 700, "seed": 0}
+    with (
+        MemmapStorage("data", max_size=300) as storage,
+        SyncCollector("CartPole-v1", storage=storage, **made) as collector,
+    ):
+        for _ in collector:
+            pass
+        whole = [e for e in collector.episodes if e.length]
+    assert tallyroll("inspect", "data") == 0
+    assert "\na ring of 300 rows: it holds those from row 400 on\n" in capsys.readouterr().out
+    assert tallyroll("inspect", "data", "--json", "--rows", 3) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["first_row"], found["ring"]) == (300, 400, 300)
+    assert [run["rows"] for run in found["runs"]] == [300]
+    with open_storage("data") as storage:
+        slots = storage.slots_of(np.arange(400, 700))
+        ids, step = (storage.column(("collector", n))[slots] for n in ("traj_ids", "step"))
+        done = storage.column(("next", "done"))[slots, 0]
+    begun = set(ids[step == 0].tolist())
+    ended = set(ids[done].tolist())
+    wanted = [e.total_return for e in whole if e.traj_id in begun & ended]
+    assert found["returns"]["episodes"] == len(wanted)
+    assert found["returns"]["mean"] == pytest.approx(np.mean(wanted))
+    assert found["trajectories"]["terminated"] == len(ended)
+    assert found["trajectories"]["begun_earlier"] == len(ended - begun) > 0
+    assert [row["collector.traj_ids"] for row in found["first_rows"]] == ids[:3].tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": []}, {"call": 3}, {"command": {"frames": "many"}}, {"versions": "old"},
+        {"lanes": 10**30}, {"incarnation": "twice"}, {"first_row_of_run": "x"}, {"seed": {}},
+        {"first_row": 10**9},
+    ],
+)  # fmt: skip
+def test_inspect_and_verify_of_a_damaged_manifest(
+    here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    assert tallyroll(*cartpole(), "--quiet") == 0
+    file = here / "data" / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    manifest["runs"][0] |= change
+    file.write_text(json.dumps(manifest))
+    for words in (("inspect",), ("inspect", "--json"), ("verify",)):
+        assert tallyroll(*words, "data") in (0, 1)
+        assert "Traceback" not in capsys.readouterr().err
+    assert tallyroll("collect", "--resume", "--frames", 200, "--out", "data") in (0, 1)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def test_verify_says_that_all_is_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll(*cartpole("data", 500), "--num-envs", 3, "--finalize", "--quiet") == 0
+    assert tallyroll("verify", "data") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("data: sound; 500 rows (tallyroll.memmap), ")
+    assert said.err == ""
+    assert tallyroll("verify", "data", "--quiet") == 0
+    said = capsys.readouterr()
+    assert said.out + said.err == ""
+
+
+def test_verify_says_what_is_wrong_and_where(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll(*cartpole("data", 500), "--quiet") == 0
+    rewards = np.memmap("data/next/reward.memmap", np.float32, "r+")
+    rewards[[7, *range(100, 110)]] = np.nan
+    del rewards
+    assert tallyroll("verify", "data") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("data: not sound, 2 findings; 500 rows")
+    assert said[2] == "nan: NaN or infinity in next/reward (11 times)"
+    assert said[3].startswith("    row 7, lane 0, trajectory 0, step 7, column next/reward")
+    assert said[8] == "    and 6 more"
+    assert said[10].startswith("episodes: the table gives another return than the rows")
+    assert tallyroll("verify", "data", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    finding, _ = found["findings"]
+    assert (finding["check"], finding["count"], found["sound"]) == ("nan", 11, False)
+    assert finding["places"][1] == {
+        **finding["places"][1], "row": 100, "lane": 0, "column": "next/reward",
+    }  # fmt: skip
+    assert tallyroll("verify", "data", "--quiet") == 1
+    assert tallyroll("verify", "data", "--skip", "nan,episodes") == 0
+    assert "not checked: nan, episodes (not wanted)" in capsys.readouterr().out
+
+
+def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll("verify", "nothing") == 2
+    assert capsys.readouterr().err == (
+        "tallyroll: error: nothing does not exist. Give the path of a storage.\n"
+    )
+    Path("notes.h5").write_text("text")
+    assert tallyroll("verify", "notes.h5") == 2
+    assert "notes.h5 is a file, not a Tallyroll storage" in capsys.readouterr().err
+    assert tallyroll(*cartpole(), "--quiet") == 0
+    with pytest.raises(SystemExit) as end:
+        tallyroll("verify", "data", "--skip", "nan,nam")
+    assert end.value.code == 2
+    assert "argument --skip: no check is called 'nam'; there are files, " in capsys.readouterr().err
+    (here / "data" / "action.memmap").unlink()
+    assert tallyroll("verify", "data") == 1
+    assert capsys.readouterr().out.startswith("data cannot be read\n\nfiles: ")
+
+
+def test_verify_shows_how_far_it_is(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tallyroll.collector.cli.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tallyroll.storage.row_checks._CHUNK_ROWS", 100)
+    assert tallyroll(*cartpole("data", 500), "--quiet") == 0
+    assert tallyroll("verify", "data") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "tallyroll: verifying: 7.5 kB of 37.5 kB (20 %)"
+    assert lines[-1] == "tallyroll: verifying: 37.5 kB of 37.5 kB (100 %)"
+
+
+def test_verify_on_a_terminal(server: WarmServer, tmp_path: Path) -> None:
+    server.run(tmp_path, *cartpole())
+    controller, terminal = pty.openpty()
+    try:
+        command = server.start(tmp_path, "verify", "data", tty=os.ttyname(terminal))
+        assert command.wait() == 0
+        shown = read_terminal(controller, lambda: True)
+    finally:
+        os.close(controller)
+        os.close(terminal)
+    assert "data: sound; 101 rows" in shown
+    assert "verifying" in shown
+
+
+# --- standard streams -----------------------------------------------------------------------------
+
+CLI = f"{sys.executable} -m tallyroll.collector.cli"
+
+
+def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("stdout", "why"), [("/dev/full", "No space left on device"), (None, "Bad file descriptor")]
+)
+def test_a_stdout_that_takes_nothing(
+    tmp_path: Path, server: WarmServer, stdout: str | None, why: str
+) -> None:
+    server.run(tmp_path, *cartpole())
+    error = f"tallyroll: error: standard output takes no more ({why}), so that not everything was "
+    for status, words in (
+        (1, "inspect data"), (1, "inspect data --json"), (1, "--help"), (2, "verify data"),
+    ):  # fmt: skip
+        command = server.start(tmp_path, *words.split(), stdout=stdout)
+        assert command.wait() == status, words
+        assert command.err == f"{error}said\n"
+    command = server.start(tmp_path, *cartpole("more", 50), stdout=stdout)
+    assert command.wait() == 1
+    assert command.err.endswith(f"{error}said\n")
+    assert "go on with" not in command.err
+    assert rows_in(tmp_path / "more") == 50
+
+
+def test_all_streams_closed(here: Path) -> None:
+    """No file of the storage gets the number of a stream, and then what is written to it."""
+    done = shell(here, f"{CLI} collect CartPole-v1 --frames 50 --out data <&- >&- 2>&-")
+    assert done.returncode == 1
+    assert rows_in(here / "data") == 50
+    assert tallyroll("verify", "data", "--quiet") == 0
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "format"),
+    [
+        ("--out data", "memmap"), ("--out data.h5", "hdf5"), ("--out data.HDF5", "hdf5"),
+        ("--out data.zarr", "zarr"), ("--out data --format zarr", "zarr"),
+        ("--out data --format hdf5", "hdf5"), ("--out data.d --format memmap", "memmap"),
+    ],
+)  # fmt: skip
+def test_formats(here: Path, words: str, format: str) -> None:
+    given = shlex.split(words)
+    assert tallyroll("collect", "CartPole-v1", "--frames", 300, "--quiet", *given) == 0
+    with open_storage(given[1]) as storage:
+        assert storage.manifest["format"] == f"tallyroll.{format}"
+        assert storage.head == 300
+    more = ("--out", given[1], "--quiet")
+    assert tallyroll("collect", "--resume", "--frames", 450, *more) == 0
+    assert tallyroll("collect", "CartPole-v1", "--frames", 60, "--append", *more) == 0
+    assert rows_in(given[1]) == 510
+    assert tallyroll("verify", given[1], "--quiet") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--frames 5 --out data.h5 --format zarr", "--format: data.h5 has the suffix of hdf5, and "
+         "the format zarr was asked for. Leave one of them out, or give another path."),
+        ("--frames 5 --out old --format hdf5 --append", "--format: old holds a storage of format "
+         "memmap, and the format hdf5 was asked for. Leave one of them out, or give another path."),
+        ("--episodes 5 --out data.h5", "data.h5: an HDF5 file is made for a number of rows, which "
+         "--episodes does not give; use --frames, or --format memmap or zarr"),
+    ],
+)  # fmt: skip
+def test_formats_that_do_not_fit(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert tallyroll(*cartpole("old"), "--quiet") == 0
+    before = files(here)
+    assert tallyroll("collect", "CartPole-v1", *words.split()) == 1
+    assert capsys.readouterr().err == f"tallyroll: error: {message}\n"
+    now = files(here)
+    now["old/tallyroll.lock"] = before["old/tallyroll.lock"]
+    assert now == before
+
+
+def test_durability_reaches_the_storage_and_stays(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    before = MemmapStorage.__init__
+
+    def init(self: MemmapStorage, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        seen.append(kwargs.get("durability", "process"))
+
+    monkeypatch.setattr(MemmapStorage, "__init__", init)
+    assert tallyroll(*cartpole(), "--durability", "power", "--quiet") == 0
+    assert seen == ["power"]
+    assert tallyroll("collect", "--resume", "--frames", 150, "--out", "data", "--quiet") == 0
+    assert seen[-2:] == ["process", "power"]
+    with open_storage("data") as storage:
+        assert storage.manifest["runs"][-1]["command"]["durability"] == "power"
+
+
+def test_finalize_of_a_run_that_is_complete_already(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll(*cartpole("data.h5"), "--quiet") == 0
+    assert tallyroll("collect", "--resume", "--finalize", "--out", "data.h5") == 0
+    assert tallyroll("verify", "data.h5") == 0
+    assert "checksums" not in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_is_not_finalized(server: WarmServer, tmp_path: Path) -> None:
+    command = server.start(tmp_path, *endless("--frames-per-batch", 50, "--finalize"))
+    stop_in_the_middle(command, signal.SIGINT)
+    assert command.err.endswith("--out data --resume --finalize\n")
+    with open_storage(tmp_path / "data") as storage:
+        assert "finalized" not in storage.manifest
+
+
+def test_killed_and_resumed_runs_are_sound(server: WarmServer, tmp_path: Path) -> None:
+    for name in ("data", "data.h5", "data.zarr"):
+        words = [name if word == "data" else word for word in endless("--frames-per-batch", 50)]
+        command = server.start(tmp_path, *words, "--resume")
+        command.wait_for(" rows of ")
+        time.sleep(0.3)
+        command.kill()
+        assert command.wait() == -signal.SIGKILL
+        server.run(tmp_path, "verify", name)
+        total = rows_in(tmp_path / name) + 50
+        words = [total if word == 1_000_000 else word for word in words]
+        server.run(tmp_path, *words, "--resume")
+        server.run(tmp_path, "verify", name)
+        with open_storage(tmp_path / name) as storage:
+            ids, done = storage.column(("collector", "traj_ids")), storage.column(("next", "done"))
+            unfinished = set(ids.tolist()) - set(ids[done[:, 0]].tolist())
+            assert storage.record is not None
+            assert json.loads(storage.record[1])["ledger"]["episodes_cut"] == len(unfinished)
 
 
 # --- help -----------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from tallyroll.storage import (
     row_checks,
     verify,
 )
+from tallyroll.storage.episode_file import read_table, write_table
+from tallyroll.storage.episodes import table_dtype
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.findings import PLACES
 from tallyroll.storage.verification import CHECKS
@@ -539,6 +541,89 @@ def test_an_id_of_an_earlier_run_is_found(tmp_path: Path) -> None:
     (used,) = (each for each in report.findings if "earlier run" in each.message)
     assert used.check == "ids"
     assert used.places[0].row == 333
+
+
+# --- the table of episodes ------------------------------------------------------------------------
+
+
+def change_table(path: Path, change: Callable[[np.ndarray], np.ndarray | None]) -> int:
+    """Write the table anew, changed; returns the first row of its tenth line."""
+    with open_storage(path) as storage:
+        file, head = storage._format.episodes_path, storage.head
+    table = read_table(file, table_dtype(), head)
+    assert table is not None
+    table = table.copy()
+    changed = change(table)
+    write_table(file, table if changed is None else changed)
+    return int(table["first_row"][9])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lane", 3), ("length", 1), ("return", -7.0), ("end", 2), ("version_first", 5),
+        ("version_last", 5), ("reset_seed", 12), ("last_row", 999),
+    ],
+)  # fmt: skip
+def test_a_line_of_the_table_that_changed_is_found(data: Path, field: str, value: float) -> None:
+    assert "episodes" in assert_sound(data).checked
+
+    def change(table: np.ndarray) -> None:
+        number = 0 if field == "reset_seed" else 9
+        assert table[field][number] != value
+        table[field][number] = value
+
+    row = change_table(data, change)
+    (finding,) = (f for f in verify(data).findings if f.check == "episodes")
+    assert finding.message == f"the table gives another {field} than the rows"
+    assert finding.places[0].row == (0 if field == "reset_seed" else row)
+    assert finding.places[0].column == field
+    assert finding.places[0].what.startswith(f"{'truncated' if field == 'end' else value}, and by")
+
+
+def test_lines_that_are_missing_or_too_many_are_found(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    path = copied(sound[""], tmp_path)
+    change_table(path, lambda table: np.delete(table, 9))
+    (finding,) = verify(path).findings
+    assert finding.message == "a trajectory has rows, and no line in the table"
+
+    def add(table: np.ndarray) -> None:
+        table["id"][5] = 12345
+
+    change_table(path, add)
+    assert {"a line in the table has no rows", finding.message} == {
+        each.message for each in verify(path).findings
+    }
+
+
+def test_a_table_that_is_damaged_is_found(sound: dict[str, Path], tmp_path: Path) -> None:
+    path = copied(sound[""], tmp_path)
+    flip(path / "episodes.npy", 300)
+    (finding,) = verify(path).findings
+    assert finding.check == "episodes"
+    assert "its checksum does not fit" in finding.message
+    (path / "episodes.npy").unlink()
+    assert assert_sound(path).skipped["episodes"].startswith("there is no table yet")
+
+
+def test_rows_that_changed_behind_the_table_are_found(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    path = copied(sound[""], tmp_path)
+    damage(path, ("next", "reward"), 500, 7.0)
+    (finding,) = verify(path).findings
+    assert finding.message == "the table gives another return than the rows"
+
+
+def test_a_table_is_older_than_the_last_rows(tmp_path: Path) -> None:
+    path = collect("CartPole-v1", tmp_path / "data", num_envs=3)
+    table = (path / "episodes.npy").read_bytes()
+    with open_storage(path, mode="append") as storage:
+        collect("CartPole-v1", storage, 77, num_envs=5)  # type: ignore[arg-type]
+    (path / "episodes.npy").write_bytes(table)
+    assert "episodes" in assert_sound(path).checked
 
 
 # --- storages that cannot be opened ---------------------------------------------------------------

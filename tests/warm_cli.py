@@ -97,15 +97,22 @@ class WarmServer:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
 
-    def start(self, folder: Path, *argv: object, tty: str | None = None) -> Command:
+    def start(
+        self,
+        folder: Path,
+        *argv: object,
+        tty: str | None = None,
+        stdout: str | None = "stdout",
+    ) -> Command:
         """Start ``tallyroll ARGV`` in `folder`, which becomes its current directory.
 
-        Its standard streams are files there, or the terminal at `tty`.
+        Its standard streams are files there, or the terminal at `tty`; None closes stdout.
         """
         folder.mkdir(exist_ok=True)
         for name in ("stdout", "stderr"):
             (folder / name).write_text("")
-        request = {"argv": [str(word) for word in argv], "cwd": str(folder), "tty": tty}
+        argv_ = [str(word) for word in argv]
+        request = {"argv": argv_, "cwd": str(folder), "tty": tty, "stdout": stdout}
         return Command(self, int(self.ask(request)["pid"]), folder)
 
     def run(self, folder: Path, *argv: object) -> Command:
@@ -167,14 +174,14 @@ def _status(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _fork(argv: Sequence[str], cwd: str, tty: str | None) -> int:
+def _fork(argv: Sequence[str], cwd: str, tty: str | None, stdout: str | None) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
         os.chdir(cwd)
-        _redirect(tty)
+        _redirect(tty, stdout)
         status = cli.main(argv)
         sys.stdout.flush()
     except SystemExit as end:
@@ -186,12 +193,15 @@ def _fork(argv: Sequence[str], cwd: str, tty: str | None) -> int:
         os._exit(status)
 
 
-def _redirect(tty: str | None) -> None:
-    names = ["/dev/null", "stdout", "stderr"] if tty is None else [tty] * 3
+def _redirect(tty: str | None, stdout: str | None) -> None:
+    names = ["/dev/null", stdout or "/dev/null", "stderr"] if tty is None else [tty] * 3
     for number, name in enumerate(names):
         file = os.open(name, os.O_RDWR if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
+    if stdout is None:  # as the interpreter finds it at its start
+        os.close(1)
+        sys.stdout = None  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from rich.console import Console
-
 from tallyroll.collector.cli.plan import (
     CommandError,
     Place,
@@ -24,7 +22,13 @@ from tallyroll.collector.cli.plan import (
     open_target,
 )
 from tallyroll.collector.cli.progress import progress_for, reading_progress
-from tallyroll.collector.cli.report import ledger_table, plain_console, readable_bytes, times
+from tallyroll.collector.cli.report import (
+    ledger_table,
+    plain_console,
+    readable_bytes,
+    text_of,
+    times,
+)
 from tallyroll.collector.cli.streams import emit
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import StorageLocked
@@ -118,7 +122,8 @@ class Run:
                 f"--resume: the run has {before.num_envs or 1} lanes, and --num-envs "
                 f"{given.num_envs} was given; leave it out, or use --append for a new run"
             )
-        policy = self.target.run.get("call", {}).get("policy")
+        call = self.target.run.get("call")
+        policy = call.get("policy") if isinstance(call, dict) else None
         if policy is not None and plan.policy is None:
             raise CommandError(
                 f"--resume: the run was made with a policy ({policy}), which its manifest cannot "
@@ -268,17 +273,6 @@ class Run:
     def _reported(self, collector: SyncCollector, seconds: float) -> str:
         console = plain_console()
         show = partial(console.print, soft_wrap=True)
-        with console.capture() as captured:
-            self._show(collector, seconds, console, show)
-        return captured.get()
-
-    def _show(
-        self,
-        collector: SyncCollector,
-        seconds: float,
-        console: Console,
-        show: Callable[[str], None],
-    ) -> None:
         ledger = collector.ledger
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
@@ -296,6 +290,7 @@ class Run:
         if self.done:
             show("\nwhat is in it:   " + f"tallyroll inspect {shlex.quote(self.out)}")
             show("more of the same: " + self._append_command())
+        return text_of(console)
 
     def _append_command(self) -> str:
         return replace(self.plan, seed=None).command(self.out, "--append")

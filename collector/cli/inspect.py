@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tallyroll.collector.cli.report import plain_console, readable_bytes, times
+from tallyroll.collector.cli.report import plain_console, readable_bytes, text_of, times
 from tallyroll.collector.cli.scan import Scan, scan
 from tallyroll.collector.cli.streams import emit
 from tallyroll.collector.keys import dotted
@@ -202,9 +202,8 @@ def _json(value: Any) -> Any:
 def as_text(facts: Mapping[str, Any]) -> str:
     """``facts`` for people."""
     console = plain_console()
-    with console.capture() as captured:
-        _show(facts, console)
-    return captured.get()
+    _show(facts, console)
+    return text_of(console)
 
 
 def _show(facts: Mapping[str, Any], console: Console) -> None:

@@ -149,7 +149,7 @@ def _add_verify(commands: Any) -> None:
     verify.set_defaults(run=_verify, error_status=2)
     verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
     verify.add_argument(
-        "--skip", type=_names, metavar="A,B",
+        "--skip", type=_checks, metavar="A,B",
         help="checks to leave out, for data in which they find what is meant so: " + _CHECKS,
     )  # fmt: skip
     verify.add_argument("--json", action="store_true", help="one JSON object, for machines")
@@ -315,6 +315,13 @@ def _mapping(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"wanted a JSON object like '{{\"a\": 1}}', got {text!r}")
     return value
+
+
+def _checks(text: str) -> list[str]:
+    names = _names(text)
+    if unknown := [name for name in names if name not in _CHECKS.split(", ")]:
+        raise argparse.ArgumentTypeError(f"no check is called {unknown[0]!r}; there are {_CHECKS}")
+    return names
 
 
 def _frame_skip(text: str) -> int | str:

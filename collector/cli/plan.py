@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from tallyroll.collector.errors import CollectorError
+from tallyroll.collector.last_run import last_run_of
 from tallyroll.collector.policy import PolicyFn
 from tallyroll.storage import CorruptStorage, Schema, StorageExists, StorageMissing
 from tallyroll.storage.base import DiskStorage
@@ -56,8 +57,11 @@ class Plan:
             CorruptStorage: its values are none that a plan could have.
         """
         command = run.get("command")
-        if command is None:
-            call, environment = run.get("call", {}), run.get("environment", {})
+        if not isinstance(command, dict):
+            call, environment = (
+                value if isinstance(value := run.get(name), dict) else {}
+                for name in ("call", "environment")
+            )
             command = {
                 "env": environment.get("id"),
                 "env_kwargs": environment.get("kwargs") or None,
@@ -100,6 +104,7 @@ class Plan:
         return shlex.join([*words, "--out", out, *options])
 
 
+_MOST_LANES = 2**20
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "env": str,
     "policy": str,
@@ -114,7 +119,8 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 def _may_be(name: str, value: Any) -> bool:
     if not isinstance(value, _KINDS.get(name, int)) or isinstance(value, bool):
         return False
-    return not isinstance(value, int) or value >= (0 if name == "seed" else 1)
+    most = _MOST_LANES if name == "num_envs" else 2**63
+    return not isinstance(value, int) or (0 if name == "seed" else 1) <= value < most
 
 
 def _word(value: Any) -> str:
@@ -175,8 +181,10 @@ class Target:
         self.storage, self.run = storage, run
         self.head = storage.head
         """Rows that were there when it was opened."""
-        self.first_row = self.head if run is None else int(run["first_row_of_run"])
+        self.first_row = self.head
         """The run's first row."""
+        if run is not None:
+            self.first_row = last_run_of([run], storage.path, self.head).first_row
 
 
 def open_target(place: Place, *, append: bool, resume: bool) -> Target:
@@ -218,7 +226,11 @@ def _open_resumed(place: Place) -> Target:
         if place.durability is None and _wanted_power(runs[-1]):
             storage.close()
             storage = replace(place, durability="power").open("append")
-        return Target(storage, runs[-1])
+        try:
+            return Target(storage, runs[-1])
+        except CollectorError:
+            storage.close()
+            raise
     storage.close()
     raise CommandError(f"--resume: {place.path} holds no run of a collector; use --append")
 

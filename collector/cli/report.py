@@ -1,5 +1,6 @@
 """What the commands' reports are made of."""
 
+import io
 import math
 import sys
 
@@ -12,9 +13,25 @@ FILE_WIDTH = 160
 
 
 def plain_console() -> Console:
-    """For reports on stdout; what goes to a file or a pipe is not folded to 80 columns."""
-    width = None if sys.stdout.isatty() else FILE_WIDTH
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+    """For a report to stdout, made as text first; see :func:`text_of`.
+
+    What goes to a file or a pipe is not folded to 80 columns.
+    """
+    on_terminal = sys.stdout.isatty()
+    return Console(
+        file=io.StringIO(),
+        force_terminal=on_terminal,
+        width=None if on_terminal else FILE_WIDTH,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+def text_of(console: Console) -> str:
+    """What was printed to a :func:`plain_console`."""
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def readable_bytes(count: float) -> str:
