@@ -62,7 +62,7 @@ from tallyroll.storage.errors import (
 )
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tallyroll.storage", "hypothesis", "pytest"])
+SERVER.set_forkserver_preload(["tallyroll.storage", "h5py", "hypothesis", "pytest"])
 WAIT_SECONDS = 60.0
 
 DTYPES = (
