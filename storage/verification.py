@@ -131,7 +131,7 @@ class _Verification:
         """The table of episodes, where there is one that can be read."""
         storage = self._storage
         reward = [each.shape for each in storage.schema.columns if each.key == REWARD]
-        path, dtype = storage._format.episodes_path, table_dtype(reward[0] if reward else ())
+        path, dtype = storage.episodes_path, table_dtype(reward[0] if reward else ())
         try:
             table = read_table(path, dtype, storage.head)
         except DamagedTable as error:

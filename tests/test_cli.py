@@ -144,6 +144,9 @@ def test_the_default_batch_is_a_multiple_of_the_lanes(lanes: int, batch: int) ->
     from tallyroll.collector.cli.plan import Plan
 
     assert default_batch(Plan(num_envs=lanes)) == batch
+    assert default_batch(Plan(num_envs=lanes), ring=100_000) == batch
+    assert default_batch(Plan(num_envs=lanes), ring=lanes + 1) == (lanes if lanes > 1 else 2)
+    assert default_batch(Plan(num_envs=5), ring=3) == 3
 
 
 # --- append and resume ----------------------------------------------------------------------------
@@ -1121,6 +1124,21 @@ def test_durability_reaches_the_storage_and_stays(
     assert seen[-2:] == ["process", "power"]
     with open_storage("data") as storage:
         assert storage.manifest["runs"][-1]["command"]["durability"] == "power"
+
+
+def test_a_ring_keeps_the_last_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tallyroll(*cartpole("data", 700, "--max-size", 300, "--num-envs", 7, "--quiet")) == 0
+    for words in (("--resume", "--frames", 900), ("CartPole-v1", "--append", "--frames", 100)):
+        assert tallyroll("collect", *words, "--out", "data", "--quiet") == 0
+    with open_storage("data") as storage:
+        assert storage.span == range(700, 1000)
+    assert tallyroll("verify", "data") == 0
+    capsys.readouterr()
+    assert tallyroll(*cartpole("more.zarr", 5, "--max-size", 3)) == 1
+    assert "--max-size: max_size=3 asks for a ring, and " in capsys.readouterr().err
+    assert tallyroll("collect", "CartPole-v1", "--append", "--frames", 9, "--out", "data",
+                     "--max-size", 5) == 1  # fmt: skip
+    assert "--max-size: max_size=5 was given, and data is a ring of 300" in capsys.readouterr().err
 
 
 def test_finalize_of_a_run_that_is_complete_already(

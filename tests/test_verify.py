@@ -288,7 +288,7 @@ def damage(path: Path, key: Any, row: Any, change: Any) -> None:
     with open_storage(path, mode="append") as storage:
         engine = storage._engine
         assert engine is not None
-        table = storage._format.episodes_path
+        table = storage.episodes_path
         before = table.read_bytes() if table.exists() else None
         column = engine._columns[engine.schema.keys.index(key)]
         column.flags.writeable = True
@@ -549,7 +549,7 @@ def test_an_id_of_an_earlier_run_is_found(tmp_path: Path) -> None:
 def change_table(path: Path, change: Callable[[np.ndarray], np.ndarray | None]) -> int:
     """Write the table anew, changed; returns the first row of its tenth line."""
     with open_storage(path) as storage:
-        file, head = storage._format.episodes_path, storage.head
+        file, head = storage.episodes_path, storage.head
     table = read_table(file, table_dtype(), head)
     assert table is not None
     table = table.copy()

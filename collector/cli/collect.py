@@ -207,7 +207,7 @@ class Run:
         return SyncCollector(
             plan.env,
             policy,
-            frames_per_batch=plan.frames_per_batch or default_batch(plan),
+            frames_per_batch=plan.frames_per_batch or default_batch(plan, self.target.storage.ring),
             total_frames=plan.frames,
             total_episodes=plan.episodes,
             num_envs=plan.num_envs or 1,
@@ -329,10 +329,13 @@ class Run:
         sys.stderr.write(f"tallyroll: stopped by {name}; {kept}. Go on with\n    {how}\n")
 
 
-def default_batch(plan: Plan) -> int:
+def default_batch(plan: Plan, ring: int = 0) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
     lanes = plan.num_envs or 1
-    return max(lanes, min(max(1024, 64 * lanes), _MOST_BATCH) // lanes * lanes)
+    batch = max(lanes, min(max(1024, 64 * lanes), _MOST_BATCH) // lanes * lanes)
+    if 0 < ring < batch:
+        return max(ring // lanes * lanes, min(ring, lanes))
+    return batch
 
 
 def run(args: argparse.Namespace) -> int:
@@ -373,7 +376,7 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
 
 def place_of(args: argparse.Namespace) -> Place:
     """Where a command line says that rows go."""
-    return Place(args.out, args.format, args.durability)
+    return Place(args.out, args.format, args.durability, args.max_size)
 
 
 def _of_bytes(

@@ -17,6 +17,7 @@ from tallyroll.collector.keys import dotted
 from tallyroll.storage import CorruptStorage, open_storage
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.checksums import rows_covered
+from tallyroll.storage.lock import is_held
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -121,7 +122,7 @@ def _part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _trajectories(found: Scan, storage: DiskStorage) -> dict[str, Any]:
-    being_written = _has_writer(storage)
+    being_written = is_held(storage.lock_path)
     return {
         "total": found.terminated + found.truncated + found.unfinished,
         "terminated": found.terminated,
@@ -130,16 +131,6 @@ def _trajectories(found: Scan, storage: DiskStorage) -> dict[str, Any]:
         "open": found.unfinished if being_written else 0,
         "begun_earlier": found.begun_earlier,
     }
-
-
-def _has_writer(storage: DiskStorage) -> bool:
-    """Whether a process holds the writer's lock: asked without touching it."""
-    try:
-        inode = storage.lock_path.stat().st_ino
-        with open("/proc/locks", encoding="ascii") as locks:
-            return any(line.split()[-3].endswith(f":{inode}") for line in locks)
-    except (OSError, IndexError):
-        return False
 
 
 def _spread(values: np.ndarray[Any, Any]) -> dict[str, Any] | None:

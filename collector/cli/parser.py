@@ -246,6 +246,10 @@ def _add_storage(group: Any) -> None:
         "waits for the disk in every commit (default: process)",
     )  # fmt: skip
     group.add_argument(
+        "--max-size", type=_positive, metavar="M",
+        help="a ring: the last M rows are kept, and older ones overwritten (memmap)",
+    )  # fmt: skip
+    group.add_argument(
         "--finalize", action="store_true",
         help="once complete, leave exactly these rows, with checksums that verify compares",
     )  # fmt: skip

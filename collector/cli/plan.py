@@ -43,6 +43,7 @@ class Plan:
     frame_skip: int | str | None = None
     info_keys: list[str] | None = None
     durability: Durability | None = None
+    max_size: int | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Plan":
@@ -150,6 +151,8 @@ class Place:
     format: str | None = None
     """A key of `FORMATS`; None takes it from what is there, or from the suffix."""
     durability: Durability | None = None
+    max_size: int | None = None
+    """Slots of a new ring."""
 
     def open(self, mode: Literal["create", "append"]) -> CommandStorage:
         """Open the storage; nothing is written yet.
@@ -163,9 +166,13 @@ class Place:
         except ValueError as error:
             raise CommandError(f"--format: {error}") from error
         made = type("CommandStorage", (CommandStorage, kind), {})
-        storage: CommandStorage = made(
-            self.path, mode=mode, durability=self.durability or "process"
-        )
+        options = {} if self.max_size is None else {"max_size": self.max_size}
+        try:
+            storage: CommandStorage = made(
+                self.path, mode=mode, durability=self.durability or "process", **options
+            )
+        except ValueError as error:
+            raise CommandError(f"--max-size: {error}") from error
         return storage
 
 

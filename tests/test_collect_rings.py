@@ -1,0 +1,188 @@
+"""Collectors write to rings, and to replay buffers on other devices."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from tallyroll.collector import SyncCollector
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage import MemmapStorage, open_storage, verify
+
+from oracles import OracleTorchEnv, check_rows
+from test_collect_kit import ByObservation, collect
+from warm_cli import WarmServer, warm_server
+
+LENGTHS = (5, 1, 9, 2, 30)
+CARTPOLE: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 30, "seed": 0}
+IDS = ("collector", "traj_ids")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    yield from warm_server()
+
+
+@pytest.mark.parametrize("size", [30, 31, 100, 1000])
+def test_a_ring_holds_the_last_rows(tmp_path: Path, size: int) -> None:
+    env = OracleTorchEnv(3, LENGTHS)
+    with MemmapStorage(tmp_path / "data", max_size=size) as storage:
+        batches, collector = collect(
+            env, ByObservation(), frames_per_batch=30, total_frames=205, seed=0, storage=storage
+        )
+        assert collector.ledger.stored == sum(map(len, batches)) == 205
+        slots = storage.slots_of(np.array(storage.span))
+        rows = storage.get(torch.from_numpy(slots))
+        assert len(rows) == min(size, 205)
+        check_rows(rows, LENGTHS)
+        last = torch.cat([batch["observation"] for batch in batches])[-len(rows) :]
+        assert torch.equal(rows["observation"], last)
+    assert verify(tmp_path / "data").sound
+
+
+def test_a_batch_that_a_ring_cannot_hold_is_refused_before_a_step(tmp_path: Path) -> None:
+    with (
+        MemmapStorage(tmp_path / "data", max_size=29) as storage,
+        pytest.raises(
+            ArgumentError, match=r"frames_per_batch: .*data is a ring of 29 rows, and a "
+        ),
+    ):
+        SyncCollector("CartPole-v1", total_frames=100, storage=storage, **CARTPOLE)
+    assert list(tmp_path.iterdir()) == []
+    with MemmapStorage(tmp_path / "data", max_size=29) as storage:
+        collect("CartPole-v1", total_frames=29, storage=storage, **CARTPOLE)
+        assert len(storage) == 29
+
+
+def test_what_an_error_leaves_may_be_more_than_a_ring_takes_at_once(tmp_path: Path) -> None:
+    calls = []
+
+    def fails_late(td: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 12:
+            raise RuntimeError("enough")
+        return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
+
+    with MemmapStorage(tmp_path / "data", max_size=9) as storage:
+        made = {"num_envs": 4, "frames_per_batch": 9, "total_frames": 100, "seed": 0}
+        with (
+            SyncCollector("CartPole-v1", fails_late, storage=storage, **made) as collector,
+            pytest.raises(RuntimeError, match="enough"),
+        ):
+            for _ in collector:
+                pass
+        assert storage.head == collector.ledger.stored
+        assert storage.record is not None
+        assert json.loads(storage.record[1])["ledger"]["stored"] == storage.head
+    assert verify(tmp_path / "data").sound
+
+
+def test_ids_are_never_used_again_though_their_rows_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    with MemmapStorage(path, max_size=200) as storage:
+        batches, _ = collect("CartPole-v1", total_frames=400, storage=storage, **CARTPOLE)
+        largest = max(int(batch[IDS].max()) for batch in batches)
+    with MemmapStorage(path, mode="append") as storage:
+        assert storage.record is not None
+        assert json.loads(storage.record[1])["next_id"] == largest + 1
+        # Rows without the largest id: as if its trajectory had been the first to go.
+        engine = storage._engine
+        assert engine is not None
+        column = engine._columns[engine.schema.keys.index(IDS)]
+        column.flags.writeable = True
+        column[:] = 0
+        again, _ = collect("CartPole-v1", total_frames=200, storage=storage, **CARTPOLE)
+    assert min(int(batch[IDS].min()) for batch in again) == largest + 1
+
+
+def test_resuming_a_ring_counts_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    with (
+        MemmapStorage(path, max_size=100) as storage,
+        SyncCollector("CartPole-v1", total_frames=1000, storage=storage, **CARTPOLE) as collector,
+    ):
+        for number, _ in enumerate(collector):
+            if number == 10:
+                break
+    for total in (700, 1000):
+        made = {**CARTPOLE, "seed": None, "total_frames": total, "resume": True}
+        with (
+            MemmapStorage(path, mode="append") as storage,
+            SyncCollector("CartPole-v1", storage=storage, **made) as collector,
+        ):
+            for _ in collector:
+                pass
+            assert storage.head == collector.ledger.stored == total
+            assert storage.span == range(total - 100, total)
+        assert verify(path).sound
+
+
+def test_a_ring_killed_and_resumed_counts_exactly(server: WarmServer, tmp_path: Path) -> None:
+    words = ("collect", "CartPole-v1", "--frames", 10**6, "--max-size", 500, "--num-envs", 4)
+    words = (*words, "--frames-per-batch", 20, "--out", "data", "--seed", 3)
+    for round in range(3):
+        command = server.start(tmp_path, *words, *(["--resume"] if round else []))
+        command.wait_for(" rows of ")
+        time.sleep(0.1 + 0.1 * round)
+        command.kill()
+        assert command.wait() == -signal.SIGKILL
+        report = verify(tmp_path / "data")
+        assert report.sound, report.findings
+    with open_storage(tmp_path / "data") as storage:
+        total = storage.head + 333
+    server.run(tmp_path, "collect", "--resume", "--frames", total, "--out", "data")
+    with open_storage(tmp_path / "data") as storage:
+        assert storage.head == total
+        assert storage.record is not None
+        ledger = json.loads(storage.record[1])["ledger"]
+    assert ledger["stored"] == total
+    assert ledger["executed"] == total + ledger["discarded"] + ledger["lost"]
+    assert verify(tmp_path / "data").sound
+
+
+# --- replay buffers -------------------------------------------------------------------------------
+
+
+def buffered(device: str) -> ReplayBuffer:
+    """A run into a buffer on a device; every row is checked."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(300, device=device), batch_size=32)
+    batches, collector = collect(
+        OracleTorchEnv(3, LENGTHS), ByObservation(), frames_per_batch=50, total_frames=275, seed=0,
+        replay_buffer=buffer,
+    )  # fmt: skip
+    held = buffer[:]
+    assert collector.ledger.stored == len(buffer) == 275
+    assert {leaf.device.type for leaf in held.values(True, True)} == {device}
+    check_rows(held.cpu(), LENGTHS)
+    assert torch.equal(
+        held["observation"].cpu(), torch.cat([batch["observation"] for batch in batches])
+    )
+    assert buffer.sample()["observation"].device.type == device
+    return buffer
+
+
+def test_a_buffer_in_memory() -> None:
+    buffered("cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_buffer_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+    before = torch.Tensor.pin_memory
+
+    def pin_memory(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        pinned.append(self.shape)
+        return before(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    buffered("cuda")
+    assert pinned, "rows should go there from pinned memory"
