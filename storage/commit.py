@@ -51,6 +51,7 @@ _RESERVE, _HEAD = 64 // 8, 128 // 8
 _COUNT_BITS = 48
 _COUNT = (1 << _COUNT_BITS) - 1
 _SLOT = struct.Struct("<qqqI")
+_SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
 _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
 HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
@@ -110,6 +111,10 @@ class Header:
         # Nobody but a writer changes the counts, so it need not look.
         if writable:
             self._reserve, self._head = self.reserve, self.head
+
+    def follow(self) -> None:
+        """Look at the counts every time: another process writes now."""
+        self._reserve = self._head = None
 
     def _mapped(self, writable: bool) -> mmap.mmap:
         size = os.fstat(self._file).st_size
@@ -224,7 +229,9 @@ class Header:
         body = start + _SLOT.size
         self._map[body : body + len(payload)] = payload
         crc = _slot_crc(sequence, head, payload)
-        _SLOT.pack_into(self._map, start, sequence, head, len(payload), crc)
+        # The sequence last: a kill before it leaves an older one, and no sign of damage.
+        _REST.pack_into(self._map, start + _SEQUENCE.size, head, len(payload), crc)
+        _SEQUENCE.pack_into(self._map, start, sequence)
         self._sequence = sequence
 
     def forget_uncommitted(self) -> None:

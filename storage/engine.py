@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -21,13 +21,14 @@ from .errors import (
     IndexOutOfRange,
     Overrun,
     ReadOnlyStorage,
+    StorageError,
     StorageFull,
     StorageLocked,
     WriterForked,
 )
 from .format import Access, Format
 from .intake import Intake
-from .lock import ReaderLock, WriterLock
+from .lock import ReaderLock, WriterLock, is_held
 from .pool import BufferPool
 from .preflight import require_room
 from .ring import first_valid, pieces, rows_in, slots_at
@@ -44,6 +45,7 @@ _REFRESH_SECONDS = 1.0
 LOOK_SECONDS = 0.01
 """How often a writer looks whether its lock file still stands."""
 _PATIENCE_SECONDS = 1.0
+_LOOKS = 100
 _WRITE_NBYTES = 2**14
 """Arrays of this size are written through the file. Through the map every new page costs a
 fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
@@ -75,6 +77,8 @@ class Engine:
         self._access: Access = "read" if lock is None else "write"
         self.ring = header.ring
         """Slots of the ring; 0 for a storage that grows."""
+        self._follows = lock is None
+        """Another process may write: counts change, and rows of a ring under one's eyes."""
         self._mutex = threading.RLock()
         self.keys = schema.keys
         """The columns' keys, in order."""
@@ -93,6 +97,15 @@ class Engine:
         self._remap(self._slots(header.head))
         if lock is not None:
             header.forget_uncommitted()
+            lock.when_lost = self._follow
+
+    def _follow(self) -> None:
+        # In a forked child: its parent goes on writing, and threads of the parent, which do
+        # not exist here, may have held the locks.
+        self._follows, self._access = True, "read"
+        self._mutex, self._views = threading.RLock(), None
+        self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in self.schema.columns])
+        self._header.follow()
 
     @property
     def owns_lock(self) -> bool:
@@ -107,11 +120,19 @@ class Engine:
     @property
     def span(self) -> range:
         """The numbers of the valid rows, counted over all rows ever written."""
-        # The head first: seen too old it hides rows, seen too new it would show others.
-        head = self._header.head
         if not self.ring:
-            return range(head)
-        return range(min(head, first_valid(self._header.reserve, self.ring)), head)
+            return range(self._header.head)
+        head, reserve = self._counts()
+        return range(min(head, first_valid(reserve, self.ring)), head)
+
+    def _counts(self) -> tuple[int, int]:
+        """``head`` and ``reserve`` of one moment, or a head too old, which hides rows."""
+        header = self._header
+        for _ in range(_LOOKS):
+            head, reserve = header.head, header.reserve
+            if header.head == head:
+                break
+        return head, reserve
 
     @property
     def room(self) -> int:
@@ -125,13 +146,15 @@ class Engine:
     @property
     def record(self) -> tuple[int, bytes] | None:
         """The newest record, with the rows committed when it was written."""
-        # A reader may look while both slots are written in turn: look again.
-        for _ in range(100):
-            if (record := self._header.record) is not None:
-                return record
-            if self._lock is not None:
+        header = self._header
+        if not self._follows:
+            return header.record
+        # Records are written in turn: one that comes meanwhile may hide the newest.
+        for _ in range(_LOOKS):
+            head, record = header.head, header.record
+            if record is not None and header.head == head:
                 break
-        return None
+        return record
 
     @property
     def record_damaged(self) -> bool:
@@ -211,30 +234,34 @@ class Engine:
         """Commit a record without rows."""
         self.require_writer()
         with self._mutex:
-            self._header.write_record(record, self._header.head)
+            header = self._header
+            if header.reserve != header.head:  # or the last good record would be written over
+                header.forget_uncommitted()
+            header.write_record(record, header.head)
             if self._power:
-                self._header.sync()
+                header.sync()
 
     def _commit(self, head: int) -> None:
         if self._power:
             self._format.sync()
+        if (now := time.monotonic()) >= self._look_at:  # it took long: another may write by now
+            self.require_writer()
+            self._look_at = now + LOOK_SECONDS
         self._header.head = head
         if self._power:
             self._header.sync()
         self.commits += 1
         if self.ring:
             self._warm = self._warm or head - self._opened_at >= self.ring
-        if time.monotonic() >= self._refresh_at:
+        if now >= self._refresh_at:
             self._refresh(head)
 
     def _refresh(self, head: int) -> None:
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
-        try:
+        # The rows are committed, whatever happens here; what other libraries see stays as
+        # it was, which is true too. flush() and close() do raise.
+        with suppress(StorageError, OSError):
             self._format.publish(self._slots(head))
-        except StorageFull:
-            # The rows are committed; what other libraries see stays as it was, which
-            # is true too. flush() and close() do raise.
-            return
 
     def _require_writer_soon(self) -> None:
         # A look at the lock file costs as much as copying five columns: not with every commit.
@@ -295,10 +322,11 @@ class Engine:
             StorageFull: there is none.
         """
         rows = self._slots(rows)
-        if rows > self._room:
-            require_room(self._format, self.schema, rows, there=self._room)
-            self._format.grow(rows)
-            self._remap(rows)
+        with self._mutex:
+            if rows > self._room:
+                require_room(self._format, self.schema, rows, there=self._room)
+                self._format.grow(rows)
+                self._remap(rows)
 
     def _remap(self, rows: int) -> None:
         columns = self._format.arrays(rows, self._access)
@@ -310,7 +338,9 @@ class Engine:
         """One array [room, ...] a column, slot by slot; room holds all that is committed."""
         slots = self._slots(self._header.head)
         if slots > self._room:
-            self._remap(slots)
+            with self._mutex:  # one thread at a time
+                if slots > self._room:
+                    self._remap(slots)
         return self._columns
 
     def committed(self) -> list[np.ndarray]:
@@ -324,13 +354,18 @@ class Engine:
     def views(self) -> list[np.ndarray]:
         """As `committed`, but writable; what is written to them stays in this process."""
         slots = self._slots(self.head)
-        if self._views is None or len(self._views[0]) < slots:
-            self._views = self._format.arrays(slots, "private")
-        return [view[:slots] for view in self._views]
+        with self._mutex:
+            if self._views is None or len(self._views[0]) < slots:
+                self._views = self._format.arrays(slots, "private")
+            return [view[:slots] for view in self._views]
 
     def shows_slots(self, span: range) -> bool:
         """Whether the slots in use, in their order, are the valid rows, and stay so while read."""
-        return not self.ring or (self._lock is not None and len(span) == self._slots(span.stop))
+        return not self.ring or (not self._follows and len(span) == self._slots(span.stop))
+
+    def most_rows(self, span: range) -> int:
+        """How many rows there are when those of ``span`` that are being overwritten are there."""
+        return self._slots(span.stop) if self._follows else len(span)
 
     def take(self, index: np.ndarray) -> list[np.ndarray]:
         """Arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
@@ -342,7 +377,7 @@ class Engine:
         """
         if not self.ring:
             return self.gather(index)
-        if self._lock is None:
+        if self._follows:
             return self._take_checked(index)
         with self._mutex:  # no append of another thread
             header = self._header
@@ -385,14 +420,13 @@ class Engine:
         """Slots of rows that may be few for a moment, while the writer overwrites the oldest."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            head, reserve = self._header.head, self._header.reserve
+            head, reserve = self._counts()
             count = head - min(head, first_valid(reserve, self.ring))
             if not index.size or (last := int(index.max())) < count:
                 return slots_at(index, head, reserve, self.ring).copy()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not is_held(self._format.lock_path):
                 raise IndexOutOfRange(
-                    f"row {last} is not there any more: {self._format.path} has {count} rows "
-                    "that are whole."
+                    f"row {last} is not there: {self._format.path} has {count} rows that are whole."
                 )
             time.sleep(1e-5)
 

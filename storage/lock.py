@@ -7,6 +7,7 @@ import os
 import platform
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NotWritable, StorageLocked, UnsupportedPlatform
@@ -56,10 +57,19 @@ class WriterLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self.lost = False
-        self.made = not path.exists()
-        """There was no lock file, so that a writer whose file was removed may still write."""
+        self.lost = self.made = False
+        """Made: there was no lock file, so that a writer whose file was removed may still write."""
+        self.when_lost: Callable[[], None] | None = None
+        """Called in a forked child."""
         self._path = path
+        self._open(path)
+        while not self.stands:  # a failed creation removed it before we had it
+            os.close(self._file)
+            self._open(path)
+        _held.add(self)
+
+    def _open(self, path: Path) -> None:
+        self.made = self.made or not path.exists()
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -69,11 +79,10 @@ class WriterLock:
             ) from error
         try:
             self._acquire(path)
+            self._inode = os.fstat(self._file).st_ino
         except BaseException:
             os.close(self._file)
             raise
-        self._inode = os.fstat(self._file).st_ino
-        _held.add(self)
 
     @property
     def stands(self) -> bool:
@@ -114,6 +123,7 @@ class WriterLock:
     def release(self) -> None:
         """Let the next writer in."""
         _held.discard(self)
+        self.when_lost = None
         if not self.lost:
             os.close(self._file)
 
@@ -122,6 +132,8 @@ class WriterLock:
         # keep it held after the parent's death. Closing it leaves the parent's.
         self.lost = True
         os.close(self._file)
+        if self.when_lost is not None:
+            self.when_lost()
 
 
 class ReaderLock:

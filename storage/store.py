@@ -18,7 +18,14 @@ from tensordict import TensorDict, TensorDictBase
 from .checksums import Progress, checksums
 from .commit import check_record
 from .engine import Durability, Engine
-from .errors import InvalidSchema, NotInitialised, RowsMismatch, SchemaMismatch, StorageClosed
+from .errors import (
+    IndexOutOfRange,
+    InvalidSchema,
+    NotInitialised,
+    RowsMismatch,
+    SchemaMismatch,
+    StorageClosed,
+)
 from .format import Format
 from .indexing import resolve
 from .manifest import Manifest, run_of
@@ -453,7 +460,13 @@ class RowStore:
         """
         engine = self._running()
         span = engine.span
-        where = resolve(index, len(span))
+        try:
+            where = resolve(index, len(span))
+        except IndexOutOfRange:
+            # There a moment ago, and again when a writer is done with a batch: take waits.
+            if (rows := engine.most_rows(span)) == len(span):
+                raise
+            where = resolve(index, rows)
         if isinstance(where, slice):
             if engine.shows_slots(span):
                 return self._nest([view[where] for view in engine.views()])

@@ -1,0 +1,289 @@
+"""Storages under attack: killed writers, forks, bit flips, full disks. Nothing committed is lost.
+
+``TALLYROLL_KILLS`` says how many kills each format gets at random moments, 50 by default,
+and how many of the lines of each scenario are killed at, ten times as many altogether.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from tallyroll.storage import H5Storage, StorageLocked
+from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.engine import LOOK_SECONDS, Engine
+from tallyroll.storage.errors import WriterForked
+from tallyroll.storage.lock import WriterLock
+from tallyroll.storage.regions import Region
+
+from faults import (
+    CASES,
+    SCENARIOS,
+    Case,
+    Told,
+    assert_whole,
+    check,
+    check_shown,
+    forked,
+    in_a_process,
+    kill_at_lines,
+    kill_at_random,
+    killed,
+    oracle,
+    record_of,
+)
+from storage_contract import WAIT_SECONDS
+
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
+LINES = KILLS // 2
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+# -- kill -9
+
+
+@pytest.mark.timeout(60 + KILLS)
+def test_kill_9_at_random_moments(case: Case, tmp_path: Path) -> None:
+    heads = in_a_process(kill_at_random, case, tmp_path / "rows", KILLS, seconds=60 + KILLS)
+    assert len(set(heads)) > KILLS // 4, f"too few kills hit a writer at work: {heads}"
+
+
+@pytest.mark.timeout(60 + 4 * LINES)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_kill_9_at_lines_all_over(case: Case, name: str, tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    seconds = 60 + 4 * LINES
+    heads = in_a_process(kill_at_lines, case, name, tmp_path, LINES, seed, seconds=seconds)
+    assert len(heads) == LINES
+    assert len(set(heads)) > 1, heads
+
+
+# -- several writers and readers
+
+
+def test_a_reader_before_during_and_after_a_writer(case: Case, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with case.create(path) as storage:
+        storage.extend(oracle(0, 500), record=record_of(500))
+    with case.kind(path, mode="read") as reader:
+        assert check(reader) == 500
+        with case.kind(path, mode="append") as storage:
+            storage.extend(oracle(500, 50), record=record_of(550))
+            assert check(reader) == 550
+            storage.extend(oracle(550, 200), record=record_of(750))
+            assert check(reader) == 750
+        assert check(reader) == 750
+        with case.kind(path, mode="append") as storage:
+            storage.extend(oracle(750, 150), record=record_of(900))
+            assert check(reader) == 900
+            storage.finalize()
+        assert check(reader) == 900
+    with case.kind(path, mode="read") as again:
+        assert check(again) == 900
+
+
+def forked_readers(case: Case, path: Path) -> None:
+    """A fork of the writer reads while the writer goes on, and after its death another writes."""
+    told = Told()
+
+    def write() -> None:
+        storage = case.create(path)
+        storage.extend(oracle(0, 600), record=record_of(600))
+        storage.get(slice(None))
+        told.lines = forked(lambda: read_inherited(storage, told))
+        head = 600
+        while True:
+            count = 200 if case.ring else 1
+            storage.extend(oracle(head, count), record=record_of(head + count))
+            head += count
+            if not case.ring:
+                time.sleep(0.001)
+
+    writer = forked(write)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while told.head < 300 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        assert os.waitpid(writer, os.WNOHANG) == (0, 0), "the writer failed"
+    killed(writer)
+    assert told.head >= 300
+    os.kill(told.lines, 0)  # it lives, and does not hold the lock
+    with case.kind(path, mode="append") as storage:
+        head = check(storage, acknowledged=600)
+        storage.extend(oracle(head, 10), record=record_of(head + 10))
+        assert check(storage) == head + 10
+    os.kill(told.lines, signal.SIGKILL)
+
+
+def read_inherited(storage: DiskStorage, told: Told) -> None:
+    """In a fork of its writer: the storage is read as by any other process."""
+    chance, newest = np.random.default_rng(0), 0
+    with pytest.raises(WriterForked):
+        storage.extend(oracle(storage.head, 1))
+    while told.head < 300 or newest <= 600:
+        got = assert_whole(storage.get(chance.integers(0, len(storage), 200)))
+        newest = max(newest, int(got.max()))
+        assert_whole(storage.get(slice(0, 50)))
+        told.head += 1
+    signal.pause()
+
+
+def test_a_forked_child_of_the_writer_reads_and_holds_no_lock(case: Case, tmp_path: Path) -> None:
+    in_a_process(forked_readers, case, tmp_path / "rows")
+
+
+def test_who_removes_the_lock_file_stops_the_first_writer(case: Case, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with case.create(path) as first:
+        first.extend(oracle(0, 300), record=record_of(300))
+        first.lock_path.unlink()
+        with case.kind(path, mode="append") as second:
+            second.extend(oracle(300, 100), record=record_of(400))
+            for act in (lambda: first.extend(oracle(300, 9)), lambda: first.put_record(b"")):
+                with pytest.raises(StorageLocked, match="was removed while this process writes"):
+                    act()
+            first.flush()
+            second.extend(oracle(400, 100), record=record_of(500))
+        first.close()
+        with case.kind(path, mode="read") as reader:
+            assert check(reader) == 500
+            check_shown(path, reader, all_of_them=True)
+
+
+def test_a_lock_file_removed_in_the_middle_of_a_long_append(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, copy = tmp_path / "rows", Engine._copy
+    with case.create(path) as first:
+        first.extend(oracle(0, 300), record=record_of(300))
+
+        def long(self: Engine, *args: Any) -> None:
+            copy(self, *args)
+            first.lock_path.unlink(missing_ok=True)
+            time.sleep(2 * LOOK_SECONDS)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "_copy", long)
+            with pytest.raises(StorageLocked, match="was removed while this process writes"):
+                first.extend(oracle(300, 100))
+    with case.kind(path, mode="append") as second:
+        assert check(second) == 300
+        second.extend(oracle(300, 20), record=record_of(320))
+        assert check(second) == 320
+
+
+def test_a_lock_on_a_removed_file_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A creation that failed removes its lock file, which somebody else may just have opened."""
+    path, opened = tmp_path / "lock", os.open
+
+    def open_and_lose(*args: Any, **options: Any) -> int:
+        file = opened(*args, **options)
+        monkeypatch.undo()
+        path.unlink()
+        return file
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    first = WriterLock(path)
+    assert first.stands
+    with pytest.raises(StorageLocked):
+        WriterLock(path)
+    first.release()
+
+
+def test_the_last_good_record_is_never_written_over(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when an append was interrupted, and a kill comes in the middle of a record."""
+    path = tmp_path / "rows"
+    with case.create(path) as storage:
+        storage.extend(oracle(0, 3), record=record_of(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "_commit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                storage.extend(oracle(3, 3), record=b"never committed")
+            patch.setattr("tallyroll.storage.commit._slot_crc", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                storage.put_record(b"torn")
+        assert storage.record == (3, record_of(3))
+        assert not storage.record_damaged
+        storage.put_record(b"whole")
+        assert storage.record == (3, b"whole")
+
+
+def interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_what_others_are_shown_fails_no_commit(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows"
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with case.create(path) as storage:
+        storage.extend(oracle(0, 3), record=record_of(3))
+        with monkeypatch.context() as patch:
+            patch.setattr("tallyroll.storage.engine._REFRESH_SECONDS", 0.0)
+            patch.setattr(case.kind._format_class, "publish", refuse)
+            assert storage._engine is not None
+            storage._engine._refresh_at = 0.0
+            for _ in range(2):
+                head = storage.head
+                storage.extend(oracle(head, 5), record=record_of(head + 5))
+            with pytest.raises(OSError, match="Too many open files"):
+                storage.flush()
+        assert check(storage) == 13
+
+
+# -- durability
+
+
+def test_power_durability_syncs_in_order(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reserve before rows are overwritten, rows before head, head before the call returns."""
+    with case.create(tmp_path / "rows", durability="power") as storage:
+        storage.extend(oracle(0, 500), record=record_of(500))
+        engine = storage._engine
+        assert engine is not None
+        header, names = engine._header, {}
+        header_file = os.fstat(header._file).st_ino
+        done: list[tuple[str, int, int]] = []
+
+        def note(what: str) -> None:
+            done.append((what, header.reserve, header.head))
+
+        def synced(file: int) -> None:
+            inode = os.fstat(file).st_ino
+            note("header" if inode == header_file else names.setdefault(inode, "rows"))
+
+        copy, flush = Engine._copy, Region.sync
+        monkeypatch.setattr(os, "fdatasync", synced)
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(Engine, "_copy", lambda self, *args: (note("copy"), copy(self, *args)))
+        monkeypatch.setattr(Region, "sync", lambda self, start: (note("rows"), flush(self, start)))
+        storage.extend(oracle(500, 200), record=record_of(700))
+        monkeypatch.undo()
+        steps = [step for step, _ in itertools.groupby(done)]
+        data = "header" if case.kind is H5Storage else "rows"  # one file
+        wanted = [("copy", 700, 500), (data, 700, 500), ("header", 700, 700)]
+        if case.ring:
+            wanted.insert(0, ("header", 700, 500))
+        assert steps == wanted
+        assert check(storage) == 700
