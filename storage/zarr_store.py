@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -71,6 +72,7 @@ class ZarrFormat(DirectoryFormat):
         self._shown = 0
         self._attributes: dict[PurePosixPath, Mapping[str, Any]] = {}
         self._columns: list[ChunkedColumn] = []
+        self._mapping = threading.Lock()
 
     @property
     def lock_path(self) -> Path:
@@ -223,17 +225,18 @@ class ZarrFormat(DirectoryFormat):
 
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map the chunks that hold ``rows`` rows, for writing all that are there."""
-        for column in self._columns:
-            column.require(column.count_for(rows))
-        # Others never map chunks without rows: the writer may make those anew.
-        counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
-        pairs = list(zip(self._columns, counts, strict=True))
-        self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
-        room = min(count * column.chunk_rows for column, count in pairs)
-        try:
-            return [column.array(count, room, access) for column, count in pairs]
-        except OSError as error:
-            raise failed(self.path, error, 0) from error
+        with self._mapping:  # several threads may read
+            for column in self._columns:
+                column.require(column.count_for(rows))
+            # Others never map chunks without rows: the writer may make those anew.
+            counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
+            pairs = list(zip(self._columns, counts, strict=True))
+            self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
+            room = min(count * column.chunk_rows for column, count in pairs)
+            try:
+                return [column.array(count, room, access) for column, count in pairs]
+            except OSError as error:
+                raise failed(self.path, error, 0) from error
 
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the files, which the maps show at once."""
