@@ -128,7 +128,8 @@ def require_room(
 def free_bytes(path: Path) -> int:
     """Bytes that are free where ``path`` is, or would be."""
     found = os.statvfs(_existing(path.absolute()))
-    return found.f_bavail * found.f_frsize
+    # A file system without blocks, such as /proc, does not say.
+    return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED
 
 
 def _existing(path: Path) -> Path:

@@ -40,7 +40,7 @@ def small_files() -> Iterator[int]:
 @pytest.fixture
 def little_space(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A disk with a thousand free blocks and ten free inodes."""
-    disk = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=100, f_favail=10)
+    disk = SimpleNamespace(f_blocks=10**6, f_bavail=1000, f_frsize=4096, f_files=100, f_favail=10)
     monkeypatch.setattr(preflight.os, "statvfs", lambda path: disk)
     return disk
 
@@ -92,6 +92,7 @@ def test_what_the_system_says() -> None:
     assert preflight._file_system(Path("/proc")) == "proc"
     assert preflight._file_system(here) != ""
     assert preflight.free_bytes(here) > 0
+    assert preflight.free_bytes(Path("/proc/nothing")) == 2**63 - 1, "it does not say"
     assert preflight.free_bytes(here / "not" / "there") == pytest.approx(
         os.statvfs(here).f_bavail * os.statvfs(here).f_frsize, rel=0.1
     )
@@ -143,7 +144,7 @@ def test_space_asked_for_later_is_refused_likewise(
 ) -> None:
     with MemmapStorage(tmp_path / "data") as storage:
         storage.extend(ROWS)
-        disk = SimpleNamespace(f_bavail=10, f_frsize=4096, f_files=0, f_favail=0)
+        disk = SimpleNamespace(f_blocks=10**6, f_bavail=10, f_frsize=4096, f_files=0, f_favail=0)
         monkeypatch.setattr(preflight.os, "statvfs", lambda path: disk)
         with pytest.raises(StorageFull, match=r"no room for 10,000,000 rows"):
             storage.reserve(10_000_000)
@@ -195,7 +196,7 @@ def test_a_resumed_run_asks_for_what_is_missing(
     made = {"frames_per_batch": 100, "num_envs": 2, "storage": tmp_path / "data"}
     with SyncCollector("CartPole-v1", total_frames=1000, seed=0, **made) as collector:
         next(iter(collector))
-    disk = SimpleNamespace(f_bavail=899 * 75, f_frsize=1, f_files=0, f_favail=0)
+    disk = SimpleNamespace(f_blocks=10**6, f_bavail=899 * 75, f_frsize=1, f_files=0, f_favail=0)
     monkeypatch.setattr(preflight.os, "statvfs", lambda path: disk)
     with pytest.raises(StorageFull, match=r"rows of 75 bytes: they take 67,500 bytes more, and"):
         SyncCollector("CartPole-v1", total_frames=1000, resume=True, **made)
