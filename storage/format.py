@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from .manifest import Manifest, read_manifest, write_aside
+from .manifest import Manifest, read_manifest, sealed, write_aside
 from .preflight import Footprint
 from .schema import Schema
 
@@ -63,7 +63,7 @@ class Format(ABC):
 
     def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
         """Replace the manifest, whole or not at all."""
-        write_aside(self.manifest_path, manifest, durable=durable)
+        write_aside(self.manifest_path, sealed(manifest), durable=durable)
 
     @abstractmethod
     def refuse_existing(self) -> None:

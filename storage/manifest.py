@@ -30,11 +30,14 @@ __all__ = [
     "run_of",
     "schema_crc",
     "schema_of",
+    "sealed",
     "write_aside",
 ]
 
 Manifest = dict[str, Any]
 """``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
+
+_SEAL = "crc32"
 
 _MOST_ROWS = 2**48 - 1
 _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
@@ -73,6 +76,16 @@ def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
 def schema_crc(schema: Schema) -> int:
     """CRC-32 that binds a header to the schema in its manifest."""
     return zlib.crc32(json.dumps(schema.to_json()).encode())
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with a checksum of itself, which `parse_manifest` looks at and removes."""
+    plain = json.loads(json.dumps(manifest))
+    return {**plain, _SEAL: _crc(plain)}
+
+
+def _crc(manifest: Manifest) -> str:
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -123,6 +136,12 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
         raise CorruptStorage(
             f"{path} lacks {', '.join(wrong)}, or they are of the wrong type. Restore it from a "
             "copy."
+        )
+    seal = manifest.pop(_SEAL, None)  # one that somebody changed on purpose has none
+    if seal is not None and seal != _crc(manifest):
+        raise CorruptStorage(
+            f"{path} fails its check: a value in it is not what was written. Restore it from a "
+            f"copy; if you changed it yourself, remove {_SEAL} from it."
         )
     return manifest
 

@@ -6,19 +6,29 @@ and how many of the lines of each scenario are killed at, ten times as many alto
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
-from tallyroll.storage import H5Storage, StorageLocked
+from tallyroll.storage import (
+    H5Storage,
+    Schema,
+    StorageError,
+    StorageFull,
+    StorageLocked,
+    open_storage,
+)
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.engine import LOOK_SECONDS, Engine
 from tallyroll.storage.errors import WriterForked
@@ -42,6 +52,7 @@ from faults import (
     record_of,
 )
 from storage_contract import WAIT_SECONDS
+from storage_damage import mount_small_disk
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
 LINES = KILLS // 2
@@ -287,3 +298,133 @@ def test_power_durability_syncs_in_order(
             wanted.insert(0, ("header", 700, 500))
         assert steps == wanted
         assert check(storage) == 700
+
+
+# -- full disks
+
+
+def fill_up(case: Case, path: Path, make_room: Callable[[], None]) -> int:
+    """Write until the disk is full, look at what is there, and go on when there is room."""
+    storage, head = case.create(path), 0
+    full = 0
+    while full < 3:
+        try:
+            storage.extend(oracle(head, 100), record=record_of(head + 100))
+            head += 100
+        except StorageFull:
+            full += 1
+            assert check(storage) == head, "committed rows changed"
+            if case.kind is H5Storage:
+                with contextlib.suppress(StorageFull):
+                    storage.reserve(2 * head)
+                    full -= 1
+    storage.put_record(record_of(head))
+    with case.kind(path, mode="read") as reader:
+        assert check(reader) == head
+    with contextlib.suppress(StorageFull):
+        storage.close()
+    with case.kind(path, mode="append") as storage:
+        assert check(storage) == head
+    make_room()
+    with case.kind(path, mode="append", capacity=head + 300) as storage:
+        storage.extend(oracle(head, 300), record=record_of(head + 300))
+    with case.kind(path, mode="read") as reader:
+        assert check(reader) == head + 300
+        check_shown(path, reader, all_of_them=True)
+    return head
+
+
+def fill_up_small_disk(case: Case, disk: Path) -> int:
+    """Rows that fitted; -1 where a file system may not be mounted."""
+    disk.mkdir()
+    if not mount_small_disk(disk):
+        return -1
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(4 * 2**20))
+    return fill_up(case, disk / "rows", ballast.unlink)
+
+
+def test_a_disk_that_is_full_in_the_middle_and_has_room_again(case: Case, tmp_path: Path) -> None:
+    if case.ring:
+        case = replace(case, ring=5000)
+    elif case.capacity:
+        case = replace(case, capacity=600)
+    head = in_a_process(fill_up_small_disk, case, tmp_path / "disk")
+    if head < 0:
+        pytest.skip("this user may not mount a tmpfs")
+    assert head >= 200
+
+
+# -- flipped bits
+
+
+def flipped(case: Case, folder: Path, seed: int) -> dict[str, int]:
+    """Flip bits of headers, records and manifests, one at a time; what came of it."""
+    small = replace(case, ring=5 if case.ring else 0, capacity=50 if case.capacity else None)
+    path, chance = folder / "rows", random.Random(seed)
+    with small.create(path) as storage:
+        storage.initialise(Schema.of(oracle(0, 1)), {"seed": 17, "env": "CartPole-v1"})
+        for head in (2, 4, 7):
+            storage.extend(oracle(storage.head, head - storage.head), record=record_of(head))
+        storage.finalize()
+    files = case.kind._format_class(path)
+    with case.kind(path, mode="read") as storage:
+        manifest = storage.manifest
+    came = {"refused": 0, "harmless": 0, "older record": 0}
+    for at in places_of(files.header_path, chance):
+        flip(files.header_path, at)
+        came[what_came_of_it(case, path, manifest)] += 1
+        flip(files.header_path, at)
+    if files.manifest_path != files.header_path:
+        for at in range(8 * files.manifest_path.stat().st_size):
+            if at % 8 == chance.randrange(8):
+                flip(files.manifest_path, at)
+                came[what_came_of_it(case, path, manifest)] += 1
+                flip(files.manifest_path, at)
+    return came
+
+
+def places_of(header: Path, chance: random.Random) -> list[int]:
+    """Numbers of bits: all of the first ones, and some of what is not zero in the first 2**20."""
+    written = [i for i, byte in enumerate(header.read_bytes()[: 2**20]) if byte and i >= 136]
+    # Another sequence number may look like a record that was being written, and is harmless so.
+    written = [i for i in written if (i - 4096) % 69632 >= 8]
+    some = [8 * byte + chance.randrange(8) for byte in written]
+    return [*range(8 * 136), *chance.sample(some, min(len(some), 1500))]
+
+
+def flip(file: Path, bit: int) -> None:
+    with open(file, "r+b") as target:
+        target.seek(bit // 8)
+        byte = target.read(1)[0] ^ 1 << bit % 8
+        target.seek(bit // 8)
+        target.write(bytes([byte]))
+
+
+def what_came_of_it(case: Case, path: Path, manifest: dict[str, Any]) -> str:
+    try:
+        storage = open_storage(path)
+    except StorageError:
+        return "refused"
+    with storage:
+        try:
+            assert storage.span == range(2 if case.ring else 0, 7)
+            numbers = np.arange(storage.span.start, 7)
+            got = storage.get(storage.slots_of(numbers))
+            assert assert_whole(got).tolist() == numbers.tolist()
+            record = storage.record
+        except StorageError:
+            return "refused"
+        same = {k: v for k, v in storage.manifest.items() if k in manifest} == manifest
+        assert same, "a manifest changed silently"
+        if record == (7, record_of(7)):
+            return "harmless"
+        assert storage.record_damaged, "an older record, and no word"
+        assert record in (None, (4, record_of(4)))
+        return "older record"
+
+
+def test_flipped_bits_are_told_or_harmless(case: Case, tmp_path: Path) -> None:
+    came = in_a_process(flipped, case, tmp_path, random.randrange(2**32))
+    assert came["refused"] > 100
+    assert came["older record"] > 10

@@ -511,6 +511,7 @@ def test_runs_that_do_not_fit_are_found(
     path = copied(sound[""], tmp_path)
     file = path / "manifest.json"
     manifest = json.loads(file.read_bytes())
+    del manifest["crc32"]
     file.write_text(json.dumps(manifest | {"runs": runs(manifest["runs"])}))
     found = [told(each) for each in verify(path).findings if each.check == "runs"]
     assert len(found) == 1
@@ -523,6 +524,7 @@ def test_another_number_of_lanes_in_the_manifest_is_found(
     path = copied(sound[""], tmp_path)
     file = path / "manifest.json"
     manifest = json.loads(file.read_bytes())
+    del manifest["crc32"]
     for lanes, check in ((3, "lanes"), (7, "ids")):
         manifest["runs"][0] |= {"lanes": lanes, "lane_seeds": [0] * lanes}
         file.write_text(json.dumps(manifest))
