@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cached_property
@@ -85,6 +87,7 @@ class RowStore:
                 kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
                 self._write_manifest(kept)
         self._closed = False
+        _open.add(self)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -233,11 +236,14 @@ class RowStore:
         self.close()
 
     def __del__(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         engine = self._engine
         if engine is not None:
             if engine.owns_lock:
                 warnings.warn(
-                    f"unclosed storage {self.path}", ResourceWarning, stacklevel=2, source=self
+                    f"unclosed storage {self.path}", ResourceWarning, stacklevel=3, source=self
                 )
             self._leave(None)
 
@@ -485,6 +491,16 @@ class RowStore:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.head} rows"
         return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {state})"
+
+
+# What is never closed is closed before the interpreter takes itself apart.
+_open: weakref.WeakSet[RowStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open):
+        store._let_go()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from tallyroll.storage import CorruptStorage, Schema
 from tallyroll.storage.commit import RECORD_LIMIT, Header, header_bytes
@@ -178,3 +181,23 @@ def test_a_header_of_another_schema_is_refused(tmp_path: Path) -> None:
     new_header(tmp_path / "header").close()
     with pytest.raises(CorruptStorage, match="another schema than the manifest"):
         Header(tmp_path / "header", schema_crc=8, writable=False)
+
+
+# -- the end of the process
+
+
+def test_what_is_never_closed_is_closed_at_the_end_of_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    script = (
+        "import numpy as np\n"
+        "from tallyroll.storage import MemmapStorage\n"
+        f"storage = MemmapStorage({str(path)!r})\n"
+        "storage.extend({('a',): np.arange(7)})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "ResourceWarning: unclosed storage" in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert TensorDict.load_memmap(path)["a"].tolist() == list(range(7))
