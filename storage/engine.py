@@ -243,7 +243,7 @@ class Engine:
 
     def _commit(self, head: int) -> None:
         if self._power:
-            self._format.sync()
+            self._format.sync(self._slots(self._header.head))
         if (now := time.monotonic()) >= self._look_at:  # it took long: another may write by now
             self.require_writer()
             self._look_at = now + LOOK_SECONDS

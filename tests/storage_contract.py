@@ -12,8 +12,10 @@ import os
 import pickle
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -977,6 +979,28 @@ class StorageContract:
 
 class GrowingStorageContract(StorageContract):
     """What a storage does besides that grows while it is open."""
+
+    def test_threads_read_slices_while_rows_come(self, path: Path) -> None:
+        done = threading.Event()
+
+        def read(storage: DiskStorage) -> int:
+            looks = 0
+            while not done.is_set() or not looks:
+                seen = storage.get(slice(None))["id"].numpy()
+                assert (seen == np.arange(len(seen))).all()
+                looks += 1
+            return looks
+
+        with self.make(path) as storage, ThreadPoolExecutor(4) as pool:
+            storage.extend(arrays(0, 10))
+            with self.make(path, mode="read") as reader:
+                readers = [pool.submit(read, one) for one in (storage, reader) * 2]
+                try:
+                    for head in range(10, 600_010, 20_000):
+                        storage.extend(arrays(head, 20_000))
+                finally:
+                    done.set()
+                assert all(each.result() for each in readers)
 
     def test_views_taken_before_the_storage_grew_stay_valid(self, path: Path) -> None:
         with self.make(path, capacity=2) as storage:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import resource
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,6 +31,7 @@ from tallyroll.storage.errors import (
     NotAStorage,
     UnsupportedPlatform,
 )
+from tallyroll.storage.regions import PAGE_NBYTES, Region
 from tallyroll.storage.rows import Key
 from tallyroll.storage.schema import Column
 from tallyroll.storage.zarr_metadata import chunk_rows_of
@@ -353,3 +356,90 @@ def test_a_header_cut_short_or_missing_is_told(five: Path) -> None:
     assert_refused(five, CorruptStorage, "should have 143360 bytes and has 143359")
     (five / "tallyroll" / "c.0").unlink()
     assert_refused(five, CorruptStorage, "is missing, and without it nobody knows")
+
+
+# -- maps
+
+
+def test_a_reader_sees_rows_in_chunks_that_were_made_anew(path: Path) -> None:
+    with ZarrStorage(path, capacity=200_000) as storage:
+        storage.extend(arrays(0, 10))
+        reader = open_storage(path)
+        assert_rows(reader, 10)
+    with ZarrStorage(path, mode="append", capacity=200_000) as storage:
+        storage.extend(arrays(10, 190_000))
+        assert_rows(reader, 190_010)
+        assert (reader.get(slice(190_000, None)) == rows(190_000, 10)).all()
+    reader.close()
+
+
+def test_several_threads_map_chunks(path: Path) -> None:
+    numbers = np.arange(32768 * 60)
+    with ZarrStorage(path, capacity=len(numbers)) as storage:
+        storage.extend({("id",): numbers})
+    for _ in range(5):
+        with open_storage(path) as reader, ThreadPoolExecutor(8) as pool:
+            counts = [32768 * chunks for chunks in range(1, 60)]
+            maps = pool.map(lambda count: reader._format.arrays(count, "private")[0], counts)
+            assert all((one == numbers[: len(one)]).all() for one in maps)
+
+
+def test_files_that_are_open_do_not_grow_with_the_chunks(path: Path) -> None:
+    with ZarrStorage(path) as storage:
+        storage.extend(arrays(0, 100_000))
+        before = len(os.listdir("/proc/self/fd"))
+        storage.extend(arrays(100_000, 1_000_000))
+        storage.get(slice(None))
+        assert len(list((path / "wide").glob("c.*"))) > 10
+        assert len(os.listdir("/proc/self/fd")) <= before + len(storage.schema.keys)
+
+
+def test_a_regions_arrays_outlive_it_and_the_files(tmp_path: Path) -> None:
+    region = Region(4 * PAGE_NBYTES, "write")
+    for number in range(2):
+        with open(tmp_path / f"{number}", "w+b") as file:
+            file.truncate(PAGE_NBYTES)
+            region.add(file.fileno(), PAGE_NBYTES)
+    array = region.array(np.dtype(np.uint8), (2 * PAGE_NBYTES,))
+    array[:] = 1
+    array[PAGE_NBYTES:] = 2
+    region.sync(0)
+    for number in range(2):
+        assert (tmp_path / f"{number}").read_bytes() == bytes([number + 1]) * PAGE_NBYTES
+        (tmp_path / f"{number}").unlink()
+    del region
+    gc.collect()
+    assert int(array.sum()) == 3 * PAGE_NBYTES
+
+
+def test_a_region_refuses_what_does_not_fit_and_goes_on(tmp_path: Path) -> None:
+    region = Region(2 * PAGE_NBYTES, "read")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        region.add(-1, PAGE_NBYTES)
+    with open(tmp_path / "0", "w+b") as file:
+        file.write(b"\x07" * PAGE_NBYTES)
+        file.flush()
+        region.add(file.fileno(), PAGE_NBYTES)
+        with pytest.raises(ValueError, match="do not fit"):
+            region.add(file.fileno(), 2 * PAGE_NBYTES)
+    array = region.array(np.dtype(np.uint8), (PAGE_NBYTES,))
+    assert set(array) == {7}
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    with pytest.raises(ValueError, match="bytes of"):
+        region.array(np.dtype(np.uint8), (PAGE_NBYTES + 1,))
+
+
+def test_power_durability_syncs_what_is_new(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+    sync = Region.sync
+
+    def watched(region: Region, start: int) -> None:
+        starts.append(start)
+        sync(region, start)
+
+    monkeypatch.setattr(Region, "sync", watched)
+    with ZarrStorage(path, durability="power") as storage:
+        storage.extend(TensorDict({"x": torch.zeros(3, dtype=torch.int64)}, [3]))
+        storage.extend(TensorDict({"x": torch.zeros(3, dtype=torch.int64)}, [3]))
+        assert starts == [0, 24]
