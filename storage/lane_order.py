@@ -21,6 +21,8 @@ MOST_LANES = 2**20
 NOBODY = np.iinfo(np.int64).min
 """The id where no row came before."""
 
+_FEW = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -52,13 +54,22 @@ class LaneOrder:
     @property
     def own(self) -> np.ndarray:
         """The lanes that have rows, [lanes]."""
-        own: np.ndarray = self.lane[self.first]
-        return own
+        return self.lane.take(self.first)
+
+    @property
+    def _one_each(self) -> bool:
+        return len(self.first) == len(self.at)
 
     @property
     def last(self) -> np.ndarray:
         """Where each lane that has rows ends, [lanes]."""
-        return np.append(self.first[1:], len(self.at)) - 1
+        last = np.empty_like(self.first)
+        last[:-1], last[-1] = self.first[1:] - 1, len(self.at) - 1
+        return last
+
+    def ends(self, values: np.ndarray) -> np.ndarray:
+        """The values [n] of the last row of each lane that has rows, [lanes]."""
+        return values if self._one_each else values.take(self.last)
 
     def before(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
         """The value of the row before each row in its lane, [n].
@@ -67,10 +78,30 @@ class LaneOrder:
             values: of the rows in this order, [n].
             tails: of the last row before the chunk in every lane, [lanes].
         """
+        if self._one_each:
+            return tails.take(self.lane)
         shifted = np.empty_like(values)
         shifted[1:] = values[:-1]
-        shifted[self.first] = tails[self.own]
+        shifted.put(self.first, tails.take(self.own))
         return shifted
+
+    def since(self, follows: np.ndarray, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
+        """For each row the value of the one from which on rows follow one another, [n].
+
+        Args:
+            follows: a row follows the one before it in its lane, bool [n].
+            values: of the rows in this order, [n].
+            tails: of every lane's last row before the chunk, the value found for it, [lanes].
+        """
+        if self._one_each:
+            return np.where(follows, tails.take(self.lane), values)
+        first = self.first
+        begins = ~follows
+        begins[first] = True
+        values = values.copy()
+        values[first] = np.where(follows[first], tails.take(self.own), values[first])
+        begun = np.maximum.accumulate(np.where(begins, np.arange(len(values)), 0))
+        return values.take(begun)
 
 
 def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
@@ -83,22 +114,21 @@ def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
     Raises:
         CorruptStorage: a lane that cannot be.
     """
-    # As unsigned numbers negative ones are large: one look tells both.
-    largest = int(lane.astype(np.uint64).max())
-    if largest >= MOST_LANES:
-        wrong = int(lane.astype(np.uint64).argmax())
-        raise CorruptStorage(
-            f"row {start + wrong} says that it is of lane {int(lane[wrong])}, and lanes are "
-            f"numbered from 0 to {MOST_LANES - 1}. Restore it from a copy."
-        )
-    # Sixteen bits are sorted in one pass.
-    key = lane.astype(np.uint16) if largest < 2**16 else lane
-    at: np.ndarray = np.argsort(key, kind="stable")
-    ordered: np.ndarray = lane[at]
+    key = lane
+    if len(lane) > _FEW and lane.max() < 2**16 and lane.min() >= 0:
+        key = lane.astype(np.uint16)  # sixteen bits are sorted in one pass
+    at = key.argsort(kind="stable")
+    ordered = lane.take(at)
+    for end in (0, -1):
+        if not 0 <= ordered[end] < MOST_LANES:
+            raise CorruptStorage(
+                f"row {start + at[end]} says that it is of lane {ordered[end]}, and lanes are "
+                f"numbered from 0 to {MOST_LANES - 1}. Restore it from a copy."
+            )
     begins = np.empty(len(at), np.bool_)
     begins[0] = True
     np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
-    return LaneOrder(at, ordered, np.flatnonzero(begins))
+    return LaneOrder(at, ordered, begins.nonzero()[0])
 
 
 def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:

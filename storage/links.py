@@ -63,38 +63,29 @@ class Links:
         self.seen = chunk.stop
 
     def _link(self, chunk: Chunk) -> None:
+        # Commits of few rows are frequent: `take` and `put` cost a fraction of indexing there.
         order = lane_order(chunk.lane, chunk.start)
-        own, last = order.own, order.last
+        at, own = order.at, order.own
         self._know_lanes(int(own[-1]) + 1)
-        rows, ids, steps = order.at + chunk.start, chunk.ids[order.at], chunk.steps[order.at]
+        rows, ids, steps = at + chunk.start, chunk.ids.take(at), chunk.steps.take(at)
         before = order.before(rows, self._tail_row)
-        same: np.ndarray = order.before(ids, self._tail_id) == ids
-        follows: np.ndarray = same & (order.before(steps, self._tail_step) + 1 == steps)
-        base = self._bases(steps, follows, order.first, self._tail_base[own])
+        same = order.before(ids, self._tail_id) == ids
+        follows = (order.before(steps, self._tail_step) + 1 == steps) & same
+        base = order.since(follows, steps, self._tail_base)
 
         slots = slots_of(rows, self._ring)
-        distance = np.where(same, rows - before, 0)
-        self._back[slots] = distance
-        self._depth[slots] = steps - base
-        self._ahead[slots] = 0
+        distance = (rows - before) * same
+        self._back.put(slots, distance)
+        self._depth.put(slots, steps - base)
+        self._ahead.put(slots, 0)
         # In a ring, another row is in that slot already.
         same &= before >= (chunk.stop - self._ring if self._ring else 0)
-        self._ahead[slots_of(before[same], self._ring)] = distance[same]
+        self._ahead.put(slots_of(before[same], self._ring), distance[same])
 
-        self._tail_row[own], self._tail_id[own] = rows[last], ids[last]
-        self._tail_step[own], self._tail_base[own] = steps[last], base[last]
-
-    def _bases(
-        self, steps: np.ndarray, follows: np.ndarray, first: np.ndarray, tails: np.ndarray
-    ) -> np.ndarray:
-        """For each row by lane, the step from which on steps follow one another, [n]."""
-        begins = ~follows
-        begins[first] = True
-        base = steps.copy()
-        base[first] = np.where(follows[first], tails, base[first])
-        begun = np.maximum.accumulate(np.where(begins, np.arange(len(steps)), 0))
-        found: np.ndarray = base[begun]
-        return found
+        self._tail_row.put(own, order.ends(rows))
+        self._tail_id.put(own, order.ends(ids))
+        self._tail_step.put(own, order.ends(steps))
+        self._tail_base.put(own, order.ends(base))
 
     def _make_room(self, stop: int) -> None:
         if stop > _INT32 and self._back.dtype == np.int32:
@@ -138,11 +129,11 @@ class Links:
         oldest that is left stand for anything.
         """
         rows = np.empty((length, len(ends)), np.int64)
-        row = ends
+        rows[-1] = ends
+        back, ring = self._back, self._ring
         for step in range(length - 1, 0, -1):
-            rows[step] = row
-            row = row - self._back[slots_of(row, self._ring)]
-        rows[0] = row
+            row = rows[step]
+            np.subtract(row, back.take(row % ring if ring else row), out=rows[step - 1])
         return np.ascontiguousarray(rows.T)
 
     def next_of(self, rows: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -71,15 +70,14 @@ class TrajectorySliceSampler(Sampler):
 
     def _info(self, storage: DiskStorage, slots: np.ndarray, num_slices: int) -> dict[Key, Any]:
         info: dict[Key, Any] = {}
-        columns = {column.key: column for column in storage.schema.columns}
-        if DONE in columns and math.prod(columns[DONE].shape) == 1:
-            done = torch.from_numpy(storage.column(DONE).take(slots, axis=0))
-            marks = slice_marks(done.reshape(-1), num_slices, self.slice_len)
-            info = {**marks, DONE: marks[DONE].reshape(done.shape)}
-        if _IS_INIT in columns:
-            is_init = torch.from_numpy(storage.column(_IS_INIT).take(slots, axis=0))
+        columns, keys = storage._running().columns(), storage.schema.keys
+        if DONE in keys:
+            done = columns[keys.index(DONE)].take(slots, axis=0)
+            info = slice_marks(done, num_slices, self.slice_len)
+        if _IS_INIT in keys:
+            is_init = columns[keys.index(_IS_INIT)].take(slots, axis=0)
             is_init[:: self.slice_len] = True
-            info[_IS_INIT] = is_init
+            info[_IS_INIT] = torch.from_numpy(is_init)
         return info
 
     def _check(self, storage: Any) -> None:
@@ -101,7 +99,8 @@ class TrajectorySliceSampler(Sampler):
             return 0
         index = storage._index
         with index.lock:
-            return index.links(storage).count_slices(self.slice_len, storage.span.start)
+            count: int = index.links(storage).count_slices(self.slice_len, storage.span.start)
+            return count
 
     def _empty(self) -> None:
         """Nothing is kept here."""
@@ -125,5 +124,6 @@ class TrajectorySliceSampler(Sampler):
 
 def _index(storage: DiskStorage, slots: np.ndarray) -> np.ndarray:
     """The index by which `DiskStorage.get` finds slots."""
-    head, first, ring = storage.head, storage.span.start, storage.ring
-    return index_at(slots, head, first + ring, ring) if first else slots
+    if not (ring := storage.ring) or not (first := storage.span.start):
+        return slots
+    return index_at(slots, storage.head, first + ring, ring)

@@ -17,7 +17,7 @@ from .keys import CUT, DONE
 if TYPE_CHECKING:
     from .store import RowStore
 
-__all__ = ["Trajectories", "draw", "drawn_by", "slice_marks"]
+__all__ = ["Trajectories", "draw", "slice_marks"]
 
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -195,9 +195,10 @@ class Trajectories(Mapping[int, TensorDict]):
             for column, array in zip(engine.columns(), arrays, strict=True):
                 array[torn] = column[slots]
         found = store._nest(arrays, rows.shape)
-        if (done := found.get(DONE, None)) is not None:
-            for key, mark in slice_marks(done.reshape(-1), *rows.shape).items():
-                found.set(key, mark.reshape(*rows.shape, *done.shape[2:] if key == DONE else ()))
+        if DONE in (keys := engine.schema.keys):
+            done = arrays[keys.index(DONE)]
+            # In place: they are copies.
+            found.set(CUT, slice_marks(done, *rows.shape)[CUT].reshape(rows.shape))
         return found
 
 
@@ -224,32 +225,34 @@ def draw(
     index = store._index
     with index.lock:
         links = index.links(store)
-        return links.draw(num_slices, slice_len, store.span.start, drawn_by(generator))
+        first = store.span.start if store.ring else 0
+        return links.draw(num_slices, slice_len, first, _drawn_by(generator))
 
 
 def slice_marks(
-    done: torch.Tensor, num_slices: int, slice_len: int
+    done: np.ndarray, num_slices: int, slice_len: int
 ) -> dict[tuple[str, ...], torch.Tensor]:
-    """What changes at the last row of each slice, by key.
+    """What differs from the stored rows at the last row of each slice, by key.
 
     Args:
-        done: of all rows, bool [num_slices * slice_len].
+        done: a copy of what is stored, bool [num_slices * slice_len, ...].
         num_slices: how many slices.
         slice_len: rows a slice.
     """
-    last = torch.zeros(num_slices, slice_len, dtype=torch.bool)
-    last[:, -1] = True
-    last = last.reshape(-1)
-    return {DONE: done | last, CUT: last & ~done}
+    last = done.reshape(num_slices, slice_len, -1)[:, -1]
+    cut = np.zeros((num_slices, slice_len), np.bool_)
+    cut[:, -1] = ~last.any(axis=1)
+    last[:] = True
+    return {DONE: torch.from_numpy(done), CUT: torch.from_numpy(cut.reshape(-1))}
 
 
-def drawn_by(generator: torch.Generator | None) -> Any:
+def _drawn_by(generator: torch.Generator | None) -> Any:
     """``pick(count, below)``: as many numbers from 0 to ``below - 1``, drawn uniformly."""
     device = None if generator is None else generator.device
 
     def pick(count: int, below: int) -> np.ndarray:
         numbers = torch.randint(below, (count,), generator=generator, device=device)
-        return np.asarray(numbers.cpu())
+        return numbers.numpy(force=True)
 
     return pick
 

