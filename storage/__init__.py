@@ -19,6 +19,8 @@ from .findings import Finding, Report
 from .formats import open_storage
 from .hdf5 import H5Storage
 from .memmap import MemmapStorage
+from .n_steps import n_step
+from .samplers import TrajectorySliceSampler
 from .schema import Schema
 from .verification import verify
 from .zarr_store import ZarrStorage
@@ -37,7 +39,9 @@ __all__ = [
     "StorageFull",
     "StorageLocked",
     "StorageMissing",
+    "TrajectorySliceSampler",
     "ZarrStorage",
+    "n_step",
     "open_storage",
     "verify",
 ]

@@ -16,11 +16,10 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.objectives.value import GAE
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage
 from tallyroll.storage.commit import word_of
 from tallyroll.storage.errors import ColumnsMissing, NoSlices, SlotsMayChange
 from tallyroll.storage.ring import index_at, slots_at
-from tallyroll.storage.samplers import TrajectorySliceSampler
 
 from lane_model import Model
 

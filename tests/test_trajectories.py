@@ -19,8 +19,8 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives.value import TD0Estimator
 
-from tallyroll.storage import MemmapStorage, open_storage
-from tallyroll.storage.episodes import END_NAMES
+from tallyroll.storage import MemmapStorage, Schema, n_step, open_storage
+from tallyroll.storage.episodes import END_NAMES, Episodes
 from tallyroll.storage.errors import (
     ColumnsMissing,
     IndexOutOfRange,
@@ -29,7 +29,6 @@ from tallyroll.storage.errors import (
     StorageClosed,
     UnknownTrajectory,
 )
-from tallyroll.storage.n_step import n_step
 
 from lane_model import Model, models
 from storage_contract import process, receive
@@ -253,8 +252,6 @@ def test_it_is_not_made_anew_on_opening(path: Path, monkeypatch: pytest.MonkeyPa
         seen += len(rows.chunk.ids)
         extend(self, rows, runs)
 
-    from tallyroll.storage.episodes import Episodes
-
     extend = Episodes.extend
     monkeypatch.setattr(Episodes, "extend", count)
     with open_storage(path, mode="append") as storage:
@@ -316,10 +313,7 @@ def test_runs_that_are_appended(model: Model, stop: int, ring: int, look: bool) 
     runs = [{"lane_seeds": [11, 12, 13]}, {"lane_seeds": [21, 22, 23, 24, 25, 26]}]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
-        schema = None
         with MemmapStorage(path, max_size=ring or None) as storage:
-            from tallyroll.storage import Schema
-
             schema = Schema.of(model.rows())
             storage.initialise(schema, runs[0])
             fill(storage, model, stop=stop)
