@@ -31,6 +31,7 @@ __all__ = [
     "layout_of",
     "make_file",
     "nbytes_of_file",
+    "shown_attributes",
 ]
 
 PROVENANCE_NBYTES = 48 * 1024
@@ -224,6 +225,17 @@ def layout_of(file: int, path: Path, schema: Schema) -> Layout:
     layout = Layout(tuple(offsets), rows.pop())
     _require_apart(file, path, schema, layout)
     return layout
+
+
+def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
+    """The attributes of ours, as h5py reads them in an open file.
+
+    Raises:
+        CorruptStorage: they cannot be read.
+    """
+    with _opened(file, path) as opened:
+        values = {name: opened.attrs[name] for name in ATTRIBUTES if name in opened.attrs}
+        return {n: v if isinstance(v, str) else int(v) for n, v in values.items()}
 
 
 @contextmanager

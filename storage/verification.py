@@ -11,7 +11,7 @@ import numpy as np
 from .checksums import mismatches
 from .episode_file import read_table
 from .episodes import table_dtype
-from .errors import CorruptStorage, DamagedTable
+from .errors import CorruptStorage, DamagedTable, MissingLibrary
 from .findings import Finding, Findings, Place, Report
 from .formats import open_storage
 from .keys import REWARD
@@ -19,6 +19,7 @@ from .record_checks import check_ledger, check_record, check_runs
 from .ring import rows_in
 from .row_checks import RowChecks
 from .rows import spell
+from .shown_checks import what_is_wrong
 
 if TYPE_CHECKING:
     from .base import DiskStorage
@@ -27,6 +28,7 @@ __all__ = ["CHECKS", "verify"]
 
 CHECKS: Mapping[str, str] = {
     "files": "header, manifest and files can be opened and are long enough",
+    "metadata": "what other libraries read is what was written for them",
     "runs": "the manifest's runs follow one another within the rows",
     "record": "the last commit's record balances, and counts the rows that are there",
     "lanes": "every row is of a lane that its run has",
@@ -96,6 +98,8 @@ class _Verification:
         storage, findings = self._storage, self._findings
         at, record = self._last_commit()
         manifest = storage.manifest
+        if "metadata" not in self._skip:
+            self._check_metadata()
         runs = check_runs(manifest["runs"], at, findings)
         table = None if "episodes" in self._skip else self._table()
         rows = RowChecks(storage, runs, nan="nan" not in self._skip, table=table)
@@ -126,6 +130,14 @@ class _Verification:
             if self._storage.head == head:
                 break
         return head, record
+
+    def _check_metadata(self) -> None:
+        storage = self._storage
+        try:
+            for wrong in what_is_wrong(storage._format, storage.schema, lambda: storage.head):
+                self._findings.add("metadata", wrong)
+        except MissingLibrary as error:
+            self._leave_out("metadata", str(error))
 
     def _table(self) -> np.ndarray | None:
         """The table of episodes, where there is one that can be read."""

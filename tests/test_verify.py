@@ -168,6 +168,20 @@ def test_zero_is_an_observation_like_others_where_episodes_come_to_it(tmp_path: 
 # --- storages that no collector wrote -------------------------------------------------------------
 
 
+def test_a_lane_that_begins_wrong_behind_one_that_ends_wrong(tmp_path: Path) -> None:
+    """Two wrong steps that stand beside each other in the order of lanes are two."""
+    one, other = episodes([1, 2, 3], [4, 5, 6])
+    other[LANE][:] = 1
+    both = {key: np.concatenate([one[key], other[key]]) for key in one}
+    both[STEP][:] = [0, 7, 0, 1]
+    path = write(tmp_path / "data", both)
+    with MemmapStorage(path, mode="append") as storage:
+        more = {key: value[[1, 3]].copy() for key, value in both.items()}
+        more[STEP][:] = [2, 2]
+        storage.extend(more)
+    assert rows_named(verify(path), "steps") == [1]
+
+
 def episodes(*walks: list[int]) -> list[dict[Any, np.ndarray]]:
     """Rows of episodes that walk along these positions; each ends at its last one."""
     rows = []
@@ -201,7 +215,7 @@ def write(path: Path, *batches: dict[Any, np.ndarray]) -> Path:
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     report = assert_sound(write(tmp_path / "data", {("x",): np.arange(10.0)}))
-    assert report.checked == ("files", "runs", "nan", "zeros")
+    assert report.checked == ("files", "metadata", "runs", "nan", "zeros")
     assert report.skipped["ids"] == "there is no column collector/traj_ids of a collector"
     assert report.skipped["record"] == "no collector wrote one"
     assert report.skipped["checksums"] == "the storage was not finalized"
@@ -487,6 +501,12 @@ def test_a_record_with_a_flipped_bit_is_found(sound: dict[str, Path], tmp_path: 
     }
 
 
+def write_runs(path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Change the runs of a manifest, which stays as whole as it was."""
+    with open_storage(path, mode="append") as storage:
+        storage._write_runs(change(storage.manifest["runs"]))
+
+
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
@@ -626,6 +646,95 @@ def test_a_table_is_older_than_the_last_rows(tmp_path: Path) -> None:
         collect("CartPole-v1", storage, 77, num_envs=5)  # type: ignore[arg-type]
     (path / "episodes.npy").write_bytes(table)
     assert "episodes" in assert_sound(path).checked
+
+
+# --- what other libraries read --------------------------------------------------------------------
+
+SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "memmap, no JSON": (
+        "", lambda path: truncate(path / "next" / "meta.json", 40),
+        "next/meta.json cannot be read by other libraries",
+    ),
+    "memmap, a dtype": (
+        "", lambda path: replace(path / "meta.json", b"float32", b"float64"),
+        "observation/dtype is 'torch.float64', wanted 'torch.float32'",
+    ),
+    "memmap, more rows": (
+        "", lambda path: replace(path / "meta.json", b"1000", b"1001"),
+        "meta.json shows other libraries 1,001 rows, and 1,000 are committed",
+    ),
+    "memmap, gone": ("", lambda path: (path / "meta.json").unlink(), "No such file"),
+    "zarr, no JSON": (
+        ".zarr", lambda path: truncate(path / "observation" / "zarr.json", 40),
+        "observation/zarr.json cannot be read by other libraries",
+    ),
+    "zarr, an array": (
+        ".zarr", lambda path: replace(path / "action" / "zarr.json", b"int64", b"int16"),
+        "action/zarr.json is not as it was written for other libraries: data_type is 'int16'",
+    ),
+    "zarr, the root": (
+        ".zarr", lambda path: replace(path / "zarr.json", b'"little"', b'"big"'),
+        "zarr.json is not as it was written for other libraries: consolidated_metadata/",
+    ),
+    "zarr, more rows": (
+        ".zarr", lambda path: replace(path / "action" / "zarr.json", b"1000", b"9999"),
+        "action/zarr.json shows other libraries 9,999 rows, and 1,000 are committed",
+    ),
+    "hdf5, more rows": (
+        ".h5", lambda path: change_attribute(path, "rows", 1005),
+        "shows other libraries 1,005 rows, and 1,000 are committed",
+    ),
+    "hdf5, its capacity": (
+        ".h5", lambda path: change_attribute(path, "capacity", 3), "its attribute capacity is 3",
+    ),
+    "hdf5, its schema": (
+        ".h5", lambda path: replace(path, b'"float32"', b'"float64"'), "its attribute schema is",
+    ),
+}  # fmt: skip
+
+
+def replace(file: Path, old: bytes, new: bytes) -> None:
+    content = file.read_bytes()
+    assert old in content
+    # What is in the user block of HDF5 is ours.
+    start = 2**20 if file.suffix == ".h5" else 0
+    file.write_bytes(content[:start] + content[start:].replace(old, new))
+
+
+def change_attribute(path: Path, name: str, value: int) -> None:
+    import h5py
+
+    with h5py.File(path, "r+") as file:
+        file.attrs.modify(name, np.int64(value))
+
+
+@pytest.mark.parametrize("what", SHOWN)
+def test_what_other_libraries_read_is_checked(
+    sound: dict[str, Path], tmp_path: Path, what: str
+) -> None:
+    suffix, change, message = SHOWN[what]
+    path = copied(sound[suffix], tmp_path)
+    change(path)
+    found = verify(path).findings
+    assert {each.check for each in found} == {"metadata"}
+    assert message in found[0].message
+    assert verify(path, skip=["metadata"]).sound
+
+
+def test_what_others_added_to_the_metadata_is_let_be(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    import h5py
+
+    with h5py.File(path := copied(sound[".h5"], tmp_path), "r+") as file:
+        file.attrs["note"] = "mine"
+        file["next"].attrs["unit"] = "metre"
+    assert_sound(path)
+    path = copied(sound[".zarr"], tmp_path)
+    document = json.loads((path / "action" / "zarr.json").read_bytes())
+    document["attributes"]["unit"] = "metre"
+    (path / "action" / "zarr.json").write_text(json.dumps(document))
+    assert_sound(path)
 
 
 # --- storages that cannot be opened ---------------------------------------------------------------

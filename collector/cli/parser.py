@@ -83,8 +83,8 @@ exit status:
   2  it could not be checked: no storage there, not readable, or a wrong argument
 """
 _CHECKS = (
-    "files, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, zeros, "
-    "episodes, checksums"
+    "files, metadata, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, "
+    "zeros, episodes, checksums"
 )
 
 
