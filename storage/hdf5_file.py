@@ -235,7 +235,10 @@ def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
     """
     with _opened(file, path) as opened:
         values = {name: opened.attrs[name] for name in ATTRIBUTES if name in opened.attrs}
-        return {n: v if isinstance(v, str) else int(v) for n, v in values.items()}
+        return {
+            name: value.decode().rstrip() if isinstance(value, bytes) else int(value)
+            for name, value in values.items()
+        }
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .commit import HEADER_NBYTES
 from .errors import CorruptStorage
 from .format import Format
 from .hdf5 import H5Format
@@ -15,7 +16,7 @@ from .hdf5_file import shown_attributes
 from .layout import meta_of
 from .memmap import MemmapFormat
 from .schema import Schema
-from .zarr_metadata import documents
+from .zarr_metadata import documents, header_document
 from .zarr_store import ZarrFormat
 
 __all__ = ["what_is_wrong"]
@@ -38,6 +39,7 @@ def what_is_wrong(format: Format, schema: Schema, head: Callable[[], int]) -> It
         yield from _of_memmap(format.path, schema, head)
     elif isinstance(format, ZarrFormat):
         yield from _of_zarr(format, schema, head)
+        yield from _of_header(format)
     elif isinstance(format, H5Format):
         yield from _of_hdf5(format, schema, head)
 
@@ -70,6 +72,14 @@ def _of_zarr(format: ZarrFormat, schema: Schema, head: Callable[[], int]) -> Ite
             _require_committed(rows, head(), file)
         except CorruptStorage as error:
             yield str(error)
+
+
+def _of_header(format: ZarrFormat) -> Iterator[str]:
+    file = format.header_path.parent / "zarr.json"
+    try:
+        _require(header_document(HEADER_NBYTES), _read(file), file)
+    except CorruptStorage as error:
+        yield str(error)
 
 
 def _rows_below(found: Any, blank: Mapping[str, Any], file: Path) -> int:

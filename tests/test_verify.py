@@ -680,6 +680,10 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         ".zarr", lambda path: replace(path / "action" / "zarr.json", b"1000", b"9999"),
         "action/zarr.json shows other libraries 9,999 rows, and 1,000 are committed",
     ),
+    "zarr, the header": (
+        ".zarr", lambda path: truncate(path / "tallyroll" / "zarr.json", 9),
+        "tallyroll/zarr.json cannot be read by other libraries",
+    ),
     "hdf5, more rows": (
         ".h5", lambda path: change_attribute(path, "rows", 1005),
         "shows other libraries 1,005 rows, and 1,000 are committed",
