@@ -70,6 +70,8 @@ class DirectoryFormat(Format):
         # The lock comes first: without it these files are not from a creation of ours.
         if self.lock_path.exists() and not foreign:
             return None
+        if set(self.path.rglob("*")) == {self.lock_path.parent}:  # killed before it made its lock
+            return None
         return (foreign[0] if foreign else next(self.path.iterdir())).name
 
     def refuse_missing(self) -> None:

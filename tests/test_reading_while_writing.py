@@ -24,6 +24,7 @@ from tallyroll.storage.engine import Engine
 from faults import (
     CASES,
     MOST,
+    STEPS,
     Case,
     Told,
     assert_are,
@@ -101,7 +102,7 @@ def test_random_rows(case: Case, written: Path) -> None:
             heads.add(reader.head)
 
         until_enough(read)
-        assert len(heads) > 20
+        assert len(heads) > 3
 
 
 def test_slices_and_masks(case: Case, written: Path) -> None:
@@ -121,6 +122,25 @@ def test_slices_and_masks(case: Case, written: Path) -> None:
                 )
 
         until_enough(read)
+
+
+def test_slices_of_trajectories(case: Case, written: Path) -> None:
+    with case.kind(written, mode="read") as reader:
+        heads = set()
+
+        def read() -> None:
+            head = reader.head
+            got = reader.trajectories.sample_slices(16, 5)
+            ids = got["id"].numpy()
+            assert (np.diff(ids) == 1).all()
+            assert (ids[:, 0] // STEPS == ids[:, -1] // STEPS).all()
+            assert got["next", "done"][:, -1].all()
+            got["next", "done"] = (got["id"] % STEPS == STEPS - 1)[..., None]
+            assert_whole(got.reshape(-1))
+            heads.add(head)
+
+        until_enough(read)
+        assert len(heads) > 3
 
 
 def test_columns_of_what_grows(written: Path, case: Case) -> None:
