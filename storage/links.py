@@ -26,9 +26,9 @@ _INT32 = np.iinfo(np.int32).max
 class Links:
     """Links between the rows of a storage.
 
-    A row is linked to the rows that are stored before and after it in its trajectory.
-    Where a row's step is not the one after that of the row before it, some in between
-    were never stored: then its `depth` is 0, and slices do not cross it.
+    A row is linked to the row that is stored before it in its trajectory, and to the one
+    after it if that is the next step. Where it is not, some in between were never stored:
+    slices and walks onward do not cross such a gap.
 
     Args:
         ring: slots of the ring, or 0.
@@ -39,6 +39,7 @@ class Links:
         self.seen = 0
         """The rows up to this number have links."""
         # Distances, for they fit 32 bits where row numbers do not; 0 where there is nobody.
+        # And how many rows lie before each without a gap.
         self._back: np.ndarray = np.zeros(ring or _FIRST_ROOM, np.int32)
         self._ahead: np.ndarray = np.zeros_like(self._back)
         self._depth: np.ndarray = np.zeros_like(self._back)
@@ -79,8 +80,8 @@ class Links:
         self._depth.put(slots, steps - base)
         self._ahead.put(slots, 0)
         # In a ring, another row is in that slot already.
-        same &= before >= (chunk.stop - self._ring if self._ring else 0)
-        self._ahead.put(slots_of(before[same], self._ring), distance[same])
+        follows &= before >= (chunk.stop - self._ring if self._ring else 0)
+        self._ahead.put(slots_of(before[follows], self._ring), distance[follows])
 
         self._tail_row.put(own, order.ends(rows))
         self._tail_id.put(own, order.ends(ids))
@@ -136,12 +137,18 @@ class Links:
             np.subtract(row, back.take(row % ring if ring else row), out=rows[step - 1])
         return np.ascontiguousarray(rows.T)
 
-    def next_of(self, rows: np.ndarray) -> np.ndarray:
-        """The row one step after each of ``rows`` [n] in its trajectory, -1 where there is none."""
-        distance = self._ahead[slots_of(rows, self._ring)]
-        ahead = rows + distance
-        there = (distance > 0) & (self._depth[slots_of(ahead, self._ring)] > 0)
-        return np.where(there, ahead, -1)
+    def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
+        """The ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
+
+        What lies behind the last one is the last one again.
+        """
+        found = np.empty((length, len(rows)), np.int64)
+        found[0] = rows
+        ahead, ring = self._ahead, self._ring
+        for step in range(length - 1):
+            row = found[step]
+            np.add(row, ahead.take(row % ring if ring else row), out=found[step + 1])
+        return found
 
     # --- slices -----------------------------------------------------------------------------------
 
@@ -202,7 +209,7 @@ class Links:
     def longest(self, first: int = 0) -> int:
         """Rows of the longest stretch of consecutive steps of a trajectory, from ``first`` on."""
         rows = np.arange(first, self.seen)
-        rows = rows[self.next_of(rows) < 0]
+        rows = rows[self._ahead.take(slots_of(rows, self._ring)) == 0]
         length = 0
         while len(rows):
             length += 1

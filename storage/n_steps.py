@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = ["n_step"]
 
 _ORIGINAL: Key = (NEXT, "original_reward")
 _STEPS, _GAMMA = "steps_to_next_obs", "gamma"
+_FLAGS = (TERMINATED, TRUNCATED)
 _PATIENCE_SECONDS = 1.0
 
 
@@ -113,55 +114,27 @@ def _numbers(storage: RowStore, span: range, index: np.ndarray) -> np.ndarray:
     return rows_in(slots_at(index, head, reserve, ring), head, ring)
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    last: np.ndarray
-    """The number of the last row used, [n]."""
-    count: np.ndarray
-    """How many were used, [n]."""
-    reward: torch.Tensor
-    """Their discounted sum, [n, ...]."""
-
-
 def _read(storage: RowStore, rows: np.ndarray, n: int, gamma: float) -> TensorDict:
     engine = storage._running()
-    steps = _go_on(storage, engine, rows, n, gamma)
-    here, there = storage.slots_of(rows), storage.slots_of(steps.last)
-    later = [key[0] == NEXT or key == NEXT_VALID for key in engine.schema.keys]
-    arrays = engine.gather([there if is_later else here for is_later in later])
-    found = storage._nest(arrays, rows.shape)
-    found.set(_ORIGINAL, _tensor(engine, REWARD, here))
-    found.set(REWARD, steps.reward)
-    count = torch.from_numpy(steps.count)[:, None]
-    found.set(_STEPS, count)
-    found.set(_GAMMA, (gamma ** count.double()).to(steps.reward.dtype))
+    keys = engine.schema.keys
+    with storage._index.lock:
+        chain = storage._index.links(storage).onward(rows, n)
+    slots = storage.slots_of(chain)
+    columns = engine.columns()
+    reward = _tensor(engine, REWARD, slots)
+    flags = [columns[keys.index(key)].take(slots, axis=0) for key in _FLAGS if key in keys]
+    used = _used(chain, np.logical_or.reduce([_any(flag, slots.shape) for flag in flags]))
+    count = used.sum(axis=0)
+
+    last = slots[count - 1, np.arange(len(rows))]
+    places = [last if key[0] == NEXT or key == NEXT_VALID else slots[0] for key in keys]
+    found = storage._nest(engine.gather(places), rows.shape)
+    found.set(_ORIGINAL, reward[0])
+    found.set(REWARD, _discounted(reward, torch.from_numpy(used), gamma))
+    steps = torch.from_numpy(count)[:, None]
+    found.set(_STEPS, steps)
+    found.set(_GAMMA, (gamma ** steps.double()).to(found.get(REWARD).dtype))
     return found
-
-
-def _go_on(storage: RowStore, engine: Engine, rows: np.ndarray, n: int, gamma: float) -> _Steps:
-    index = storage._index
-    reward = _tensor(engine, REWARD, storage.slots_of(rows))
-    total = reward.double()
-    last, count = rows.copy(), np.ones(len(rows), np.int64)
-    going = np.arange(len(rows))
-    for step in range(1, n):
-        going = going[~_ended(engine, storage.slots_of(last[going]))]
-        with index.lock:
-            ahead = index.links(storage).next_of(last[going])
-        going, ahead = going[ahead >= 0], ahead[ahead >= 0]
-        if not len(going):
-            break
-        last[going] = ahead
-        count[going] += 1
-        total[going] += gamma**step * _tensor(engine, REWARD, storage.slots_of(ahead)).double()
-    dtype = reward.dtype if reward.is_floating_point() else torch.float32
-    return _Steps(last, count, total.to(dtype))
-
-
-def _ended(engine: Engine, slots: np.ndarray) -> np.ndarray:
-    keys = [key for key in (TERMINATED, TRUNCATED) if key in engine.schema]
-    flags = [_tensor(engine, key, slots)[:, None].flatten(1).any(1) for key in keys]
-    return torch.stack(flags).any(0).numpy()
 
 
 def _tensor(engine: Engine, key: Key, slots: np.ndarray) -> torch.Tensor:
@@ -169,6 +142,30 @@ def _tensor(engine: Engine, key: Key, slots: np.ndarray) -> torch.Tensor:
     found = torch.from_numpy(engine.columns()[place].take(slots, axis=0))
     dtype = engine.schema.columns[place].dtype
     return found.view(dtype) if dtype is torch.bfloat16 else found
+
+
+def _any(flags: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Whether any flag of each row is set; most have one."""
+    if flags.size == math.prod(shape):
+        return flags.reshape(shape)
+    found: np.ndarray = flags.any(axis=tuple(range(len(shape), flags.ndim)))
+    return found
+
+
+def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Which rows [n, rows] come before the end of the trajectory, and of what is stored of it."""
+    used = np.ones(chain.shape, np.bool_)
+    used[1:] = (chain[1:] != chain[:-1]) & ~ended[:-1]
+    return np.logical_and.accumulate(used)
+
+
+def _discounted(reward: torch.Tensor, used: torch.Tensor, gamma: float) -> torch.Tensor:
+    """The discounted sum of the rewards [n, rows, ...] that are used [n, rows]."""
+    shape = (*used.shape, *(1 for _ in reward.shape[2:]))
+    weights = gamma ** torch.arange(len(used), dtype=torch.float64)
+    weights = weights.reshape(-1, *(1 for _ in shape[1:]))
+    total = (reward.double() * weights).masked_fill_(~used.reshape(shape), 0).sum(0)
+    return total.to(reward.dtype if reward.is_floating_point() else torch.float32)
 
 
 def _put_into(batch: TensorDictBase, found: TensorDict) -> TensorDict:

@@ -53,7 +53,11 @@ def test_rows_are_walked_as_a_plain_model_says(model: Model, sizes: list[int], r
         if left:
             assert links.back_from(left[-1], first).tolist() == left
     every = np.arange(first, len(model.ids))
-    assert links.next_of(every).tolist() == [model.next_of(row) for row in every]
+    ahead = [model.next_of(row) for row in every]
+    assert links.onward(every, 2).tolist() == [
+        every.tolist(),
+        [row if after < 0 else after for row, after in zip(every, ahead, strict=True)],
+    ]
     assert links.longest(first) == max(map(len, model.stretches(first)), default=0)
 
 
@@ -112,7 +116,7 @@ def test_slices_do_not_cross_rows_that_were_never_stored() -> None:
     model = Model(ids=np.zeros(6, int), steps=np.array([0, 1, 2, 4, 5, 6]), lane=np.zeros(6, int))
     links = linked(model)
     assert links.back_from(5).tolist() == [0, 1, 2, 3, 4, 5]
-    assert links.next_of(np.arange(6)).tolist() == [1, 2, -1, 4, 5, -1]
+    assert links.onward(np.array([0, 2, 3]), 4).T.tolist() == [[0, 1, 2, 2], [2] * 4, [3, 4, 5, 5]]
     assert {tuple(r) for r in links.draw(50, 3, 0, picks()).tolist()} == {(0, 1, 2), (3, 4, 5)}
 
 

@@ -19,7 +19,14 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives.value import TD0Estimator
 
-from tallyroll.storage import MemmapStorage, Schema, n_step, open_storage
+from tallyroll.storage import (
+    H5Storage,
+    MemmapStorage,
+    Schema,
+    ZarrStorage,
+    n_step,
+    open_storage,
+)
 from tallyroll.storage.episodes import END_NAMES, Episodes
 from tallyroll.storage.errors import (
     ColumnsMissing,
@@ -350,6 +357,24 @@ def seeds_of(model: Model, starts: list[int], runs: list[dict[str, list[int]]]) 
         seen.add((run, lane))
         found.append(seeds[lane] if first else -1)
     return found
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.h5", "rows.zarr"])
+def test_every_format_has_trajectories(tmp_path: Path, name: str) -> None:
+    model = big()
+    storage_class = {".h5": H5Storage, ".zarr": ZarrStorage}.get(Path(name).suffix, MemmapStorage)
+    with storage_class(tmp_path / name, capacity=4000) as storage:
+        for start in range(0, 3000, 100):
+            storage.extend(model.rows(start, start + 100))
+        check_slices(storage.trajectories.sample_slices(20, 6))
+        check_n_steps(n_step(storage, torch.arange(0, 3000, 7), 3, 0.9), model, 3, 0.9)
+        id = int(storage.trajectories.ids[-1])
+        assert storage.trajectories.rows_of(id).tolist() == model.trajectories()[id]
+        storage.finalize()
+    with open_storage(tmp_path / name) as storage:
+        assert storage.episodes_path.exists()
+        assert storage.trajectories.ends.tolist() == ends_of(model)
+        np.testing.assert_array_equal(np.load(storage.episodes_path), storage.trajectories.table)
 
 
 # --- other processes ------------------------------------------------------------------------------
