@@ -28,6 +28,7 @@
     │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
     │   ├── RecordTooLarge            a commit record beyond its slot
     │   ├── StorageFull               the disk has no room for the rows
+    │   ├── ForeignContent            a file to be written anew holds what another program added
     │   ├── ReadOnlyStorage           opened with mode="read"
     │   └── WriterForked              a forked child used its parent's writer
     ├── NotInitialised                no schema yet
@@ -56,6 +57,7 @@ __all__ = [
     "CursorOverflow",
     "DamagedTable",
     "DirectoryNotEmpty",
+    "ForeignContent",
     "FormatVersionMismatch",
     "IndexOutOfRange",
     "InvalidProvenance",
@@ -193,6 +195,10 @@ class RecordTooLarge(WriteError):
 
 class StorageFull(WriteError):
     """The disk, a quota or a file size limit has no room for the rows."""
+
+
+class ForeignContent(WriteError):
+    """A file that has to be written anew holds what another program added to it."""
 
 
 class ReadOnlyStorage(WriteError):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .commit import HEADER_NBYTES
-from .errors import PathIsTaken, StorageFull
+from .errors import ForeignContent, StorageFull
 from .hdf5_file import (
     PROVENANCE_NBYTES,
     Places,
@@ -88,12 +88,12 @@ def rewrite(path: Path, schema: Schema, manifest: Manifest, rows: int, capacity:
     """Replace a storage's file by one for ``capacity`` rows, with its first ``rows`` rows.
 
     Raises:
-        PathIsTaken: the file holds what is not ours, and would not be in the new one.
+        ForeignContent: the file holds what is not ours, and would not be in the new one.
         StorageFull, UnsupportedPlatform: no space, and nothing was changed.
     """
     with opened(path, os.O_RDONLY) as old:
         if foreign := foreign_names(old, path, schema):
-            raise PathIsTaken(
+            raise ForeignContent(
                 f"{path} has to be written anew for {capacity} rows, and holds what is not a "
                 f"storage's: {', '.join(foreign)}. Move that to another file first."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
@@ -92,7 +94,8 @@ def open_inside(root: Path, parts: Iterable[str], flags: int, *, what: str) -> i
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
             os.close(directory)
             directory = inner
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=directory)
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would keep us waiting
+        return _plain(os.open(name, flags, 0o666, dir_fd=directory), flags)
     except FileNotFoundError as error:
         raise CorruptStorage(
             f"{place} is missing, which the manifest says is {what}. Restore it from a copy."
@@ -102,7 +105,7 @@ def open_inside(root: Path, parts: Iterable[str], flags: int, *, what: str) -> i
             f"{place} cannot be opened: permission denied. Open the storage as a user who may."
         ) from error
     except OSError as error:
-        if error.errno not in {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}:
+        if error.errno not in _OTHER_KINDS:
             raise
         raise CorruptStorage(
             f"{place} is not {what}, but a link or of another kind ({error.strerror}). Restore it "
@@ -110,6 +113,13 @@ def open_inside(root: Path, parts: Iterable[str], flags: int, *, what: str) -> i
         ) from error
     finally:
         os.close(directory)
+
+
+def _plain(file: int, flags: int) -> int:
+    if flags & os.O_DIRECTORY or stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
 
 
 def space_left(path: Path) -> int:

@@ -47,6 +47,8 @@ _HEADER_MAGIC = header_bytes(0)[: len(_MAGIC)]
 
 def is_hdf5(path: Path) -> bool:
     """Whether the file holds HDF5, behind a user block of any size."""
+    if not path.is_file():
+        return False
     try:
         with open(path, "rb") as file:
             size, at = os.fstat(file.fileno()).st_size, 0
@@ -61,6 +63,8 @@ def is_hdf5(path: Path) -> bool:
 
 def is_ours(path: Path) -> bool:
     """Whether the file begins with a user block of ours, be it damaged."""
+    if not path.is_file():  # a pipe would keep us waiting
+        return False
     try:
         with open(path, "rb") as file:
             begin = file.read(len(_HEADER_MAGIC))

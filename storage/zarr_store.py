@@ -228,7 +228,7 @@ class ZarrFormat(DirectoryFormat):
         with self._mapping:  # several threads may read
             for column in self._columns:
                 column.require(column.count_for(rows))
-            # Others never map chunks without rows: the writer may make those anew.
+            # Nobody else maps chunks without rows: the writer may make those anew.
             counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
             pairs = list(zip(self._columns, counts, strict=True))
             self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)

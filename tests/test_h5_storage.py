@@ -29,6 +29,7 @@ from tallyroll.storage import (
 from tallyroll.storage.commit import HEADER_NBYTES
 from tallyroll.storage.errors import (
     CapacityMissing,
+    ForeignContent,
     InvalidProvenance,
     MissingLibrary,
     NotAStorage,
@@ -177,6 +178,15 @@ def test_a_new_file_must_know_how_many_rows_it_is_for(path: Path) -> None:
         assert_rows(storage, 5)
 
 
+def test_space_is_reserved_at_once(path: Path) -> None:
+    with H5Storage(path, capacity=100_000) as storage:
+        for wanted in (100_000, 300_000):
+            storage.reserve(wanted)
+            storage.extend(arrays(storage.head, 10))
+            found = path.stat()
+            assert found.st_blocks * 512 >= found.st_size > wanted * 29
+
+
 def test_rows_beyond_the_capacity_are_refused_until_it_is_larger(five: Path) -> None:
     with open_storage(five, "append") as storage:
         wording = r"made for 6 rows, and 7 are wanted\. Committed rows are intact\. .*capacity=7"
@@ -266,7 +276,9 @@ def test_what_others_added_is_not_lost(five: Path) -> None:
     with open_storage(five, "append") as storage:
         storage.extend(rows(5, 1))
     before = files_of(five)
-    with pytest.raises(PathIsTaken, match=r"not a storage's: theirs\. Move that to another file"):
+    with pytest.raises(
+        ForeignContent, match=r"not a storage's: theirs\. Move that to another file"
+    ):
         open_storage(five, "append", capacity=100)
     assert files_of(five) == before
     with h5py.File(five) as file:

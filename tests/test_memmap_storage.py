@@ -269,7 +269,15 @@ def test_a_missing_column_is_told(five: Path) -> None:
 def test_a_column_elsewhere_is_refused(five: Path, tmp_path: Path) -> None:
     (five / "wide.memmap").rename(tmp_path / "elsewhere")
     (five / "wide.memmap").symlink_to(tmp_path / "elsewhere")
-    assert_refused(five, CorruptStorage, r"not a column, but a link or of another kind")
+    wording = "not a column, but a link or of another kind"
+    assert_refused(five, CorruptStorage, wording)
+    for make in (os.mkdir, os.mkfifo):
+        (five / "wide.memmap").unlink()
+        make(five / "wide.memmap")
+        assert_refused(five, CorruptStorage, wording)
+        if make is os.mkdir:
+            (five / "wide.memmap").rename(tmp_path / "directory")
+            (five / "wide.memmap").touch()
 
 
 def test_another_programs_directory_is_told(path: Path) -> None:
