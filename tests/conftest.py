@@ -11,8 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# Shared machines are slow at times: pytest's own watchdog is the deadline.
+settings.register_profile("tallyroll", deadline=None)
+settings.load_profile("tallyroll")
 
 SHM = Path("/dev/shm")
 GRACE_SECONDS = 5.0
