@@ -1,4 +1,4 @@
-"""Collectors write to rings, and to replay buffers on other devices."""
+"""Collectors write to rings, to every format, and to replay buffers on other devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.lanes import lane_seed
 from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.hdf5 import H5Storage
+from tallyroll.storage.zarr_store import ZarrStorage
 
 from oracles import OracleTorchEnv, check_rows
 from test_collect_kit import ByObservation, collect
@@ -147,6 +151,56 @@ def test_a_ring_killed_and_resumed_counts_exactly(server: WarmServer, tmp_path: 
     assert ledger["stored"] == total
     assert ledger["executed"] == total + ledger["discarded"] + ledger["lost"]
     assert verify(tmp_path / "data").sound
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.h5", H5Storage), ("a.HDF5", H5Storage), ("a.zarr", ZarrStorage), ("a", MemmapStorage)],
+)
+def test_the_suffix_chooses_the_format(tmp_path: Path, name: str, kind: type[DiskStorage]) -> None:
+    path = tmp_path / name
+    batches, _ = collect("CartPole-v1", total_frames=205, storage=path, **CARTPOLE)
+    more = {**CARTPOLE, "seed": None}
+    collect("CartPole-v1", total_frames=305, storage=path, resume=True, **more)
+    with open_storage(path) as storage:
+        assert isinstance(storage, kind)
+        assert len(storage) == 305
+        first = torch.cat([batch["observation"] for batch in batches])
+        assert torch.equal(storage.get(slice(0, 205))["observation"], first)
+    assert verify(path).sound
+
+
+def test_a_format_that_cannot_grow_wants_to_know_how_many_rows_will_come(tmp_path: Path) -> None:
+    for budget in ({"total_frames": -1}, {"total_episodes": 3}):
+        with pytest.raises(ArgumentError, match=r"H5Storage, which needs to know how many rows"):
+            SyncCollector("CartPole-v1", storage=tmp_path / "a.h5", **CARTPOLE, **budget)
+    assert list(tmp_path.iterdir()) == []
+    with H5Storage(tmp_path / "a.h5", capacity=500) as storage:
+        collect("CartPole-v1", total_episodes=3, storage=storage, **CARTPOLE)
+    assert verify(tmp_path / "a.h5").sound
+
+
+def test_a_storage_that_is_too_small_is_made_larger_beforehand(tmp_path: Path) -> None:
+    with H5Storage(tmp_path / "a.h5", capacity=10) as storage:
+        collect("CartPole-v1", total_frames=100, storage=storage, **CARTPOLE)
+        collect("CartPole-v1", total_frames=333, storage=storage, **CARTPOLE)
+        assert len(storage) == 433
+
+
+def test_a_run_names_the_seeds_of_its_lanes(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    collect("CartPole-v1", total_frames=30, storage=path, **CARTPOLE)
+    more = {**CARTPOLE, "seed": None, "total_frames": 60}
+    collect("CartPole-v1", storage=path, resume=True, **more)
+    with open_storage(path) as storage:
+        seeds = [run["lane_seeds"] for run in storage.manifest["runs"]]
+    assert seeds == [[lane_seed(0, lane, turn) for lane in range(4)] for turn in range(2)]
+    with MemmapStorage(tmp_path / "torch") as storage:
+        collect(OracleTorchEnv(3, LENGTHS), frames_per_batch=5, total_frames=5, storage=storage)
+        assert "lane_seeds" not in storage.manifest["runs"][0], "TorchRL chose them"
 
 
 # --- replay buffers -------------------------------------------------------------------------------
