@@ -148,7 +148,7 @@ def _any(flags: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Whether any flag of each row is set; most have one."""
     if flags.size == math.prod(shape):
         return flags.reshape(shape)
-    found: np.ndarray = flags.any(axis=tuple(range(len(shape), flags.ndim)))
+    found: np.ndarray = np.any(flags, axis=tuple(range(len(shape), flags.ndim)))
     return found
 
 

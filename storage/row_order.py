@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from .episodes import EpisodeRows
+from .episodes import EpisodeRows, Episodes
 from .keys import LANE, POLICY_VERSION, REWARD, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from .lane_order import Chunk
 from .ring import pieces
@@ -17,6 +17,7 @@ from .schema import Schema
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .links import Links
 
 __all__ = ["WHOSE", "RowOrder", "unread"]
 
@@ -24,18 +25,23 @@ WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
 
 _CHUNK_ROWS = 2**18
+_LOOKS = 8
 
 
-def unread(engine: Engine, seen: int, head: int) -> Iterator[tuple[int, int]]:
-    """Rows from ``seen`` to ``head`` that are there, in stretches that a ring holds at once."""
+def unread(engine: Engine, reader: Links | Episodes) -> Iterator[tuple[int, int]]:
+    """Rows that are there and that ``reader`` has not seen, in stretches that a ring holds at once.
+
+    A ring goes on while it is read, and what was read first may be overwritten by then: it is
+    looked at again, a few times, for each takes a fraction of the time before.
+    """
     size = min(_CHUNK_ROWS, engine.ring or _CHUNK_ROWS)
-    while seen < head:
-        start = max(seen, engine.span.start) if engine.ring else seen
-        seen = min(start + size, head)
-        if start < seen:
-            yield start, seen
-        else:
-            seen = head
+    for _ in range(_LOOKS if engine.ring else 1):
+        head = engine.head
+        while reader.seen < head:
+            start = max(reader.seen, engine.span.start) if engine.ring else reader.seen
+            if start >= head:
+                break
+            yield start, min(start + size, head)
 
 
 class RowOrder:

@@ -222,11 +222,17 @@ def draw(
     """The row numbers of slices, [num_slices, slice_len]; see `Trajectories.sample_slices`."""
     if not store.head:
         raise NoSlices(f"{store.path} has no rows yet to draw slices from. Collect some first.")
-    index = store._index
-    with index.lock:
-        links = index.links(store)
-        first = store.span.start if store.ring else 0
-        return links.draw(num_slices, slice_len, first, _drawn_by(generator))
+    index, deadline = store._index, time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        with index.lock:
+            links = index.links(store)
+            first = store.span.start if store.ring else 0
+            try:
+                return links.draw(num_slices, slice_len, first, _drawn_by(generator))
+            except NoSlices:
+                # All that it knows of may be overwritten while this process slept.
+                if links.seen == store.head or time.monotonic() > deadline:
+                    raise
 
 
 def slice_marks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Mapping
@@ -54,9 +55,9 @@ class TrajectoryIndex:
                 _require(store, WHOSE)
                 self._links = Links(engine.ring)
             links = self._links
-            if (head := engine.head) > links.seen:
+            if engine.head > links.seen:
                 order = self._order_of(engine)
-                for start, stop in unread(engine, links.seen, head):
+                for start, stop in unread(engine, links):
                     links.extend(order.chunk(engine, start, stop))
             return links
 
@@ -67,9 +68,9 @@ class TrajectoryIndex:
             if self._episodes is None:
                 self._episodes = self._load(store, engine)
             episodes = self._episodes
-            if (head := engine.head) > episodes.seen:
+            if engine.head > episodes.seen:
                 order, runs = self._order_of(engine), runs_of(store.manifest["runs"])
-                for start, stop in unread(engine, episodes.seen, head):
+                for start, stop in unread(engine, episodes):
                     episodes.extend(order.episode_rows(engine, start, stop), runs)
             return episodes
 
@@ -109,7 +110,8 @@ class TrajectoryIndex:
         """Count what a batch of rows will overwrite in a ring, if anybody wants to know."""
         episodes = self._episodes
         if episodes is not None and store.head + _length(rows) - episodes.seen > store.ring:
-            self.episodes(store)
+            with contextlib.suppress(CorruptStorage):  # whoever asks for the table is told
+                self.episodes(store)
 
     def save(self, store: RowStore) -> None:
         """Write the table of a storage that its writer is about to leave, if it can have one.
@@ -121,13 +123,11 @@ class TrajectoryIndex:
         with self.lock:
             if store._engine is None or not store.head or _missing(store, (*WHOSE, TERMINATED)):
                 return
-            try:
+            with contextlib.suppress(CorruptStorage):  # as above
                 episodes = self.episodes(store)
-            except CorruptStorage:
-                return  # there is no such table; whoever asks for it, and `verify`, are told why
-            if episodes.seen != self._in_file:
-                write_table(store.episodes_path, episodes.table(store.span.start))
-                self._in_file = episodes.seen
+                if episodes.seen != self._in_file:
+                    write_table(store.episodes_path, episodes.table(store.span.start))
+                    self._in_file = episodes.seen
 
 
 def _active_from(store: RowStore) -> int | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +22,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives.value import TD0Estimator
 
+from tallyroll.collector import SyncCollector
 from tallyroll.storage import (
     H5Storage,
     MemmapStorage,
@@ -26,16 +30,20 @@ from tallyroll.storage import (
     ZarrStorage,
     n_step,
     open_storage,
+    trajectory_index,
 )
 from tallyroll.storage.episodes import END_NAMES, Episodes
 from tallyroll.storage.errors import (
     ColumnsMissing,
+    CorruptStorage,
     IndexOutOfRange,
     NoSlices,
     NotInitialised,
     StorageClosed,
+    StorageFull,
     UnknownTrajectory,
 )
+from tallyroll.storage.lock import is_held
 
 from lane_model import Model, models
 from storage_contract import process, receive
@@ -313,6 +321,39 @@ def test_a_table_of_other_rows_is_made_anew(path: Path, tmp_path: Path, rows: in
         np.testing.assert_array_equal(storage.trajectories.table, expected)
 
 
+def test_a_table_that_cannot_be_written_closes_the_storage(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise StorageFull("no space")
+
+    storage = fill(MemmapStorage(path), big())
+    monkeypatch.setattr(trajectory_index, "write_table", full)
+    with pytest.raises(StorageFull, match="no space"):
+        storage.close()
+    monkeypatch.undo()
+    assert not (path / "episodes.npy").exists()
+    with open_storage(path, mode="append") as storage:
+        assert storage.head == 3000
+    assert (path / "episodes.npy").exists()
+
+
+def test_lanes_that_cannot_be_keep_nobody_from_writing(path: Path) -> None:
+    rows = big(100).rows()
+    with MemmapStorage(path, max_size=60) as storage:
+        storage.extend(rows[:10])
+        assert len(storage.trajectories) > 0
+        rows["collector", "lane"][20] = -5
+        storage.extend(rows[10:50])
+        with pytest.raises(CorruptStorage, match="row 20 says that it is of lane -5"):
+            len(storage.trajectories)
+        storage.extend(rows[50:100])
+        assert len(storage.trajectories) > 0
+        storage.extend(rows[10:50])
+    with open_storage(path) as storage:
+        assert storage.head == 140
+
+
 @settings(max_examples=12, deadline=None)
 @given(models(), st.integers(0, 150), st.sampled_from([0, 30, 200]), st.booleans())
 def test_runs_that_are_appended(model: Model, stop: int, ring: int, look: bool) -> None:
@@ -377,13 +418,41 @@ def test_every_format_has_trajectories(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(np.load(storage.episodes_path), storage.trajectories.table)
 
 
+def test_what_a_collector_stores(path: Path) -> None:
+    lanes, complete = 64, 0
+    for run in range(2):
+        with (
+            MemmapStorage(path, mode="append" if run else "create") as storage,
+            SyncCollector(
+                "CartPole-v1",
+                num_envs=lanes,
+                frames_per_batch=lanes,
+                total_frames=2000,
+                storage=storage,
+                seed=run,
+            ) as collector,
+        ):
+            assert sum(len(batch) for batch in collector) == 2000
+            complete += collector.ledger.episodes_complete
+            seeds = storage.manifest["runs"][-1]["lane_seeds"]
+            table = storage.trajectories.table
+            check_slices(storage.trajectories.sample_slices(50, 8))
+        first = table[table["first_row"] >= 2000 * run][:lanes]
+        assert first["lane"].tolist() == list(range(lanes))
+        assert first["reset_seed"].tolist() == seeds
+        assert (table["reset_seed"] == -1).sum() == len(table) - lanes * (run + 1)
+        assert table["length"].sum() == table["return"].sum() == 2000 * (run + 1)
+        names = NAMES[table["end"]]
+        assert np.isin(names, ("terminated", "truncated")).sum() == complete
+        assert (names == "open").sum() == len(names) - complete - (names == "cut").sum() <= lanes
+        assert run or "cut" not in names
+
+
 # --- other processes ------------------------------------------------------------------------------
 
 
 def write_on(connection: Connection, path: Path, seconds: float, ring: int) -> None:
     """Write the rows of a model again and again, ids and numbers counted on."""
-    import time
-
     model = big(2000, lanes=16)
     names = int(model.ids.max()) + 1
     names += -names % 16
@@ -418,7 +487,7 @@ def test_a_reader_beside_a_writer(path: Path, ring: int) -> None:
                 check_slices(slices)
                 table = trajectories.table
                 assert (np.diff(table["first_row"]) > 0).all()
-                for id in table["id"][:: len(table) // 3].tolist():
+                for id in table["id"][:: len(table) // 3 + 1].tolist():
                     if (rows := trajectories.get(id)) is not None:
                         assert set(rows["collector", "traj_ids"].tolist()) == {id}
                         assert (rows["collector", "step"].diff() == 1).all()
@@ -454,6 +523,20 @@ def test_a_killed_writer_leaves_trajectories_that_are_cut(path: Path) -> None:
             child.join(30)
             assert "open" not in set(storage.trajectories.ends)
             assert storage.trajectories.lengths.sum() == storage.head
+
+
+def test_a_reader_that_looks_for_a_writer_keeps_nobody_out(path: Path) -> None:
+    with MemmapStorage(path) as storage:
+        fill(storage, big(50))
+        assert is_held(storage.lock_path)
+    assert not is_held(path / "nothing")
+    with open(storage.lock_path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        timer = threading.Timer(0.003, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        timer.start()
+        with open_storage(path, mode="append"):
+            timer.join()
+        assert not is_held(storage.lock_path)
 
 
 # --- slices ---------------------------------------------------------------------------------------
