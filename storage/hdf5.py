@@ -241,23 +241,37 @@ class H5Format(Format):
         """
         if not capacity:
             return
-        rows = self._committed(schema)
-        if capacity > self._opened_layout(schema).capacity:
-            rewrite(self.path, schema, self.read_manifest(), rows, capacity)
+        header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
+        header.close()
+        if capacity > self._checked(schema).capacity:
+            self._rewrite(schema, header.head, capacity)
 
     def finish(self, schema: Schema, rows: int) -> None:
         """Write a file of exactly ``rows`` rows aside, unless this one has as many."""
-        if rows != self._opened_layout(schema).capacity:
-            rewrite(self.path, schema, self.read_manifest(), rows, rows)
+        if rows != self._checked(schema).capacity:
+            self._rewrite(schema, rows, rows)
 
-    def _committed(self, schema: Schema) -> int:
-        header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
-        header.close()
-        return header.head
-
-    def _opened_layout(self, schema: Schema) -> Layout:
+    def _checked(self, schema: Schema) -> Layout:
         with opened(self.path, os.O_RDONLY) as file:
-            return layout_of(file, self.path, schema)
+            return self._layout_in(file, schema)
+
+    def _rewrite(self, schema: Schema, rows: int, capacity: int) -> None:
+        self._require_capacity(rows)
+        rewrite(self.path, schema, self.read_manifest(), self._layout, rows, capacity)
+
+    def _layout_in(self, file: int, schema: Schema) -> Layout:
+        """Where the datasets lie, if that is where they were made."""
+        # By the descriptor: the path may be another file since the manifest was read.
+        if (content := newest_manifest(file)) is not None:
+            self._places = _places_in(parse_manifest(content, self.path), self.path)
+        layout = layout_of(file, self.path, schema)
+        if layout != self._layout:
+            raise CorruptStorage(
+                f"the datasets in {self.path} do not lie where they were made ({layout}, made as "
+                f"{self._layout}): another program wrote to the file, or it is damaged. Restore it "
+                "from a copy."
+            )
+        return layout
 
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the file, and ask h5py where the datasets lie."""
@@ -266,16 +280,7 @@ class H5Format(Format):
         except OSError as error:
             raise failed(self.path, error, 0) from error
         try:
-            # By the descriptor: the path may be another file since the manifest was read.
-            if (content := newest_manifest(file)) is not None:
-                self._places = _places_in(parse_manifest(content, self.path), self.path)
-            layout = layout_of(file, self.path, schema)
-            if layout != self._layout:
-                raise CorruptStorage(
-                    f"the datasets in {self.path} do not lie where they were made ({layout}, made "
-                    f"as {self._layout}): another program wrote to the file, or it is damaged. "
-                    "Restore it from a copy."
-                )
+            self._layout_in(file, schema)
             if writable:
                 self._require_attributes(file)
                 aside(self.path).unlink(missing_ok=True)
@@ -305,17 +310,20 @@ class H5Format(Format):
 
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map the file; it holds its capacity from the start."""
-        if rows > self._layout.capacity:
-            raise CorruptStorage(
-                f"{self.path} says {rows} rows are committed, and holds {self._layout.capacity} at "
-                "most. Restore it from a copy."
-            )
+        self._require_capacity(rows)
         if access not in self._arrays:
             try:
                 self._arrays[access] = self._mapped(access)
             except OSError as error:
                 raise failed(self.path, error, 0) from error
         return self._arrays[access]
+
+    def _require_capacity(self, rows: int) -> None:
+        if rows > self._layout.capacity:
+            raise CorruptStorage(
+                f"{self.path} says {rows} rows are committed, and holds {self._layout.capacity} at "
+                "most. Restore it from a copy."
+            )
 
     def _mapped(self, access: Access) -> list[np.ndarray]:
         assert self._schema is not None

@@ -304,7 +304,14 @@ def foreign_names(file: int, path: Path, schema: Schema) -> list[str]:
     """
     ours: set[Key] = {key[:depth] for key in schema.keys for depth in range(1, len(key) + 1)}
     with _opened(file, path) as opened:
-        found = [name for name in opened.attrs if name not in ATTRIBUTES]
-        names: list[str] = []
+        attributes = [_text(name) for name in opened.attrs]
+        names: list[str | bytes] = []
         opened.visit_links(names.append)
-    return found + [name for name in names if tuple(name.split("/")) not in ours]
+    return [name for name in attributes if name not in ATTRIBUTES] + [
+        name for name in map(_text, names) if tuple(name.split("/")) not in ours
+    ]
+
+
+def _text(name: str | bytes) -> str:
+    # h5py gives names that are not UTF-8 as they are.
+    return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name

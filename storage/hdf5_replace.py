@@ -13,9 +13,9 @@ from .commit import HEADER_NBYTES
 from .errors import ForeignContent, StorageFull
 from .hdf5_file import (
     PROVENANCE_NBYTES,
+    Layout,
     Places,
     foreign_names,
-    layout_of,
     make_file,
     nbytes_of_file,
 )
@@ -84,8 +84,18 @@ def _require_space(path: Path, nbytes: int) -> None:
         )
 
 
-def rewrite(path: Path, schema: Schema, manifest: Manifest, rows: int, capacity: int) -> None:
+def rewrite(
+    path: Path, schema: Schema, manifest: Manifest, source: Layout, rows: int, capacity: int
+) -> None:
     """Replace a storage's file by one for ``capacity`` rows, with its first ``rows`` rows.
+
+    Args:
+        path: the file.
+        schema: its columns.
+        manifest: its manifest.
+        source: where its rows lie.
+        rows: how many go into the new file.
+        capacity: how many it is for.
 
     Raises:
         ForeignContent: the file holds what is not ours, and would not be in the new one.
@@ -97,7 +107,6 @@ def rewrite(path: Path, schema: Schema, manifest: Manifest, rows: int, capacity:
                 f"{path} has to be written anew for {capacity} rows, and holds what is not a "
                 f"storage's: {', '.join(foreign)}. Move that to another file first."
             )
-        source = layout_of(old, path, schema)
         with new_file(path, schema, capacity) as (new, places):
             _copy(old, 0, new, 0, HEADER_NBYTES)
             for column, start, to in zip(

@@ -26,7 +26,7 @@ from tallyroll.storage import (
     StorageLocked,
     open_storage,
 )
-from tallyroll.storage.commit import HEADER_NBYTES
+from tallyroll.storage.commit import HEADER_NBYTES, word_of
 from tallyroll.storage.errors import (
     CapacityMissing,
     ForeignContent,
@@ -433,6 +433,22 @@ def test_flipped_bits_of_hdf5s_metadata_are_told_or_harmless(five: Path) -> None
         damage(five, at, bytes([content[at] ^ 1 << pick.randrange(8)]))
         assert_told_or_harmless(five)
         five.write_bytes(content)
+
+
+def test_rows_are_not_copied_from_elsewhere(five: Path) -> None:
+    with h5py.File(five, "r+") as file:
+        del file["id"]
+        file["in its place"] = np.arange(6)
+        file["id"] = np.arange(6)
+        del file["in its place"]
+    before = files_of(five)
+    with pytest.raises(CorruptStorage, match="do not lie where they were made"):
+        open_storage(five, "append", capacity=1000)
+    assert files_of(five) == before
+    for at in (64, 128):
+        damage(five, at, word_of(7).to_bytes(8, "little"))
+    with pytest.raises(CorruptStorage, match=r"do not lie where|says 7 rows are committed"):
+        open_storage(five, "append", capacity=1000)
 
 
 def test_datasets_that_lie_elsewhere_are_refused(five: Path, tmp_path: Path) -> None:
