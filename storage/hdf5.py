@@ -28,18 +28,14 @@ from .errors import (
     CorruptStorage,
     InvalidSchema,
     NotAStorage,
-    NotWritable,
-    PathIsDirectory,
-    PathIsTaken,
-    StorageExists,
     StorageFull,
-    StorageMissing,
 )
-from .format import Access, Format
+from .format import Access
 from .hdf5_file import Layout, Places, layout_of, nbytes_of_file
 from .hdf5_replace import aside, new_file, opened, rewrite, show_manifest, show_rows
 from .manifest import Manifest, parse_manifest, schema_crc
-from .paths import failed, make_directory, refuse_impossible, require_creatable
+from .one_file import OneFileFormat
+from .paths import failed
 from .preflight import Footprint
 from .regions import MAP_NORESERVE
 from .rows import spell
@@ -47,8 +43,6 @@ from .schema import Schema
 from .user_block import (
     USER_BLOCK_NBYTES,
     has_slots,
-    is_hdf5,
-    is_ours,
     newest_manifest,
     write_all,
 )
@@ -56,15 +50,14 @@ from .user_block import (
 __all__ = ["H5Format", "H5Storage"]
 
 
-class H5Format(Format):
+class H5Format(OneFileFormat):
     """The file of an `H5Storage`."""
 
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
-        # Not a link's: the file is replaced at times, and two names would be two locks.
-        super().__init__(Path(os.path.realpath(path)))
+        super().__init__(path)
         self._schema: Schema | None = None
         self._places: Places | None = None
         self._file = -1
@@ -78,37 +71,6 @@ class H5Format(Format):
     @property
     def _layout(self) -> Layout:
         return self._known.layout
-
-    def _beside(self, suffix: str) -> Path:
-        return self.path.with_name(self.path.name + suffix)
-
-    @property
-    def lock_path(self) -> Path:
-        """The writer's lock file, beside the file."""
-        return self._beside(".lock")
-
-    @property
-    def header_path(self) -> Path:
-        """The file itself, whose user block begins with the header."""
-        return self.path
-
-    @property
-    def manifest_path(self) -> Path:
-        """The file itself, whose user block holds the manifest."""
-        return self.path
-
-    @property
-    def episodes_path(self) -> Path:
-        """The table of episodes, beside the file."""
-        return self._beside(".episodes.npy")
-
-    def stands(self) -> bool:
-        """Whether there is a file of ours with a manifest in it."""
-        try:
-            with opened(self.path, os.O_RDONLY) as file:
-                return is_ours(self.path) and newest_manifest(file) is not None
-        except OSError:
-            return False
 
     def read_manifest(self) -> Manifest:
         """The manifest, which says where the values of attributes lie. Read before `open`."""
@@ -148,53 +110,6 @@ class H5Format(Format):
             except OSError as error:
                 raise failed(self.path, error, 0) from error
 
-    def refuse_existing(self) -> None:
-        """Accept a path where nothing is, or an unfinished creation."""
-        refuse_impossible(self.lock_path)
-        if self.path.is_dir():
-            raise PathIsDirectory(
-                f"{self.path} should be a file, and is a directory. Give the path of a new file."
-            )
-        if not self.path.exists():
-            require_creatable(self.path.parent)
-        elif not is_ours(self.path):
-            raise PathIsTaken(
-                f"{self.path} is {_what(self.path)} already. Give the path of a new file."
-            )
-        else:
-            self._refuse_storage()
-
-    def _refuse_storage(self) -> None:
-        if self.stands():
-            raise StorageExists(
-                f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
-                "it, or give another path."
-            )
-        with contextlib.suppress(NotAStorage):
-            self.read_manifest()
-        if not os.access(self.path.parent, os.W_OK | os.X_OK):
-            raise NotWritable(f"{self.path.parent} cannot be written to. Give a path that can.")
-
-    def refuse_missing(self) -> None:
-        """Accept a file with a user block of ours."""
-        refuse_impossible(self.path)
-        if not self.path.exists():
-            raise StorageMissing(
-                f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
-            )
-        if self.path.is_dir():
-            raise NotAStorage(
-                f"{self.path} is a directory, and this storage is a file. Give its path; "
-                "tallyroll.storage.open_storage(path) opens any format."
-            )
-        if not os.access(self.path, os.R_OK):
-            raise NotWritable(f"{self.path} cannot be read: permission denied.")
-        if not is_ours(self.path):
-            raise NotAStorage(
-                f"{self.path} is {_what(self.path)}, not a Tallyroll storage. Give the path of a "
-                "storage."
-            )
-
     def check(self, schema: Schema) -> None:
         """Refuse what HDF5 has no dtype or name for."""
         for column in schema.columns:
@@ -209,10 +124,6 @@ class H5Format(Format):
         nbytes = nbytes_of_file(schema, rows)
         return Footprint(nbytes=nbytes, files=3, largest=nbytes, maps=3)
 
-    def prepare(self) -> None:
-        """Make the directory that the file lies in."""
-        make_directory(self.path.parent)
-
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
         """Make the file for ``capacity`` rows, whole, and put it in its place."""
         if not capacity:
@@ -223,16 +134,6 @@ class H5Format(Format):
         self.discard()
         with new_file(self.path, schema, capacity) as (file, self._places):
             write_all(file, header, 0)
-
-    def discard(self) -> None:
-        """Remove an unfinished file, and an unfinished copy."""
-        aside(self.path).unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
-
-    def undo(self, *, made: bool) -> None:
-        """Remove what a failed creation left, its lock too."""
-        self.discard()
-        self.lock_path.unlink(missing_ok=True)
 
     def fit(self, schema: Schema, capacity: int) -> None:
         """Write a larger file aside where this one holds fewer than ``capacity`` rows.
@@ -368,14 +269,6 @@ class H5Format(Format):
         self._arrays = {}
         if file >= 0:
             os.close(file)
-
-
-def _what(path: Path) -> str:
-    if not path.is_file():
-        return "no plain file"
-    if not path.stat().st_size:
-        return "an empty file"
-    return "an HDF5 file of another program" if is_hdf5(path) else "a file of another program"
 
 
 def _places_in(manifest: Manifest, path: Path) -> Places:
