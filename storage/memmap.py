@@ -220,7 +220,8 @@ class MemmapStorage(DiskStorage):
     """Rows in memory-mapped files, one a column, growing as rows come.
 
     As `DiskStorage`, with ``path`` a directory. `tensordict.TensorDict.load_memmap`
-    opens it too, with the rows of the last refresh.
+    opens it too, with the rows of the last refresh; after a kill in the middle of a
+    refresh only when a writer has opened and closed the storage again.
     """
 
     _format_class = MemmapFormat
