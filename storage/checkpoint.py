@@ -52,7 +52,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with type(storage)(path, mode="read") as copy:
             if storage._engine is not None:
                 _require_same(storage, copy)
-            if storage.head < copy.head or storage._engine is None:
+            if storage._engine is None or _behind(storage, copy):
                 _bring_up(storage, copy)
 
 
@@ -82,7 +82,7 @@ def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
             f"max_size={source.ring or None}. Make it with the same max_size."
         )
     if source.ring:
-        if target.head < head:
+        if _behind(target, source):
             target._running().replace(engine)
         return
     keys, columns = engine.schema.keys, engine.committed()
@@ -90,6 +90,13 @@ def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
     for start in range(target.head, head, step):
         stop = min(start + step, head)
         target._append({k: c[start:stop] for k, c in zip(keys, columns, strict=True)})
+
+
+def _behind(target: DiskStorage, source: DiskStorage) -> bool:
+    """Whether rows of the source are missing, in a ring for a copy that was interrupted too."""
+    return target.head < source.head or (
+        target.head == source.head and target.span.start > source.span.start
+    )
 
 
 def _require_same(one: DiskStorage, other: DiskStorage) -> None:

@@ -308,3 +308,18 @@ def test_elsewhere_a_ring_is_not_read_while_it_is_written(
     with MemmapStorage(path.with_name("grows")) as storage:
         storage.extend(rows(0, 10))
         open_storage(path.with_name("grows")).close()
+
+
+def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -> None:
+    with MemmapStorage(path, max_size=10) as storage:
+        buffer = ReplayBuffer(storage=storage)
+        for start in range(0, 15, 5):
+            buffer.extend(rows(start, 5))
+        buffer.dumps(tmp_path / "dump")
+    with MemmapStorage(tmp_path / "other", max_size=10) as other:
+        ReplayBuffer(storage=other).loads(tmp_path / "dump")
+        header = other._engine._header  # type: ignore[union-attr]
+        header.reserve = header.head + 10  # as it is before the last word of a copy is stored
+        assert len(other) == 0
+        ReplayBuffer(storage=other).loads(tmp_path / "dump")
+        assert_holds(other, range(5, 15))
