@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import h5py
+import numpy as np
 import pytest
+import torch
+import zarr
+from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage
+from tallyroll.storage import MemmapStorage, open_storage
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # As in pyproject.toml: warnings are errors, but for the one that importing torchrl gives.
@@ -48,6 +55,11 @@ def cells(label: str, table: str) -> list[str]:
 
 def counts(label: str, table: str) -> list[int]:
     return [int(cell) for cell in cells(label, table)]
+
+
+def names_of(name: str) -> dict[str, Any]:
+    """What the example defines."""
+    return runpy.run_path(str(EXAMPLES / name))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -118,3 +130,127 @@ def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> 
     assert resets[0] > resets[1]
     mean_random, mean_balance = map(float, cells("mean return, 3 whole episodes", out))
     assert mean_random < 100 < mean_balance
+
+
+def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
+    out = run(
+        "dqn.py",
+        tmp_path,
+        total_frames=1000,
+        random_frames=200,
+        num_envs=16,
+        frames_per_batch=48,
+        ring=300,
+        updates=1,
+        minibatch=16,
+        eval_episodes=3,
+    )
+    # 63 steps of 16 lanes.
+    assert (
+        "1000 transitions, exactly: 1008 executed - 8 beyond the budget; 200 with random actions, "
+        "700 overwritten, 300 in the ring"
+    ) in out
+    assert re.search(r"^frames +1000  in the ring +300  epsilon 0\.05 ", out, re.MULTILINE)
+    verdict = r"evaluation: mean return [\d.]+ over (\d+) episodes \((?:not )?solved; (\d+) tran"
+    episodes, transitions = numbers(verdict, out)
+    assert episodes == 3
+    assert transitions >= 3 * 8
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dqn_says_solved_from_475_on() -> None:
+    assert names_of("dqn.py")["SOLVED"] == 475
+
+
+def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Path) -> None:
+    out = run(
+        "sequence_batches.py",
+        tmp_path,
+        frames=5000,
+        frames_per_batch=800,
+        num_envs=16,
+        slice_len=20,
+        slices=16,
+        updates=200,
+    )
+    found = re.findall(r"^updates +(\d+)  error at first ([\d.]+)  later ([\d.]+)$", out, re.M)
+    assert [int(update) for update, _, _ in found] == [0, 40, 80, 120, 160, 200]
+    first, later = ([float(line[place]) for line in found] for place in (1, 2))
+    assert later[-1] < later[0] / 4
+    assert later[-1] < 0.7 * first[-1]
+    rows, trajectories, long = numbers(
+        r"(\d+) transitions, (\d+) trajectories, (\d+) of them at least 20 long", out
+    )
+    assert rows == 5000
+    assert 16 <= long <= trajectories
+    drawn, across = numbers(r"(\d+) slices, (\d+) of them across batches, none across traj", out)
+    assert drawn == 3200
+    assert 0 < across < drawn
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        (("collector", "traj_ids"), torch.tensor([5, 5, 6])),
+        (("collector", "step"), torch.tensor([3, 4, 6])),
+        (("observation",), torch.tensor([[0.0], [1.0], [3.0]])),
+    ],
+)
+def test_sequence_batches_notices_a_slice_of_two_trajectories(
+    key: tuple[str, ...], wrong: torch.Tensor
+) -> None:
+    check = names_of("sequence_batches.py")["check"]
+    values = torch.tensor([[0.0], [1.0], [2.0]])
+    slices = TensorDict(
+        {
+            "observation": values,
+            "next": {"observation": values + 1},
+            "collector": {"traj_ids": torch.tensor([5, 5, 5]), "step": torch.tensor([3, 4, 5])},
+        },
+        [3],
+    )[None]
+    check(slices)
+    with pytest.raises(AssertionError):
+        check(slices.set(key, wrong[None]))
+
+
+def test_other_libraries_read_what_open_storage_reads(tmp_path: Path) -> None:
+    out = run(
+        "read_with_h5py_and_zarr.py",
+        tmp_path,
+        frames=1001,
+        frames_per_batch=300,
+        num_envs=3,
+        out="shared",
+    )
+    same = "1001 rows, every bit as open_storage gives it"
+    for library in ("h5py", "tensordict", "zarr", "tensorstore", "xarray"):
+        assert re.search(rf"^  {library} +{same}$", out, re.MULTILINE)
+    assert out.count("CartPole-v1, 3 lanes, seed 0") == 2
+    assert out.count("finalized, 1001 rows verified: ") == 2
+    assert out.endswith("both hold the same rows\n")
+
+    # What it says, seen without it.
+    h5, group = (tmp_path / "shared" / f"cartpole.{ending}" for ending in ("h5", "zarr"))
+    root = zarr.open_group(group, mode="r")
+    with h5py.File(h5) as file, open_storage(h5) as storage:
+        assert storage.manifest["finalized"]["checksums"]["rows"] == 1001
+        assert (file.attrs["rows"], root.attrs["rows"]) == (1001, 1001)
+        assert json.loads(file.attrs["schema"]) == json.loads(root.attrs["schema"])
+        keys = storage.schema.keys
+        assert len(keys) == 11
+        for key in keys:
+            wanted, name = storage.column(key), "/".join(key)
+            assert file[name].shape == root[name].shape == wanted.shape
+            assert len(wanted) == 1001
+            assert file[name][...].tobytes() == root[name][...].tobytes() == wanted.tobytes()
+
+
+def test_reading_notices_another_bit_name_shape_or_dtype() -> None:
+    same = names_of("read_with_h5py_and_zarr.py")["same"]
+    ours = {"reward": np.zeros((4, 1), np.float32)}
+    assert same(ours, {"reward": np.zeros((4, 1), np.float32)})
+    assert not same(ours, {"reward": -np.zeros((4, 1), np.float32)})
+    assert not same(ours, {"reward": np.zeros(4, np.float32)})
+    assert not same(ours, {"reward": np.zeros((4, 1), np.int32)})
+    assert not same(ours, {"rewards": np.zeros((4, 1), np.float32)})
