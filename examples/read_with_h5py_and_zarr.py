@@ -11,8 +11,8 @@ read the files, without Tallyroll, and every column is compared bit for bit with
 The attributes ``rows``, ``schema`` and ``provenance`` say how many rows there are, of which
 columns, and what made them. ``OUT`` must not hold these files yet.
 
-Measured with the defaults: 20,001 transitions of 11 columns, 2 to 5 s on two shared cores, most of
-it for importing the libraries.
+Measured with the defaults: 20,001 transitions of 11 columns in each, alike in every bit; 6 s in all
+on two cores, most of them for importing the libraries.
 """
 
 from __future__ import annotations

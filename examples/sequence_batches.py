@@ -11,10 +11,11 @@ first step of a slice it can only guess, later it remembers.
 Measured with the defaults, mean squared errors on slices of a run that it was not trained on:
 
     updates  first step  from the fifth step on
-          0
-        500
+          0  0.0294      0.0481
+        100  0.0180      0.0036
+        500  0.0144      0.0018
 
-in .. to .. s on two shared cores.
+16,000 slices, 7682 of them across batches; 9 s on two cores, 41 to 62 s where others used them too.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def run(name: str, directory: Path, **options: int | str) -> str:
     done = subprocess.run(
         [sys.executable, *WARNINGS, str(EXAMPLES / name), *arguments],
         cwd=directory,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "TMPDIR": str(directory)},
         capture_output=True,
         encoding="utf-8",
         timeout=100,
@@ -155,7 +156,7 @@ def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
     episodes, transitions = numbers(verdict, out)
     assert episodes == 3
     assert transitions >= 3 * 8
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
 
 
 def test_dqn_says_solved_from_475_on() -> None:
