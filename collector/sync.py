@@ -57,7 +57,9 @@ class SyncCollector(Collector):
             size ``[]`` or ``[lanes]``, a Gymnasium vector environment, or a factory of one. What
             the collector makes it closes; an instance stays yours to close.
         policy: a TensorDictModule or a callable from TensorDict to TensorDict; None draws
-            random actions, and honours an ``"action_mask"``.
+            random actions, and honours an ``"action_mask"``. All that it writes becomes
+            columns: where the action is enough, make it
+            ``TensorDictSequential(policy, selected_out_keys=["action"])``.
         frames_per_batch: transitions a batch.
         total_frames: transitions in all; -1 goes on until :meth:`stop`.
         total_episodes: instead, exactly that many episodes, whole, those that start first.

@@ -97,6 +97,9 @@ class Trajectories(Mapping[int, TensorDict]):
     def __len__(self) -> int:
         return len(self.table)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store!r})"
+
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids.tolist())
 

@@ -169,6 +169,7 @@ def test_trajectories_that_are_not_there() -> None:
         assert "text" not in storage.trajectories
         assert storage.trajectories.ids[0] in storage.trajectories
         assert storage.trajectories.get(777) is None
+        assert repr(storage.trajectories) == f"Trajectories({storage!r})"
 
 
 def test_a_storage_without_rows_has_none(path: Path) -> None:
