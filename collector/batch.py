@@ -23,7 +23,7 @@ from tallyroll.collector.keys import (
 )
 from tallyroll.collector.lanes import LaneState, Numbers, number
 from tallyroll.collector.rollout import Block
-from tallyroll.collector.slab import Column, Layout, Slab
+from tallyroll.collector.slab import Column, Layout
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
@@ -36,7 +36,6 @@ class RowSource:
     ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost.
     """
 
-    slab: Slab
     layout: Layout
     rewards: Sequence[Key]
     lost_finals: bool
@@ -54,8 +53,8 @@ class RowSource:
 
     def rows(self, block: Block, state: LaneState) -> tuple[Rows, Numbers]:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
-        slab = self.slab
-        rows = {key: take(slab, key, block) for key in self.layout}
+        slab = block.slab
+        rows = {key: take(block, key) for key in self.layout}
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
@@ -87,8 +86,9 @@ def _flags(rows: Rows) -> torch.Tensor:
     return rows[DONE]
 
 
-def take(slab: Slab, key: Key, block: Block) -> torch.Tensor:
-    """The rows of ``block`` out of a column of the slab, copied."""
+def take(block: Block, key: Key) -> torch.Tensor:
+    """The rows of ``block`` out of a column of its slab, copied."""
+    slab = block.slab
     if key in slab.flat:
         # NumPy's gather is up to 8 times faster than torch's on rows of uint8.
         return torch.from_numpy(slab.flat[key].take(block.index, axis=0))

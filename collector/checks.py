@@ -1,7 +1,7 @@
 """Is what the environment returned what it declared? Whole columns at a time."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.errors import ArgumentError, PolicyError, TransitionError
+from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.keys import NEXT, TERMINATED, TRUNCATED, Key, as_key, dotted
 from tallyroll.collector.lanes import LaneState
 from tallyroll.collector.slab import Slab
@@ -33,7 +33,7 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class _Range:
+class Range:
     """Bounds of one column, broadcast against ``[time, lane, ...]``; NaN is outside any."""
 
     key: Key
@@ -77,39 +77,16 @@ _FOLD = 64
 
 
 class RangeChecks:
-    """Checks of the columns of a slab against the specs of an environment.
+    """Checks of the columns of a slab against what was declared.
 
     Args:
-        env: its specs say what is allowed.
-        policy: whether actions come from a policy and have to be checked too.
+        ranges: what is allowed; see :func:`ranges_of`.
         validate: ``"raise"``, ``"warn"`` (once) or ``"off"``.
-        lost_finals: NaN stands for final observations that are lost, which is no violation.
     """
 
-    def __init__(
-        self, env: EnvBase, *, policy: bool, validate: Validate, lost_finals: bool
-    ) -> None:
-        if validate not in ("raise", "warn", "off"):
-            raise ArgumentError(f'validate is "raise", "warn" or "off", got {validate!r}')
+    def __init__(self, ranges: Sequence[Range], validate: Validate) -> None:
         self._validate = validate
-        self._ranges: list[_Range] = []
-        if validate == "off":
-            return
-        lead = len(env.batch_size)
-        for name, spec in env.observation_spec.items(True, True):
-            self._add(as_key(name), spec, lead, by_policy=False)
-            if not lost_finals:
-                self._add((NEXT, *as_key(name)), spec, lead, by_policy=False)
-        for name, spec in env.full_reward_spec.items(True, True):
-            self._add((NEXT, *as_key(name)), spec, lead, by_policy=False)
-        if policy:
-            for name, spec in env.full_action_spec.items(True, True):
-                self._add(as_key(name), spec, lead, by_policy=True)
-
-    def _add(self, key: Key, spec: Any, lead: int, *, by_policy: bool) -> None:
-        bounds = _bounds(spec, lead)
-        if bounds is not None:
-            self._ranges.append(_Range(key, *bounds, by_policy))
+        self._ranges = [] if validate == "off" else list(ranges)
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
@@ -131,7 +108,7 @@ class RangeChecks:
                 if bad is not None:
                     lane = int(np.argmax(bad[0]))
                     step = _step_of(slab, slot, lane, state)
-                    return self._error(check, values[0, lane], lane, step)
+                    return self._error(check, values[0, lane], slab.first_lane + lane, step)
         return None
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
@@ -144,9 +121,10 @@ class RangeChecks:
                 slot, lane = (int(index) for index in np.argwhere(bad)[0])
                 step = _step_of(slab, slot, lane, state)
                 value = _values(slab, check.key, slot, slot + 1)[0, lane]
-                yield Violation(slot, self._error(check, value, lane, step), check.by_policy)
+                error = self._error(check, value, slab.first_lane + lane, step)
+                yield Violation(slot, error, check.by_policy)
 
-    def _bad(self, check: _Range, slab: Slab, used: int) -> NDArray[np.bool_] | None:
+    def _bad(self, check: Range, slab: Slab, used: int) -> NDArray[np.bool_] | None:
         """``[time, lane]`` where the column lies outside, or None if nowhere."""
         key = check.key
         if key not in slab.columns:
@@ -159,7 +137,7 @@ class RangeChecks:
             return None if bad is None else bad[1:]
         return check.bad(_values(slab, key, 0, used))
 
-    def _error(self, check: _Range, value: NDArray[Any], lane: int, step: int) -> Exception:
+    def _error(self, check: Range, value: NDArray[Any], lane: int, step: int) -> Exception:
         kind = PolicyError if check.by_policy else TransitionError
         low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
         at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
@@ -172,6 +150,33 @@ class RangeChecks:
         )
 
 
+def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
+    """The ranges that the specs of ``env`` declare, for the columns of its slab.
+
+    Args:
+        env: batch size ``[]`` or ``[lanes]``.
+        policy: whether actions come from a policy and have to be checked too.
+        lost_finals: NaN stands for final observations that are lost, which is no violation.
+    """
+    found: list[Range] = []
+    lead = len(env.batch_size)
+
+    def add(key: Key, spec: TensorSpec, by_policy: bool) -> None:
+        bounds = _bounds(spec, lead)
+        if bounds is not None:
+            found.append(Range(key, *bounds, by_policy))
+
+    for name, spec in env.observation_spec.items(True, True):
+        add(as_key(name), spec, False)
+        if not lost_finals:
+            add((NEXT, *as_key(name)), spec, False)
+    for name, spec in env.full_reward_spec.items(True, True):
+        add((NEXT, *as_key(name)), spec, False)
+    for name, spec in env.full_action_spec.items(True, True) if policy else ():
+        add(as_key(name), spec, True)
+    return found
+
+
 def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
     """Step within its trajectory of the transition at ``slot`` and ``lane``."""
     before = slab.transitions[:slot, lane]
@@ -181,7 +186,7 @@ def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
     ends = np.nonzero(before & ended)[0]
     if len(ends):
         return int(before[ends[-1] + 1 :].sum())
-    return int(state.step[lane] + before.sum())
+    return int(state.step[slab.first_lane + lane] + before.sum())
 
 
 def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:

@@ -40,6 +40,7 @@ class Delivery:
     Args:
         sink: where rows are stored before they are yielded.
         source: gives the schema of rows.
+        lanes: of the run.
         ledger: counted up with every batch.
         provenance: written with the schema.
         layout: of what is yielded.
@@ -53,6 +54,7 @@ class Delivery:
         self,
         sink: Sink,
         source: RowSource,
+        lanes: int,
         ledger: Ledger,
         provenance: Mapping[str, Any],
         *,
@@ -62,7 +64,7 @@ class Delivery:
         frame_skip: int | str,
         count_random: bool,
     ) -> None:
-        self._sink, self._source, self._ledger = sink, source, ledger
+        self._sink, self._lanes, self._ledger = sink, lanes, ledger
         self._provenance, self._layout = provenance, layout
         self._postproc, self._device = postproc, device
         self._frame_skip, self._count_random = frame_skip, count_random
@@ -94,7 +96,7 @@ class Delivery:
             raise
         self.batches += 1
         if self._layout == "lanes":
-            return by_lane(batch, self._source.slab.lanes)
+            return by_lane(batch, self._lanes)
         if self._layout == "trajectories":
             return split_trajectories(batch)
         return batch

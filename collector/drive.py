@@ -1,16 +1,21 @@
-"""How an environment is driven: what its slab looks like, and which rollout fills it."""
+"""How an environment is driven: what its slab looks like, and which driver fills it."""
 
+from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tallyroll.collector.batch import RowSource
+from tallyroll.collector.driver import LocalDriver
+from tallyroll.collector.driver_copy import CopyDriver
+from tallyroll.collector.driver_in_place import InPlaceDriver
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import loses_finals
-from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.keys import (
     COLLECTOR,
@@ -24,12 +29,8 @@ from tallyroll.collector.keys import (
     as_key,
     dotted,
 )
-from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.policy import Policy, next_keys, try_out
 from tallyroll.collector.random_actions import action_keys
-from tallyroll.collector.rollout import Rollout, Surplus
-from tallyroll.collector.rollout_copy import CopyRollout
-from tallyroll.collector.rollout_in_place import InPlaceRollout
 from tallyroll.collector.slab import Column, Layout, Slab
 
 MOST_SLOTS = 4096
@@ -37,21 +38,46 @@ SLAB_BYTES = 256 * 2**20
 """A slab is at most about this large; longer batches are put together from several fills."""
 
 
-def build_rollout(
-    env: EnvBase,
-    policy: Policy | None,
-    *,
-    frames_per_batch: int,
-    surplus: Surplus,
-    random_frames: int,
-    rng: np.random.Generator,
-    ledger: Ledger,
-    gate: EpisodeGate | None,
-    exploration: ExplorationType,
-) -> tuple[Rollout, RowSource]:
-    """Try the policy out, lay out the columns, and choose the way of driving."""
+@dataclass(frozen=True)
+class SlabPlan:
+    """What a slab of an environment and a policy looks like, and what its rows become."""
+
+    layout: Layout
+    extra: tuple[Key, ...]
+    """Columns that the policy writes beside the action."""
+    flowing: tuple[Key, ...]
+    """Observations that an environment writes in place."""
+    shared: bool
+    """They and those under ``"next"`` are one memory, one slot apart."""
+    rewards: tuple[Key, ...]
+    lost_finals: bool
+    in_place: bool
+    reset_slots: bool
+    """An environment that writes in place has reset slots."""
+
+    def row_source(self) -> RowSource:
+        """What makes rows of such a slab."""
+        return RowSource(self.layout, self.rewards, self.lost_finals)
+
+    def slots(self, lanes: int, frames: int) -> int:
+        """Enough for ``frames`` even where every second slot is a reset slot, within bounds."""
+        row = sum(
+            torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
+            for column in self.layout.values()
+        )
+        fitting = max(4, SLAB_BYTES // max(1, row * lanes))
+        return int(min(2 * ceil(frames / lanes) + 4, MOST_SLOTS, fitting))
+
+    def slab(self, slots: int, lanes: int, **options: Any) -> Slab:
+        """A slab of ``slots`` slots; ``options`` are the others of :class:`Slab`."""
+        return Slab(slots, lanes, self.layout, flowing=self.flowing, shared=self.shared, **options)
+
+
+def plan_slab(
+    env: EnvBase, policy: Policy | None, first: TensorDictBase, exploration: ExplorationType
+) -> SlabPlan:
+    """Try the policy out on ``first``, what a reset returned, and lay out the columns."""
     in_place = isinstance(env, GymnasiumVectorEnv)
-    first = env.reset()
     extra: dict[Key, Column] = {}
     if policy is not None:
         with torch.no_grad(), set_exploration_type(exploration):
@@ -62,43 +88,31 @@ def build_rollout(
             "from step to step and reset with each lane; add its primer to the environment: "
             "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
-    lanes = env.batch_size.numel()
     layout = in_place_layout(env) if in_place else copied_layout(env)
     extra = {key: column for key, column in extra.items() if key not in layout}
-    layout = {**extra, **layout}
-    slab = Slab(
-        _slots(layout, lanes, frames_per_batch),
-        lanes,
-        layout,
+    return SlabPlan(
+        layout={**extra, **layout},
+        extra=tuple(extra),
         flowing=env.observation_keys if in_place else (),
         shared=in_place and env.has_reset_slots,
-        device=None if in_place else env.device,
+        rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
+        lost_finals=loses_finals(env),
+        in_place=in_place,
+        reset_slots=in_place and env.has_reset_slots,
     )
-    kind = InPlaceRollout if in_place else CopyRollout
-    rollout: Rollout = kind(
-        env,
-        policy,
-        extra=tuple(extra),
-        slab=slab,
-        surplus=surplus,
-        random_frames=random_frames,
-        rng=rng,
-        ledger=ledger,
-        gate=gate,
-    )
-    rollout.start_from(first)
-    rewards = [(NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)]
-    return rollout, RowSource(slab, layout, rewards, loses_finals(env))
 
 
-def _slots(layout: Layout, lanes: int, frames_per_batch: int) -> int:
-    """Enough for a batch even where every second slot is a reset slot, within bounds."""
-    row = sum(
-        torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
-        for column in layout.values()
-    )
-    fitting = max(4, SLAB_BYTES // max(1, row * lanes))
-    return int(min(2 * ceil(frames_per_batch / lanes) + 4, MOST_SLOTS, fitting))
+def make_driver(
+    env: EnvBase,
+    policy: Policy | None,
+    plan: SlabPlan,
+    slab: Slab,
+    rng: np.random.Generator,
+    board: memoryview,
+) -> LocalDriver:
+    """The way of driving that ``plan`` was made for."""
+    kind: type[LocalDriver] = InPlaceDriver if plan.in_place else CopyDriver
+    return kind(env, policy, extra=plan.extra, slab=slab, rng=rng, board=board)
 
 
 def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, Column]:

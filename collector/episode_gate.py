@@ -58,6 +58,12 @@ class EpisodeGate:
         lane = np.arange(transitions.shape[1])
         return np.where(last >= 0, ended[last, lane], self._fresh)
 
+    def cut(self, lanes: NDArray[np.bool_]) -> None:
+        """The episodes under way in ``lanes`` were cut by a fault: others take their places."""
+        self.started -= int((lanes & self._open & ~self._fresh).sum())
+        self._fresh |= lanes
+        self._open &= ~lanes
+
     def restart(self, delivered: int) -> None:
         """Every lane begins a new episode; all but the ``delivered`` whole ones are run again."""
         self.started = self.completed = delivered

@@ -102,7 +102,7 @@ def number(
     Args:
         state: where each lane stood before the block; updated in place.
         lane: ``[row]``, ascending.
-        per_lane: ``[lane]``, rows of each lane.
+        per_lane: rows of each lane, of all or of a range of lanes that holds those of the block.
         ended: ``[row]``, terminated or truncated.
         reward: ``[row]``.
         version: ``[row]``, policy version.
@@ -130,7 +130,7 @@ def number(
     before = np.where(carries_on, state.length[own], 0)
     lengths = size + before
     first_version = np.where(before > 0, state.first_version[own], version[begin])
-    ids = state.base + trajectory * len(per_lane) + own
+    ids = state.base + trajectory * len(state.step) + own
     numbers = Numbers(
         np.repeat(ids, size),
         np.arange(rows) + np.repeat(offset - begin, size),

@@ -69,6 +69,10 @@ class Policy:
         out = self.module(td.to(self._device))
         return out if self._move_back is None else out.to(self._move_back)
 
+    def refresh(self) -> bool:
+        """Take newer weights that were published elsewhere; whether there were any."""
+        return False
+
     def update_weights(self, weights: Weights = None) -> None:
         """Take new weights and count a version up.
 

@@ -29,12 +29,13 @@ def run_provenance(
     lane_seeds: Sequence[int],
     *,
     lanes: int,
-    **call: Any,
+    call: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What a manifest says of a run: JSON values.
 
-    ``lane_seeds`` are those of each lane's first reset, none where the environment chose them.
-    They are left out beyond `MOST_SEEDS`: they follow from the seed.
+    ``call`` is what of the collector's call is worth keeping. ``lane_seeds`` are those of each
+    lane's first reset, none where the environment chose them; they are left out beyond
+    `MOST_SEEDS`, for they follow from the seed.
     """
     run: dict[str, Any] = {
         "environment": environment,
@@ -42,7 +43,7 @@ def run_provenance(
         "seed": ledger.seed,
         "incarnation": ledger.incarnation,
         "lanes": lanes,
-        "call": call,
+        "call": dict(call),
     }
     if 0 < len(lane_seeds) <= MOST_SEEDS:
         run["lane_seeds"] = list(lane_seeds)

@@ -6,8 +6,9 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 ``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class Column:
 
 
 Layout = Mapping[Key, Column]
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -60,9 +62,13 @@ class Cursor:
     reward: Array
     terminated: Array
     truncated: Array
+    board: memoryview
+    """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
-    stopping: bool = False
-    """The run is to end after the step under way."""
+
+
+def _fresh(device: torch.device | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class Slab:
@@ -76,6 +82,9 @@ class Slab:
             under ``"next"``. Only an environment that writes in place names any.
         shared: root and ``"next"`` observations are one memory (see the module).
         device: where the memory lies.
+        first_lane: the number of the first lane in the run.
+        allocate: gives zeroed memory of a shape and a dtype, in the order in which it is asked;
+            None makes it on ``device``.
     """
 
     def __init__(
@@ -87,8 +96,13 @@ class Slab:
         flowing: Iterable[Key] = (),
         shared: bool = False,
         device: torch.device | None = None,
+        first_lane: int = 0,
+        allocate: Allocate | None = None,
     ) -> None:
         self.slots, self.lanes, self.shared = slots, lanes, shared
+        self.first_lane = first_lane
+        on_cpu = allocate or partial(_fresh, None)
+        allocate = allocate or partial(_fresh, device)
         self.flowing = tuple(flowing)
         self.columns: dict[Key, torch.Tensor] = {}
         self._flow: dict[Key, torch.Tensor] = {}
@@ -96,25 +110,30 @@ class Slab:
             if key[0] == NEXT and key[1:] in self.flowing and shared:
                 continue
             length = slots + 1 if key in self.flowing else slots
-            memory = torch.zeros((length, lanes, *column.shape), dtype=column.dtype, device=device)
+            memory = allocate((length, lanes, *column.shape), column.dtype)
             if key in self.flowing:
                 self._flow[key] = memory
             self.columns[key] = memory[:slots]
         if shared:
             for key in self.flowing:
                 self.columns[(NEXT, *key)] = self._flow[key][1:]
-        self.flat = {
-            key: column.flatten(0, 1).numpy()
+        self._arrays = {
+            key: column.numpy()
             for key, column in self.columns.items()
             if column.device.type == "cpu" and column.dtype is not torch.bfloat16
         }
+        self.flat = {
+            key: array.reshape(slots * lanes, *array.shape[2:])
+            for key, array in self._arrays.items()
+            if array.flags.c_contiguous
+        }
         """Columns as NumPy views ``[time * lane, ...]``, where NumPy can hold them."""
-        self.transitions = np.zeros((slots, lanes), np.bool_)
-        self.version = np.zeros((slots, lanes), np.int64)
+        self.transitions: NDArray[np.bool_] = on_cpu((slots, lanes), torch.bool).numpy()
+        self.version: NDArray[np.int64] = on_cpu((slots, lanes), torch.int64).numpy()
 
     def array(self, key: Key) -> Array:
         """A column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
-        return self.flat[key].reshape(self.slots, self.lanes, *self.flat[key].shape[1:])
+        return self._arrays[key]
 
     def keep_last(self, used: int, lanes: NDArray[np.bool_] | None) -> None:
         """Make room for the next block after ``used`` slots were filled.
@@ -153,7 +172,7 @@ class Slab:
         for key, memory in self._flow.items():
             memory[at].copy_(td.get(key))
 
-    def cursor(self, action: Key) -> Cursor:
+    def cursor(self, action: Key, board: memoryview) -> Cursor:
         """The arrays of an environment that writes in place."""
         flow = [self._flow[key].numpy() for key in self.flowing]
         return Cursor(
@@ -164,6 +183,7 @@ class Slab:
             reward=self.array(REWARD)[..., 0],
             terminated=self.array(TERMINATED)[..., 0],
             truncated=self.array(TRUNCATED)[..., 0],
+            board=board,
         )
 
     def tensordicts(self, cursor: Cursor) -> list[TensorDict]:

@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.board import FILLED, HALT
 from tallyroll.collector.envs.infos import InfoColumns
 from tallyroll.collector.envs.spaces import action_leaf, observation_leaves
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
@@ -184,11 +185,12 @@ class GymnasiumVectorEnv(EnvBase):
     def step_block(self, cursor: Cursor, start: int, stop: int) -> None:
         """Step through the slots ``[start, stop)``, whose actions are all known beforehand.
 
-        ``cursor.at`` is the slot under way; ``cursor.stopping`` ends the block after it.
+        ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
         """
         step, copies, plain, finish = self._vec_step, self._copy_action, self._plain, self._finish
         actions, rewards, next_obs = cursor.action, cursor.reward, cursor.next_obs
         terminations, truncations, first_obs = cursor.terminated, cursor.truncated, next_obs[0]
+        board = cursor.board
         for at in range(start, stop):
             cursor.at = at
             action = actions[at].copy() if copies else actions[at]
@@ -211,7 +213,8 @@ class GymnasiumVectorEnv(EnvBase):
                 ended = terminated | truncated
                 if ended.any():
                     finish(cursor, ended, info)
-            if cursor.stopping:
+            board[FILLED] = at + 1
+            if board[HALT]:
                 break
 
     def _step_and_maybe_reset_copied(
@@ -327,6 +330,7 @@ class GymnasiumVectorEnv(EnvBase):
             if terminated or truncated:
                 obs, info = env.reset()
             self._write_lane(root, lane, obs, info)
+        cursor.board[FILLED] = at + 1
 
     def _write_lane(
         self, rows: Sequence[Array], lane: int, obs: Any, info: Mapping[str, Any]

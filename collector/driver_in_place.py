@@ -5,16 +5,16 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from tallyroll.collector.driver import LocalDriver, changed
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.keys import RANDOM_VERSION
 from tallyroll.collector.policy import no_tensordict
 from tallyroll.collector.random_actions import block_draw
-from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slab import Array
 from tallyroll.collector.slots import Mask, next_step_transitions
 
 
-class InPlaceRollout(Rollout):
+class InPlaceDriver(LocalDriver):
     """Drives an environment that fills the tensordict it is handed, a view of the slab."""
 
     env: GymnasiumVectorEnv
@@ -22,7 +22,7 @@ class InPlaceRollout(Rollout):
     def bind(self) -> None:
         """Build the views, once."""
         (self._action,) = self._actions
-        self._cursor = self.slab.cursor(self._action)
+        self._cursor = self.slab.cursor(self._action, self.board)
         self._draw = None if self._random.masked else block_draw(self.env.action_spec)
         looked_at = self.policy is not None or self._draw is None
         self._tds = self.slab.tensordicts(self._cursor) if looked_at else []
@@ -30,12 +30,13 @@ class InPlaceRollout(Rollout):
         keys = (self._action, *self._extra)
         self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
 
-    def begin(self, first: TensorDictBase) -> None:
+    def _begin(self, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
-        self.slab.set_root(self._used, first)
+        self.slab.set_root(self.used, first)
         self._pending[:] = False
 
-    def _upcoming(self) -> NDArray[np.bool_]:
+    def upcoming(self) -> NDArray[np.bool_]:
+        """Lanes whose next slot will be a transition."""
         return ~self._pending
 
     def ended(self, start: int, stop: int) -> Mask:
@@ -52,17 +53,13 @@ class InPlaceRollout(Rollout):
         self._pending = ended[-1].copy()
         return transitions
 
-    def _random_steps(self, start: int, stop: int) -> None:
+    def random_steps(self, start: int, stop: int) -> None:
+        """Fill slots ``[start, stop)`` with random actions."""
         if self._draw is None:
             self._masked_steps(start, stop)
             return
         self._cursor.action[start:stop] = self._draw(self.rng, stop - start)
         self._step(start, stop)
-
-    def stop(self) -> None:
-        """End the run after the step under way."""
-        super().stop()
-        self._cursor.stopping = True
 
     def _masked_steps(self, start: int, stop: int) -> None:
         for at in range(start, stop):
@@ -72,8 +69,15 @@ class InPlaceRollout(Rollout):
             if self.stopping:
                 break
 
-    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+    def known_steps(self, start: int, stop: int) -> None:
+        """Fill slots ``[start, stop)``, whose actions are there."""
+        self._step(start, stop)
+
+    def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         for at in range(start, stop):
+            if random_lanes is None:
+                self._refresh(at, stop)
             self._act(at)
             if random_lanes is not None:
                 self._randomise(at, random_lanes)
@@ -81,7 +85,8 @@ class InPlaceRollout(Rollout):
             if self.stopping:
                 break
 
-    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+    def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        """Fill one slot, stepping the first ``lanes`` lanes only."""
         if random_lanes is not None:
             self._act(at)
             self._randomise(at, random_lanes)
@@ -130,7 +135,6 @@ class InPlaceRollout(Rollout):
         except BaseException as error:
             self._failed(error)
             raise
-        self._used = cursor.at + 1
 
     def _step_part(self, at: int, lanes: int) -> None:
         self._cursor.at = at
@@ -139,9 +143,7 @@ class InPlaceRollout(Rollout):
         except BaseException as error:
             self._failed(error)
             raise
-        self._used = at + 1
 
     def _failed(self, error: BaseException) -> None:
-        self._used = self._cursor.at
-        actions: Array = self._cursor.action[self._used]
+        actions: Array = self._cursor.action[self._cursor.at]
         error.add_note(f"tallyroll: raised by the step with the actions {actions.tolist()!r:.400}")

@@ -2,16 +2,15 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.keys import RANDOM_VERSION, VALID, as_key
+from tallyroll.collector.driver import LocalDriver, changed
+from tallyroll.collector.keys import NEXT, RANDOM_VERSION, VALID, as_key
 from tallyroll.collector.policy import PolicyFn, no_tensordict
-from tallyroll.collector.rollout import Rollout, changed
 from tallyroll.collector.slots import Mask
 
 
-class CopyRollout(Rollout):
+class CopyDriver(LocalDriver):
     """Drives any TorchRL environment through ``step_and_maybe_reset`` and copies the result."""
 
     def bind(self) -> None:
@@ -22,24 +21,24 @@ class CopyRollout(Rollout):
             for key, column in self.slab.columns.items()
         }
         self._views = list(views.items())
-        self._marked: list[NDArray[np.bool_]] = []
         self._has_valid = VALID in map(as_key, self.env.observation_spec.keys(True, True))
         self._td: TensorDictBase | None = None
 
-    def begin(self, first: TensorDictBase) -> None:
+    def _begin(self, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
         self._td = first
 
     def _transitions(self, start: int, stop: int) -> Mask:
         if not self._has_valid:
             return np.ones((stop - start, self.lanes), np.bool_)
-        marked, self._marked = np.stack(self._marked[: stop - start]), []
-        return marked
+        return self.slab.transitions[start:stop].copy()
 
-    def _random_steps(self, start: int, stop: int) -> None:
+    def random_steps(self, start: int, stop: int) -> None:
+        """Fill slots ``[start, stop)`` with random actions."""
         self._steps(start, stop, self._random)
 
-    def _policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+    def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         assert self.policy is not None
         self._steps(start, stop, self.policy if random_lanes is None else self._both(random_lanes))
 
@@ -61,7 +60,8 @@ class CopyRollout(Rollout):
 
         return both
 
-    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+    def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        """Fill one slot, stepping the first ``lanes`` lanes only."""
         assert self._td is not None
         mask = torch.zeros(self.lanes, dtype=torch.bool)
         mask[:lanes] = True
@@ -97,6 +97,8 @@ class CopyRollout(Rollout):
         views = [view for view in self._views if not (random and view[0] in self._extra)]
         step = self.env.step_and_maybe_reset
         for at in range(start, stop):
+            if act is self.policy:
+                self._refresh(at, stop)
             acted = self._acted(td, act)
             try:
                 td, following = step(acted)
@@ -112,8 +114,8 @@ class CopyRollout(Rollout):
                     raise changed(key, value, row)
                 row.copy_(value)
             if self._has_valid:
-                self._marked.append(td.get(("next", *VALID)).reshape(-1).cpu().numpy().copy())
+                self.slab.transitions[at] = td.get((NEXT, *VALID)).reshape(-1).cpu().numpy()
             self._td = td = following
-            self._used = at + 1
+            self.used = at + 1
             if self.stopping:
                 break

@@ -1,0 +1,365 @@
+"""What collectors of one process and of many share: batches of exactly so many transitions."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+from torchrl.envs.utils import set_exploration_type
+
+from tallyroll.collector import arguments
+from tallyroll.collector.base import Collector
+from tallyroll.collector.batch import Rows, RowSource
+from tallyroll.collector.checks import Range, RangeChecks
+from tallyroll.collector.delivery import Delivery
+from tallyroll.collector.episode_gate import EpisodeGate
+from tallyroll.collector.episodes import EpisodeLog
+from tallyroll.collector.errors import StateError
+from tallyroll.collector.keys import POLICY_VERSION, STEP, TERMINATED
+from tallyroll.collector.lanes import LaneState, Numbers, lane_seed
+from tallyroll.collector.ledger import Budget, Ledger
+from tallyroll.collector.options import Options
+from tallyroll.collector.provenance import run_provenance, versions
+from tallyroll.collector.rollout import Block, Source
+from tallyroll.collector.sink import Sink, StorageLike
+from tallyroll.collector.slab import Slab
+
+EPISODES_KEPT = 50_000
+"""With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
+
+_STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
+
+
+class ExactCollector(Collector):
+    """Takes blocks of transitions from a source, numbers, checks, counts and delivers them.
+
+    A subclass makes the source, in three steps: :meth:`__init__` opens what is stored to,
+    :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
+    :meth:`_drive` takes over the source.
+    """
+
+    _rollout: Source
+    lanes: int
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        replay_buffer: ReplayBuffer | None,
+        storage: StorageLike | None,
+        resume: bool,
+    ) -> None:
+        self._over = True  # until everything stands
+        self._options = options
+        self.frames_per_batch = options.frames_per_batch
+        self.frame_skip, self.layout = options.frame_skip, options.layout
+        self._budget = Budget(options.total_frames)
+        self._sink = Sink(
+            storage, replay_buffer, resume, options.total_frames, options.largest_batch
+        )
+        self._lane_seeds: list[int] = []
+
+    def _begin_run(self, lanes: int) -> int | None:
+        """A ledger, a gate and numbers for ``lanes`` lanes; returns the seed, None to draw one."""
+        self.lanes = lanes
+        seed = self._options.seed
+        resumed = self._sink.resumed()
+        if resumed is not None and seed is not None and seed != resumed.seed:
+            raise StateError(
+                f"the run to be continued has the seed {resumed.seed}, got {seed}; leave it out"
+            )
+        self.ledger = Ledger(versions=versions())
+        if resumed is not None:
+            seed = resumed.seed
+            self.ledger.load({**resumed.counts, "incarnation": resumed.incarnation})
+        self._gate = None
+        if self._options.total_episodes is not None:
+            self._gate = EpisodeGate(self._options.total_episodes, lanes)
+            self._gate.restart(self.ledger.episodes_complete)
+        self._rng = np.random.default_rng()
+        self._state = LaneState.fresh(lanes, self._sink.next_id())
+        return seed
+
+    @property
+    def _random_frames(self) -> int:
+        """Transitions that are still to have random actions."""
+        return max(0, self._options.init_random_frames - self.ledger.stored)
+
+    def _drive(
+        self,
+        rollout: Source,
+        source: RowSource,
+        ranges: Sequence[Range],
+        description: Mapping[str, Any],
+        policy: object,
+        **call: Any,
+    ) -> None:
+        """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
+        options = self._options
+        self._rollout, self._source = rollout, source
+        self._checks = RangeChecks(ranges, options.validate)
+        self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
+        self._description = description
+        self._call = {
+            "frames_per_batch": self.frames_per_batch,
+            "total_frames": options.total_frames,
+            "total_episodes": options.total_episodes,
+            "policy": None if policy is None else type(policy).__qualname__,
+            "surplus": options.surplus,
+            "frame_skip": self.frame_skip,
+            **call,
+        }
+        self._delivery = Delivery(
+            self._sink,
+            source,
+            self.lanes,
+            self.ledger,
+            self._provenance(),
+            layout=options.layout,
+            postproc=options.postproc,
+            device=options.storing_device,
+            frame_skip=self.frame_skip,
+            count_random=policy is not None,
+        )
+        self._over = False
+
+    def _provenance(self) -> dict[str, Any]:
+        return run_provenance(
+            self._description, self.ledger, self._lane_seeds, lanes=self.lanes, call=self._call
+        )
+
+    # --- iteration --------------------------------------------------------------------------------
+
+    def _collect(self) -> TensorDictBase | None:
+        size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
+        rollout = self._rollout
+        parts: list[Rows] = []
+        if self._options.reset_at_each_iter and self._delivery.batches:
+            # What was carried belongs to the trajectories that the reset cuts: it comes first.
+            carried = self._numbered(self._fill(min(size, rollout.held), parts))
+            parts = [] if carried is None else [carried]
+            if not rollout.held:
+                self.ledger.episodes_cut += self._restart_lanes()
+        have = sum(len(part[STEP]) for part in parts)
+        with torch.no_grad(), set_exploration_type(self._options.exploration_type):
+            while have < size and not rollout.dry:
+                part = self._numbered(self._fill(size - have, parts))
+                if part is not None:
+                    parts.append(part)
+                    have += len(part[STEP])
+        batch = self._deliver(parts) if have else None
+        if self._options.surplus == "discard":
+            self._discard()
+        if self._budget.remaining(self.ledger.stored) == 0 or rollout.dry:
+            self._finish()
+        return batch
+
+    def _deliver(self, parts: list[Rows]) -> TensorDictBase:
+        try:
+            return self._delivery.deliver(parts, int(self._state.open.sum()))
+        except BaseException:
+            self._finish()
+            raise
+
+    def _fill(self, want: int, parts: list[Rows]) -> Block:
+        """Take a block, and check it; on an error, what is complete is stored first."""
+        try:
+            block = self._rollout.fill(want)
+        except (Exception, KeyboardInterrupt) as error:
+            refused = self._rollout.refused()
+            culprit = refused and self._checks.bad_action(*refused, self._state)
+            self._rescue(parts)
+            if culprit is not None and isinstance(error, Exception):
+                raise culprit from error
+            raise
+        bad = self._checks.first_violation(block.slab, block.used, self._state)
+        if bad is not None:
+            self._rescue(parts)
+            raise bad.error
+        return block
+
+    def _numbered(self, block: Block) -> Rows | None:
+        rows = None
+        if len(block):
+            rows, numbers = self._source.rows(block, self._state)
+            self._log(rows, numbers, block)
+        self._rollout.copied()
+        cuts = self._rollout.take_cuts()
+        if cuts is not None:
+            self.ledger.episodes_cut += self._state.cut(cuts)
+            self._state.restart(cuts)
+        return rows
+
+    def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
+        if isinstance(self.frame_skip, str):
+            before = rows[(self.frame_skip,)].reshape(-1)
+            self.ledger.reset_ticks += int(before[torch.from_numpy(numbers.start_row)].sum())
+        at = numbers.end_row
+        if len(at):
+            version = rows[POLICY_VERSION].numpy()
+            self.episodes.extend(
+                numbers.traj_ids[at],
+                block.lane[at],
+                numbers.returns,
+                numbers.lengths,
+                rows[TERMINATED].reshape(-1).cpu().numpy()[at],
+                (numbers.first_versions, version[at]),
+            )
+
+    # --- ends, cuts and errors ------------------------------------------------------------------
+
+    def _restart_lanes(self) -> int:
+        everywhere = np.ones(self.lanes, np.bool_)
+        cut = self._state.cut(everywhere)
+        self._state.restart(everywhere)
+        self._rollout.restart_lanes()
+        return cut
+
+    def _discard(self) -> None:
+        """Throw the surplus away; the trajectories that lose a row there are cut."""
+        if not self._rollout.held:
+            return
+        reward, ended = self._rollout.last_slot(self._source.rewards)
+        lanes = self._rollout.discard_held()
+        self.ledger.episodes_cut += self._state.cut(lanes)
+        self._state.returns[lanes] += reward[lanes]
+        self._state.length[lanes] += 1
+        self._state.restart(lanes & ended)
+
+    def _rescue(self, parts: list[Rows]) -> None:
+        """After an error: ``parts``, and what is complete and sound behind them, are stored."""
+        if not self._sink.stores:  # nobody would get them
+            self._finish()
+            return
+        parts = list(parts)
+        for block in self._rollout.salvage(self._sound):
+            part = self._numbered(block)
+            if part is not None:
+                parts.append(part)
+        if parts:
+            self._deliver(parts)
+        self._finish()
+
+    def _sound(self, slab: Slab, used: int) -> int:
+        """How many of the first ``used`` slots are as declared."""
+        bad = self._checks.first_violation(slab, used, self._state)
+        return used if bad is None else bad.slot
+
+    def _finish(self) -> None:
+        """The run is over: nothing is carried any more, open trajectories are cut."""
+        self._over = True
+        self._rollout.discard_held()
+        ledger = self.ledger
+        ledger.discarded = ledger.executed - ledger.stored - ledger.lost
+        ledger.carried = 0
+        ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
+        ledger.check()
+        self._sink.finish(ledger)
+
+    def stop(self) -> None:
+        """End the run after the step under way; what is complete makes a last, shorter batch.
+
+        Safe to call from a signal handler or another thread.
+        """
+        self._rollout.stop()
+
+    def shutdown(self) -> None:
+        """End the run, close what was made here: the environment, the storage. Idempotent."""
+        try:
+            if hasattr(self, "_rollout") and not self._over:
+                self._finish()
+        finally:
+            try:
+                self._close_source()
+            finally:
+                self._sink.close()
+
+    @abstractmethod
+    def _close_source(self) -> None:
+        """Close what was made here to collect from. Idempotent."""
+
+    # --- seeds and state --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _seed_everything(self, seed: int | None) -> None:
+        """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed everything and start new trajectories; returns a seed for another collector.
+
+        Transitions that wait for the next batch are discarded.
+        """
+        checked = arguments.seed(seed)
+        self._discard()
+        self.ledger.episodes_cut += self._restart_lanes()
+        self._seed_everything(checked)
+        return seed if static_seed else lane_seed(seed, self.lanes, 0)
+
+    @abstractmethod
+    def _env_state(self) -> Any:
+        """What :meth:`state_dict` says of the environment."""
+
+    @abstractmethod
+    def _load_env_state(self, state: Any) -> None:
+        """Take over what :meth:`_env_state` gave."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later collector needs to go on: budget, ids, seeds, policy, generators.
+
+        Environments cannot be saved: after loading, every lane starts a new trajectory, from a
+        seed that was not used before. Transitions that wait for the next batch are discarded.
+        """
+        return {
+            "ledger": self.ledger.counts(),
+            "seed": self.ledger.seed,
+            "next_id": self._state.next_id,
+            "open": int(self._state.open.sum()),
+            "policy": None if self._policy is None else self._policy.state_dict(),
+            "env": self._env_state(),
+            "generators": {
+                "torch": torch.get_rng_state(),
+                "actions": self._rng.bit_generator.state,
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; call it before iterating.
+
+        Raises:
+            StateError: this collector has collected already, or the state has other parts.
+        """
+        if self.ledger.slots:
+            raise StateError("load_state_dict: this collector has collected already")
+        missing = sorted(_STATE - set(state))
+        if missing:
+            raise StateError(
+                "load_state_dict: wanted what state_dict() returned, got a mapping without "
+                f"{missing}"
+            )
+        if (state["policy"] is None) != (self._policy is None):
+            saved = "without" if state["policy"] is None else "with"
+            raise StateError(
+                f"load_state_dict: the state was saved {saved} a policy, this collector is the "
+                "other way round"
+            )
+        ledger = self.ledger
+        ledger.load(state["ledger"])
+        ledger.incarnation += 1
+        ledger.discarded += ledger.carried
+        ledger.carried = 0
+        ledger.episodes_cut += state["open"]
+        ledger.check()
+        self._state = LaneState.fresh(self.lanes, max(int(state["next_id"]), self._sink.next_id()))
+        self._seed_everything(int(state["seed"]))
+        self._load_env_state(state["env"])
+        if self._policy is not None:
+            self._policy.load_state_dict(state["policy"])
+        torch.set_rng_state(state["generators"]["torch"])
+        self._rng.bit_generator.state = state["generators"]["actions"]
+        self._rollout.random_frames = self._random_frames
+        self._rollout.restart_lanes()
+        self._delivery.goes_on_from(self._provenance())
+        self._over = self._budget.remaining(ledger.stored) == 0
