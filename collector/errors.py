@@ -10,7 +10,8 @@
     ├── TransitionError              what the environment returned differs from what it declared
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
-    └── MissingExtra (ImportError)   a package that only some users need is absent
+    ├── MissingExtra (ImportError)   a package that only some users need is absent
+    └── SharedMemoryBusy (TimeoutError)   another process keeps memory locked
 """
 
 
@@ -48,3 +49,7 @@ class StateError(CollectorError):
 
 class MissingExtra(CollectorError, ImportError):
     """A package that only some users need is not installed; the message names the extra."""
+
+
+class SharedMemoryBusy(CollectorError, TimeoutError):
+    """Another process kept shared memory locked for as long as was waited for it."""
