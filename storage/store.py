@@ -341,24 +341,6 @@ class RowStore:
         """Whether the newest record was damaged, so that `record` is an older one or None."""
         return self._running().record_damaged
 
-    def extend(
-        self,
-        rows: TensorDictBase | Mapping[Key, np.ndarray],
-        *,
-        record: bytes | None = None,
-    ) -> range:
-        """Write rows behind the last one and commit them; returns their numbers.
-
-        Args:
-            rows: a TensorDict [N], on any device, or one array [N, ...] for each
-                column by its key. The first rows of a new storage decide its schema.
-            record: a payload that becomes `record` with the same commit.
-
-        Raises:
-            WriteError: refused, with nothing written (its subclasses say why).
-        """
-        return self._write(rows, record)
-
     def put_record(self, payload: bytes) -> None:
         """Commit a record without rows.
 
