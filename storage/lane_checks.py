@@ -49,13 +49,16 @@ class Chunk:
         message: str,
         wrong: np.ndarray,
         what: Callable[[int], str],
+        at: np.ndarray | None = None,
     ) -> None:
-        """Add the rows that are ``wrong`` [n]; ``what`` takes an index into the chunk."""
-        if not wrong.any():
-            return
+        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's index.
+
+        ``at`` [n] says where in the chunk they are, if not one behind the other.
+        """
         where = np.flatnonzero(wrong)
+        places = where if at is None else at[where]
         findings.add_rows(
-            check, message, where, lambda i: self.place(int(where[i]), what(int(where[i])))
+            check, message, places, lambda i: self.place(int(places[i]), what(int(where[i])))
         )
 
 
@@ -81,25 +84,6 @@ class _Series:
     steps: np.ndarray
     ended: np.ndarray
     version: np.ndarray
-
-    def report(
-        self,
-        findings: Findings,
-        check: str,
-        message: str,
-        wrong: np.ndarray,
-        what: Callable[[int], str],
-    ) -> None:
-        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's number."""
-        if not wrong.any():
-            return
-        where = np.flatnonzero(wrong)
-        findings.add_rows(
-            check,
-            message,
-            self.row[where],
-            lambda i: self.chunk.place(int(self.order.at[where[i]]), what(int(where[i]))),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +235,11 @@ class LaneChecks:
     def _follow(self, series: _Series, before: _Before, findings: Findings) -> Links:
         known = (before.row >= 0) & ~series.vague
         same: np.ndarray = known & (series.ids == before.ids)
-        series.report(
+        series.chunk.report(
             findings, "ids", "a lane goes back to an earlier trajectory",
             known & (series.ids < before.ids),
             lambda i: f"row {before.row[i]:,} of this lane has trajectory {before.ids[i]} already",
+            series.order.at,
         )  # fmt: skip
         begins = (known & ~same) | ((before.row == _NONE) & ~series.vague & (not self._late))
         if self._declared is None:
@@ -291,19 +276,21 @@ def _check_steps(
         excused = wrong[:-1] & same[1:] & (series.steps[1:] == wanted[:-1] + 1)
         excused[series.order.first[1:] - 1] = False
         wrong[1:] &= ~excused
-    series.report(
+    series.chunk.report(
         findings, "steps", "the steps of a trajectory are not 0, 1, 2 ...", wrong,
         lambda i: f"wanted step {wanted[i]}",
+        series.order.at,
     )  # fmt: skip
 
 
 def _check_versions(
     series: _Series, before: _Before, known: np.ndarray, findings: Findings
 ) -> None:
-    series.report(
+    series.chunk.report(
         findings, "versions", "the policy's version goes back within a lane",
         known & (series.version < before.version),
         lambda i: f"version {series.version[i]} behind version {before.version[i]}",
+        series.order.at,
     )  # fmt: skip
 
 
