@@ -279,7 +279,7 @@ def load_for_ever(connection: Connection) -> None:
         version = weights.load_into(module)
         if module.version() != {version} or version < before:
             connection.send(f"{sorted(module.version())} as version {version} after {before}")
-            return
+            time.sleep(WAIT_SECONDS)
         before = version
         if count % 100 == 0:
             connection.send(None)
@@ -481,6 +481,19 @@ def test_whatever_is_raised_inside_releases_the_lock() -> None:
             with pytest.raises(KeyboardInterrupt), kind():
                 raise KeyboardInterrupt
             assert not refused(b)
+
+
+def test_a_lock_that_is_closed_or_forgotten_leaves_no_descriptor() -> None:
+    arena = Arena.create(1)
+    kept, forgotten = FileLock(arena.fd, "it", 1.0), FileLock(arena.fd, "it", 1.0)
+    files = [kept._fd, forgotten._fd]
+    assert len({os.fstat(fd).st_ino for fd in files}) == 1
+    kept.close()
+    del forgotten
+    for fd in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    arena.close()
 
 
 def test_holders_of_a_lock() -> None:

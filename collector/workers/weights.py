@@ -151,7 +151,10 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _with_memory(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both without what is only a repetition in ``target``, an expanded tensor."""
-    for axis, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[axis] > 1:
+    strides = target.stride()
+    if 0 not in strides:
+        return target, source
+    for axis, (stride, size) in enumerate(zip(strides, target.shape, strict=True)):
+        if stride == 0 and size > 1:
             target, source = target.narrow(axis, 0, 1), source.narrow(axis, 0, 1)
     return target, source
