@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
@@ -147,6 +148,18 @@ class Format(ABC):
     @abstractmethod
     def publish(self, rows: int) -> None:
         """Show ``rows`` rows to other libraries."""
+
+    @abstractmethod
+    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """What other libraries would read wrongly, one sentence a file.
+
+        Args:
+            schema: the columns.
+            head: tells how many rows are committed now.
+
+        Raises:
+            MissingLibrary: it takes one that is not installed.
+        """
 
     @abstractmethod
     def trim(self, rows: int) -> None:

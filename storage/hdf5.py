@@ -14,8 +14,10 @@ written like those of any other file, and h5py is asked for no more than the fil
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,7 +33,7 @@ from .errors import (
     StorageFull,
 )
 from .format import Access
-from .hdf5_file import Layout, Places, layout_of, nbytes_of_file
+from .hdf5_file import Layout, Places, layout_of, nbytes_of_file, shown_attributes
 from .hdf5_replace import aside, new_file, opened, rewrite, show_manifest, show_rows
 from .manifest import Manifest, parse_manifest, schema_crc
 from .one_file import OneFileFormat
@@ -40,6 +42,7 @@ from .preflight import Footprint
 from .regions import MAP_NORESERVE
 from .rows import spell
 from .schema import Schema
+from .shown_checks import differs, require_committed
 from .user_block import (
     USER_BLOCK_NBYTES,
     has_slots,
@@ -255,6 +258,25 @@ class H5Format(OneFileFormat):
             show_rows(self._file, rows, self._known)
         except OSError as error:
             raise failed(self.path, error, 8) from error
+
+    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """Look at the attributes; datasets that are not in their places cannot be opened."""
+        path = self.path
+        try:
+            with opened(path, os.O_RDONLY) as file:
+                attributes = shown_attributes(file, path)
+            if type(rows := attributes.get("rows")) is not int:
+                raise differs(path, f"its attribute rows is {rows!r:.100}")
+            require_committed(rows, head(), path)
+            wanted = {
+                "capacity": self._layout.capacity,
+                "schema": json.dumps(schema.to_json()),
+            }
+            for name, value in wanted.items():
+                if attributes.get(name, value) != value:
+                    raise differs(path, f"its attribute {name} is {attributes[name]!r:.100}")
+        except CorruptStorage as error:
+            yield str(error)
 
     def trim(self, rows: int) -> None:
         """The file keeps its capacity; `finish` writes it without."""

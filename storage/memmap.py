@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +31,7 @@ from .paths import failed, open_inside
 from .regions import MAP_NORESERVE
 from .rows import spell
 from .schema import Column, Schema
+from .shown_checks import wrong_documents
 
 __all__ = ["MemmapFormat", "MemmapStorage"]
 
@@ -184,6 +186,16 @@ class MemmapFormat(DirectoryFormat):
                 write_aside(self.path / directory / _META, meta)
         except OSError as error:
             raise failed(self.path, error, 4096) from error
+
+    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """Compare tensordict's metadata with what it should be."""
+        return wrong_documents(
+            lambda rows: {
+                self.path / directory / _META: meta
+                for directory, meta in meta_of(schema.columns, rows).items()
+            },
+            head,
+        )
 
     def trim(self, rows: int) -> None:
         """Cut the files to ``rows`` rows."""

@@ -1,4 +1,4 @@
-"""Is what other libraries read of a storage what was written for them?"""
+"""Is what other libraries read of a storage what was written for them? Pure but for reading."""
 
 from __future__ import annotations
 
@@ -8,106 +8,47 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .commit import HEADER_NBYTES
 from .errors import CorruptStorage
-from .format import Format
-from .hdf5 import H5Format
-from .hdf5_file import shown_attributes
-from .layout import meta_of
-from .memmap import MemmapFormat
-from .schema import Schema
-from .zarr_metadata import documents, header_document
-from .zarr_store import ZarrFormat
 
-__all__ = ["what_is_wrong"]
+__all__ = ["differs", "require_committed", "wrong_documents"]
 
 
-def what_is_wrong(format: Format, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
-    """What other libraries would read wrongly, one sentence a file.
+def wrong_documents(
+    documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]
+) -> Iterator[str]:
+    """What other libraries would read wrongly in JSON files, one sentence a file.
 
-    What was added to the metadata is nobody's business here.
+    What was added to them is nobody's business here.
 
     Args:
-        format: the files, open.
-        schema: the columns.
+        documents: what the files should hold for a number of rows.
         head: tells how many rows are committed now.
+    """
+    for file, blank in documents(0).items():
+        try:
+            found = _read(file)
+            rows = _rows_shown(found, blank, file)
+            _require(documents(rows)[file], found, file)
+            require_committed(rows, head(), file)
+        except CorruptStorage as error:
+            yield str(error)
+
+
+def require_committed(rows: int, head: int, file: Path) -> None:
+    """Refuse a file that shows more rows than are committed.
 
     Raises:
-        MissingLibrary: HDF5 cannot be read without h5py.
+        CorruptStorage: it does.
     """
-    if isinstance(format, MemmapFormat):
-        yield from _of_memmap(format.path, schema, head)
-    elif isinstance(format, ZarrFormat):
-        yield from _of_zarr(format, schema, head)
-        yield from _of_header(format)
-    elif isinstance(format, H5Format):
-        yield from _of_hdf5(format, schema, head)
+    if rows > head:
+        raise CorruptStorage(
+            f"{file} shows other libraries {rows:,} rows, and {head:,} are committed."
+        )
 
 
-def _of_memmap(path: Path, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
-    for place in meta_of(schema.columns, 0):
-        file = path / place / "meta.json"
-        try:
-            found = _read(file)
-            rows = _rows_in(found, file)
-            wanted = meta_of(schema.columns, rows)[place]
-            _require(wanted, found, file)
-            _require_committed(rows, head(), file)
-        except CorruptStorage as error:
-            yield str(error)
-
-
-def _of_zarr(format: ZarrFormat, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
-    chunks = format._chunk_rows
-    for place, blank in documents(schema, chunks, 0, {}).items():
-        file = format.path / place / "zarr.json"
-        try:
-            found = _read(file)
-            if blank["node_type"] == "array":
-                rows = _rows_in(found, file)
-            else:
-                rows = _rows_below(found, blank, file)
-            wanted = documents(schema, chunks, rows, {})[place]
-            _require(wanted, found, file)
-            _require_committed(rows, head(), file)
-        except CorruptStorage as error:
-            yield str(error)
-
-
-def _of_header(format: ZarrFormat) -> Iterator[str]:
-    file = format.header_path.parent / "zarr.json"
-    try:
-        _require(header_document(HEADER_NBYTES), _read(file), file)
-    except CorruptStorage as error:
-        yield str(error)
-
-
-def _rows_below(found: Any, blank: Mapping[str, Any], file: Path) -> int:
-    """The rows of the arrays of a group: they were written at one moment."""
-    metadata = blank["consolidated_metadata"]["metadata"]
-    name = next(name for name, node in metadata.items() if node["node_type"] == "array")
-    try:
-        node = found["consolidated_metadata"]["metadata"][name]
-    except (KeyError, TypeError) as error:
-        raise _differs(file, f"what it says of {name} is gone") from error
-    return _rows_in(node, file)
-
-
-def _of_hdf5(format: H5Format, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
-    path = format.path  # that its datasets are in their places was seen when it was opened
-    try:
-        with open(path, "rb") as file:
-            attributes = shown_attributes(file.fileno(), path)
-        rows = attributes.get("rows")
-        if type(rows) is not int:
-            raise _differs(path, f"its attribute rows is {rows!r:.100}")
-        _require_committed(rows, head(), path)
-        wanted = {"capacity": format._layout.capacity, "schema": json.dumps(schema.to_json())}
-        for name, value in wanted.items():
-            if name in attributes and attributes[name] != value:
-                raise _differs(path, f"its attribute {name} is {attributes[name]!r:.100}")
-    except CorruptStorage as error:
-        yield str(error)
+def differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
+    """An error that says what of a file is not as it was written for other libraries."""
+    return CorruptStorage(f"{file} is not as it was written for other libraries: {what}.")
 
 
 def _read(file: Path) -> Any:
@@ -117,26 +58,35 @@ def _read(file: Path) -> Any:
         raise CorruptStorage(f"{file} cannot be read by other libraries ({error}).") from error
 
 
+def _rows_shown(found: Any, blank: Mapping[str, Any], file: Path) -> int:
+    """The rows that a file shows: its own shape's, or those of the arrays of a group.
+
+    The arrays of a group were written at one moment.
+    """
+    if "shape" in blank:
+        return _rows_in(found, file)
+    metadata = blank["consolidated_metadata"]["metadata"]
+    name = next(name for name, node in metadata.items() if node["node_type"] == "array")
+    try:
+        node = found["consolidated_metadata"]["metadata"][name]
+    except (KeyError, TypeError) as error:
+        raise differs(file, f"what it says of {name} is gone") from error
+    return _rows_in(node, file)
+
+
 def _rows_in(found: Any, file: Path) -> int:
     try:
         rows = found["shape"][0]
     except (KeyError, TypeError, IndexError) as error:
-        raise _differs(file, "it has no shape") from error
+        raise differs(file, "it has no shape") from error
     if type(rows) is not int or rows < 0:
-        raise _differs(file, f"it has {rows!r:.100} rows")
+        raise differs(file, f"it has {rows!r:.100} rows")
     return rows
-
-
-def _require_committed(rows: int, head: int, file: Path) -> None:
-    if rows > head:
-        raise CorruptStorage(
-            f"{file} shows other libraries {rows:,} rows, and {head:,} are committed."
-        )
 
 
 def _require(wanted: Any, found: Any, file: Path) -> None:
     if difference := _difference(wanted, found, ""):
-        raise _differs(file, difference)
+        raise differs(file, difference)
 
 
 def _difference(wanted: Any, found: Any, where: str) -> str | None:
@@ -153,7 +103,3 @@ def _difference(wanted: Any, found: Any, where: str) -> str | None:
         if difference := _difference(value, found[name], inner):
             return difference
     return None
-
-
-def _differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
-    return CorruptStorage(f"{file} is not as it was written for other libraries: {what}.")

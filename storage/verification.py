@@ -19,7 +19,6 @@ from .record_checks import check_ledger, check_record, check_runs
 from .ring import rows_in
 from .row_checks import RowChecks
 from .rows import spell
-from .shown_checks import what_is_wrong
 
 if TYPE_CHECKING:
     from .base import DiskStorage
@@ -134,7 +133,7 @@ class _Verification:
     def _check_metadata(self) -> None:
         storage = self._storage
         try:
-            for wrong in what_is_wrong(storage._format, storage.schema, lambda: storage.head):
+            for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
                 self._findings.add("metadata", wrong)
         except MissingLibrary as error:
             self._leave_out("metadata", str(error))

@@ -24,7 +24,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ from .preflight import Footprint
 from .regions import PAGE_NBYTES, maps_left
 from .rows import spell
 from .schema import Column, Schema
+from .shown_checks import wrong_documents
 from .zarr_metadata import CHUNK_NAME, chunk_rows_of, documents, header_document, require_names
 
 __all__ = ["ZarrFormat", "ZarrStorage"]
@@ -255,6 +256,18 @@ class ZarrFormat(DirectoryFormat):
         except OSError as error:
             raise failed(self.path, error, 4096) from error
         self._shown = rows
+
+    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """Compare Zarr's metadata with what it should be."""
+        yield from wrong_documents(
+            lambda rows: {
+                self._place(place) / _META: document
+                for place, document in documents(schema, self._chunk_rows, rows, {}).items()
+            },
+            head,
+        )
+        header = {self.header_path.parent / _META: header_document(HEADER_NBYTES)}
+        yield from wrong_documents(lambda _: header, lambda: HEADER_NBYTES)
 
     def trim(self, rows: int) -> None:
         """Remove chunks without rows, those of a killed writer too."""
