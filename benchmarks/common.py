@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
 PACKAGES = (
@@ -36,9 +36,10 @@ PACKAGES = (
     "zarr",
     "tensorstore",
     "minari",
+    "mujoco",
 )
 
-console = Console(width=110, highlight=False)
+console = Console(width=132, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Contender(ABC):
 
     name: str
 
+    def begin_round(self) -> None:
+        """Get going, where that takes more than a call; not timed."""
+        return
+
+    def end_round(self) -> None:
+        """Come to rest, where something goes on beyond a call; not timed."""
+        return
+
     def make_ready(self) -> None:
         """Get ready for the next ``advance``; not timed."""
         return
@@ -75,6 +84,15 @@ class Contender(ABC):
         return
 
 
+@dataclass(frozen=True)
+class Round:
+    """A round: seconds on the clock, seconds of CPU time of this process, and what was done."""
+
+    seconds: float
+    own_seconds: float
+    tally: Tally
+
+
 @dataclass
 class Result:
     """The rounds of one contender, in microseconds."""
@@ -82,11 +100,14 @@ class Result:
     name: str
     per_transition: list[float] = field(default_factory=list)
     per_vector_step: list[float] = field(default_factory=list)
+    own_per_transition: list[float] = field(default_factory=list)
 
-    def add(self, seconds: float, tally: Tally) -> None:
+    def add(self, played: Round) -> None:
         """Record one round."""
-        self.per_transition.append(1e6 * seconds / tally.transitions)
-        self.per_vector_step.append(1e6 * seconds / tally.vector_steps)
+        tally = played.tally
+        self.per_transition.append(1e6 * played.seconds / tally.transitions)
+        self.per_vector_step.append(1e6 * played.seconds / tally.vector_steps)
+        self.own_per_transition.append(1e6 * played.own_seconds / tally.transitions)
 
     @property
     def transition_us(self) -> float:
@@ -97,6 +118,11 @@ class Result:
     def vector_step_us(self) -> float:
         """Median over the rounds, microseconds per vector step."""
         return statistics.median(self.per_vector_step)
+
+    @property
+    def own_us(self) -> float:
+        """Median over the rounds, microseconds of this process's CPU time per transition."""
+        return statistics.median(self.own_per_transition)
 
     @property
     def spread(self) -> float:
@@ -114,16 +140,17 @@ def prepare() -> None:
     logging.disable(logging.WARNING)
 
 
-def play_round(contender: Contender, seconds: float) -> tuple[float, Tally]:
+def play_round(contender: Contender, seconds: float) -> Round:
     """Advance until ``seconds`` have gone by; counting happens with the clock stopped."""
-    elapsed, tally = 0.0, Tally(0, 0)
+    elapsed, own, tally = 0.0, 0.0, Tally(0, 0)
     while elapsed < seconds:
         contender.make_ready()
-        start = time.perf_counter()
+        started, start = time.process_time(), time.perf_counter()
         contender.advance()
         elapsed += time.perf_counter() - start
+        own += time.process_time() - started
         tally += contender.tally()
-    return elapsed, tally
+    return Round(elapsed, own, tally)
 
 
 def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> list[Result]:
@@ -135,9 +162,12 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
     for contender in contenders:
         contender.make_ready()
         contender.advance()
+        contender.end_round()
     for _ in range(rounds):
         for contender, result in zip(contenders, results, strict=True):
-            result.add(*play_round(contender, seconds))
+            contender.begin_round()
+            result.add(play_round(contender, seconds))
+            contender.end_round()
     return results
 
 
@@ -147,11 +177,16 @@ def print_results(
     remarks: Sequence[str] = (),
     against: str = "raw",
     units: tuple[str, str] = ("vector step", "transition"),
+    more: Mapping[str, Callable[[Result], str]] | None = None,
 ) -> None:
-    """Print a table; the first result is the one that the others are compared with."""
+    """Print a table; the first result is the one that the others are compared with.
+
+    ``more`` are further columns, by their headings.
+    """
+    more = more or {}
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
-    for heading in (*(f"us / {unit}" for unit in units), f"speed to {against}", "spread"):
+    for heading in (*(f"us / {unit}" for unit in units), f"speed to {against}", *more, "spread"):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(
@@ -159,6 +194,7 @@ def print_results(
             f"{result.vector_step_us:.2f}",
             f"{result.transition_us:.3f}",
             f"{ratio(results[0], result):.3f}",
+            *(column(result) for column in more.values()),
             f"{result.spread:.1%}",
         )
     console.print(table)
@@ -169,6 +205,16 @@ def print_results(
 def ratio(reference: Result, result: Result) -> float:
     """Ratio of medians: 1 is as fast as the reference, 0.5 takes twice as long a transition."""
     return reference.transition_us / result.transition_us
+
+
+def comparisons(results: Sequence[Result], pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Say how the contenders of each pair, where both played, stand to each other."""
+    by_name = {result.name: result for result in results}
+    return [
+        f"{one}: {ratio(by_name[other], by_name[one]):.2f} times the speed of {other}"
+        for one, other in pairs
+        if one in by_name and other in by_name
+    ]
 
 
 def versions() -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import MemmapStorage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 ENV_ID = "CartPole-v1"
@@ -37,6 +38,8 @@ class Case:
     lanes: int
     native: bool
     frames: int
+    env_id: str = ENV_ID
+    env_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def block(self) -> int:
@@ -56,9 +59,13 @@ class Work:
 def make_vector_env(case: Case, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> VectorEnv:
     """Build the case's vector environment; the native one knows NEXT_STEP only."""
     if case.native:
-        return gym.make_vec(ENV_ID, case.lanes, vectorization_mode="vector_entry_point")
+        return gym.make_vec(case.env_id, case.lanes, vectorization_mode="vector_entry_point")
     return gym.make_vec(
-        ENV_ID, case.lanes, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
+        case.env_id,
+        case.lanes,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        **case.env_kwargs,
     )
 
 
@@ -102,10 +109,10 @@ class RawLoop(Contender):
     found beforehand, on the same work, by ``count_reset_share``.
     """
 
-    def __init__(self, work: Work) -> None:
-        """Build and reset the environment."""
+    def __init__(self, work: Work, env: VectorEnv | None = None) -> None:
+        """Reset ``env``, by default the case's own."""
         self.case = work.case
-        self.env = make_vector_env(work.case)
+        self.env = make_vector_env(work.case) if env is None else env
         self.observation, _ = self.env.reset(seed=0)
         self.reset_share = 0.0
 
@@ -118,20 +125,27 @@ class RawLoop(Contender):
         self.env.close()
 
 
+def draw_actions(space: gym.Space, rng: np.random.Generator, slots: tuple[int, int]) -> np.ndarray:
+    """Return random actions ``[time, lane, ...]`` of a Discrete or a bounded Box space."""
+    if isinstance(space, gym.spaces.Discrete):
+        return rng.integers(space.n, size=slots)
+    return rng.uniform(space.low, space.high, (*slots, *space.shape)).astype(space.dtype)
+
+
 class RawRandom(RawLoop):
     """Random actions, drawn a block at a time as Tallyroll draws them."""
 
     name = "raw"
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, env: VectorEnv | None = None) -> None:
         """Build the environment and a generator of the loop's own."""
-        super().__init__(work)
+        super().__init__(work, env)
         self.rng = np.random.default_rng(0)
 
     def advance(self) -> None:
         """Step one block."""
-        step = self.env.step
-        for action in self.rng.integers(ACTIONS, size=(self.case.block, self.case.lanes)):
+        step, slots = self.env.step, (self.case.block, self.case.lanes)
+        for action in draw_actions(self.env.single_action_space, self.rng, slots):
             step(action)
 
 
@@ -186,9 +200,9 @@ class RawPolicy(RawLoop):
 
     name = "raw"
 
-    def __init__(self, work: Work, policy: TensorDictModule) -> None:
+    def __init__(self, work: Work, policy: TensorDictModule, env: VectorEnv | None = None) -> None:
         """Build the environment and the TensorDict."""
-        super().__init__(work)
+        super().__init__(work, env)
         self.policy = policy
         self.data = TensorDict(
             {"observation": torch.from_numpy(self.observation)}, batch_size=[work.case.lanes]
@@ -205,9 +219,9 @@ class RawPolicy(RawLoop):
         self.observation = observation
 
 
-def make_raw(work: Work, policy: TensorDictModule | None) -> RawLoop:
+def make_raw(work: Work, policy: TensorDictModule | None, env: VectorEnv | None = None) -> RawLoop:
     """Return the reference: random actions or the policy, with nothing around them."""
-    return RawRandom(work) if policy is None else RawPolicy(work, policy)
+    return RawRandom(work, env) if policy is None else RawPolicy(work, policy, env)
 
 
 def count_reset_share(loop: RawLoop, blocks: int) -> float:
@@ -232,38 +246,13 @@ def count_reset_share(loop: RawLoop, blocks: int) -> float:
     return ended / slots
 
 
-class Tallyroll(Contender):
-    """``SyncCollector``, its batches dropped; with a path, every row goes to disk as well."""
+class Collecting(Contender):
+    """One of Tallyroll's collectors, its batches dropped."""
 
-    def __init__(
-        self,
-        work: Work,
-        policy: TensorDictModule | None,
-        storage: Path | None = None,
-        env: VectorEnv | None = None,
-        *,
-        ring: int | None = None,
-    ) -> None:
-        """Build a collector without an end on ``env``, by default the case's own.
-
-        ``ring`` is how many batches the storage keeps, all of them by default.
-        """
-        self.name = "tallyroll" if storage is None else "tallyroll + MemmapStorage"
-        self.lanes = work.case.lanes
-        self.storage = None
-        if storage is not None:
-            size = None if ring is None else ring * work.case.frames
-            self.name += "" if ring is None else " ring"
-            self.storage = MemmapStorage(storage, max_size=size)
-        self.collector = SyncCollector(
-            GymnasiumVectorEnv(env or make_vector_env(work.case)),
-            policy,
-            frames_per_batch=work.case.frames,
-            total_frames=-1,
-            seed=0,
-            storage=self.storage,
-        )
-        self.batches = iter(self.collector)
+    def __init__(self, name: str, lanes: int, collector: Any, storage: Any = None) -> None:
+        """Begin to iterate over ``collector``; ``storage``, which it fills, is closed with it."""
+        self.name, self.lanes, self.collector, self.storage = name, lanes, collector, storage
+        self.batches = iter(collector)
         self.counted = Tally(0, 0)
 
     def advance(self) -> None:
@@ -282,6 +271,48 @@ class Tallyroll(Contender):
         self.collector.shutdown()
         if self.storage is not None:
             self.storage.close()
+
+
+def open_storage(
+    work: Work, path: Path | None, ring: int | None
+) -> tuple[str, MemmapStorage | None]:
+    """Make the storage at ``path``, and say so in words that follow a name.
+
+    ``ring`` is how many batches it keeps, all of them by default.
+    """
+    if path is None:
+        return "", None
+    if ring is None:
+        return " + MemmapStorage", MemmapStorage(path)
+    return " + MemmapStorage ring", MemmapStorage(path, max_size=ring * work.case.frames)
+
+
+class Tallyroll(Collecting):
+    """``SyncCollector``; with a path, every row goes to disk as well."""
+
+    def __init__(
+        self,
+        work: Work,
+        policy: TensorDictModule | None,
+        path: Path | None = None,
+        env: VectorEnv | None = None,
+        *,
+        ring: int | None = None,
+    ) -> None:
+        """Build a collector without an end on ``env``, by default the case's own.
+
+        ``path`` and ``ring`` are those of ``open_storage``.
+        """
+        written, storage = open_storage(work, path, ring)
+        collector = SyncCollector(
+            GymnasiumVectorEnv(env or make_vector_env(work.case)),
+            policy,
+            frames_per_batch=work.case.frames,
+            total_frames=-1,
+            seed=0,
+            storage=storage,
+        )
+        super().__init__(f"tallyroll{written}", work.case.lanes, collector, storage)
 
 
 def raw_contenders(work: Work, policy: TensorDictModule | None, blocks: int) -> list[Contender]:

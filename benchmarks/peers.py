@@ -12,9 +12,10 @@ from gymnasium.vector import AutoresetMode
 from loops import ACTIONS, ENV_ID, HIDDEN, OBSERVATION, Case, Work, make_vector_env
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tensordict.nn import TensorDictModule
+    from torchrl.envs import EnvBase
 
 BATCHES_HELD = 16
 """Batches that a peer's buffer holds: a ring, so that its pages stay warm."""
@@ -37,8 +38,16 @@ class Peer(Contender):
         return Tally(self.case.frames, self.case.block)
 
 
+def torchrl_env(case: Case) -> EnvBase:
+    """The case's vector in TorchRL's wrapper, in the one autoreset mode that it has right."""
+    from torchrl.envs import GymWrapper
+
+    env = make_vector_env(case, AutoresetMode.DISABLED)
+    return GymWrapper(env, categorical_action_encoding=True)
+
+
 class TorchRL(Peer):
-    """TorchRL's ``Collector`` on a DISABLED vector, the one autoreset mode that it has right."""
+    """TorchRL's ``Collector``."""
 
     def __init__(
         self, work: Work, policy: TensorDictModule | None, *, memmap: bool = False
@@ -46,18 +55,16 @@ class TorchRL(Peer):
         """Build the collector, with a replay buffer on memory-mapped storage if ``memmap``."""
         from torchrl.collectors import Collector
         from torchrl.data import LazyMemmapStorage, ReplayBuffer
-        from torchrl.envs import GymWrapper
 
         super().__init__(work.case)
         self.name = "TorchRL + LazyMemmapStorage" if memmap else "TorchRL"
-        env = make_vector_env(work.case, AutoresetMode.DISABLED)
         scratch = work.scratch / f"torchrl-{work.case.name}-{work.policy}"
         self.buffer = None
         if memmap:
             storage = LazyMemmapStorage(self.capacity, scratch_dir=scratch)
             self.buffer = ReplayBuffer(storage=storage)
         self.collector = Collector(
-            GymWrapper(env, categorical_action_encoding=True),
+            torchrl_env(work.case),
             policy,
             frames_per_batch=work.case.frames,
             total_frames=-1,
@@ -222,6 +229,13 @@ def peer_contenders(
         factories["Stable-Baselines3"] = lambda: StableBaselines3Replay(work)
     if work.policy == "sampled":
         factories["Stable-Baselines3"] = lambda: StableBaselines3Ppo(work)
+    return installed(factories)
+
+
+def installed(
+    factories: Mapping[str, Callable[[], Contender]],
+) -> tuple[list[Contender], list[str]]:
+    """Build the contenders whose libraries are there, and return a remark on each of the others."""
     peers, remarks = [], []
     for name, factory in factories.items():
         try:

@@ -77,7 +77,8 @@ def print_shares(work: Work, path: Path | None, seconds: float) -> None:
     contender.advance()
     contender.tally()
     env_clock.seconds = policy_clock.seconds = 0.0
-    elapsed, tally = play_round(contender, seconds)
+    played = play_round(contender, seconds)
+    elapsed, tally = played.seconds, played.tally
     contender.close()
     rest = elapsed - env_clock.seconds - policy_clock.seconds
     table = Table(title=title_of(work, path), title_justify="left")
@@ -100,7 +101,7 @@ def print_profile(work: Work, path: Path | None, seconds: float, functions: int)
     contender.tally()
     profile = cProfile.Profile()
     profile.enable()
-    _, tally = play_round(contender, seconds)
+    tally = play_round(contender, seconds).tally
     profile.disable()
     contender.close()
     table = Table(title="cProfile, own time", title_justify="left")

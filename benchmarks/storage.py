@@ -20,6 +20,7 @@ import storage_ours
 import storage_peers
 from common import (
     Result,
+    comparisons,
     console,
     interleave,
     prepare,
@@ -162,18 +163,10 @@ def play(job: Job, spec: Spec, args: argparse.Namespace, title: str) -> list[Res
             calls.append(job.start(store, dataclasses.replace(spec, scratch=scratch)))
             stack.callback(calls[-1].close)
         results = interleave(calls, args.rounds, args.seconds)
-    print_results(title, results, [*remarks, *comparisons(results)], "floor", ("call", "row"))
+    print_results(
+        title, results, [*remarks, *comparisons(results, COMPARED)], "floor", ("call", "row")
+    )
     return results
-
-
-def comparisons(results: list[Result]) -> list[str]:
-    """Say how contenders stand to each other that are to be compared."""
-    by_name = {result.name: result for result in results}
-    return [
-        f"{one}: {ratio(by_name[other], by_name[one]):.2f} times the speed of {other}"
-        for one, other in COMPARED
-        if one in by_name and other in by_name
-    ]
 
 
 def report(kind: Kind, what: str, batch: int, results: list[Result]) -> list[dict[str, Any]]:
