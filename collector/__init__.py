@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tallyroll.collector.errors import CollectorError
     from tallyroll.collector.evaluation import Evaluation, evaluate
     from tallyroll.collector.ledger import Ledger
+    from tallyroll.collector.multiprocess import MultiprocessCollector
     from tallyroll.collector.sync import SyncCollector
     from tallyroll.collector.trajectories import split_trajectories
 
@@ -18,6 +19,7 @@ __all__ = [
     "Evaluation",
     "GymnasiumVectorEnv",
     "Ledger",
+    "MultiprocessCollector",
     "SyncCollector",
     "evaluate",
     "split_trajectories",
@@ -29,6 +31,7 @@ _HOMES = {
     "Evaluation": "evaluation",
     "GymnasiumVectorEnv": "envs.gymnasium_vector",
     "Ledger": "ledger",
+    "MultiprocessCollector": "multiprocess",
     "SyncCollector": "sync",
     "evaluate": "evaluation",
     "split_trajectories": "trajectories",

@@ -33,6 +33,15 @@ def not_negative(name: str, value: Any) -> int:
     return number
 
 
+def seconds(name: str, value: Any) -> float | None:
+    """``value`` as a number of seconds above 0, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(f"{name}: wanted a number of seconds above 0, or None, got {value!r}")
+    return float(value)
+
+
 def total(frames: Any, episodes: Any, reset_at_each_iter: bool, surplus: str) -> int | None:
     """The frame budget, or None where there is no limit of frames."""
     if (frames is None) == (episodes is None):

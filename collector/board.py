@@ -9,6 +9,8 @@ HALT: Final = 1
 """Not 0: end after the step under way."""
 COUNTED: Final = 2
 """Slots whose transitions are marked in the slab."""
+LEASE: Final = 3
+"""The number of the lease that was begun last."""
 
 
 def new_board() -> memoryview:

@@ -41,6 +41,11 @@ class Range:
     high: NDArray[Any]
     by_policy: bool
 
+    def or_(self, other: "Range") -> "Range":
+        """The least range that holds both."""
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        return Range(self.key, low, high, self.by_policy)
+
     def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
         """``[time, lane]`` where values lie outside, or None if nowhere."""
         if not values.size:

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tallyroll.collector.batch import RowSource
-from tallyroll.collector.driver import LocalDriver
+from tallyroll.collector.driver import LocalDriver, ended_in
 from tallyroll.collector.driver_copy import CopyDriver
 from tallyroll.collector.driver_in_place import InPlaceDriver
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
@@ -32,6 +33,7 @@ from tallyroll.collector.keys import (
 from tallyroll.collector.policy import Policy, next_keys, try_out
 from tallyroll.collector.random_actions import action_keys
 from tallyroll.collector.slab import Column, Layout, Slab
+from tallyroll.collector.slots import Mask, next_step_transitions
 
 MOST_SLOTS = 4096
 SLAB_BYTES = 256 * 2**20
@@ -54,18 +56,34 @@ class SlabPlan:
     in_place: bool
     reset_slots: bool
     """An environment that writes in place has reset slots."""
+    marked: bool
+    """The environment marks which slots are transitions."""
+
+    def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
+        """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
+
+        ``pending`` are the lanes that ended in the slot before them.
+        """
+        if self.reset_slots:
+            return next_step_transitions(ended_in(slab, start, stop), pending)
+        if self.marked:
+            return slab.transitions[start:stop].copy()
+        return np.ones((stop - start, slab.lanes), np.bool_)
 
     def row_source(self) -> RowSource:
         """What makes rows of such a slab."""
         return RowSource(self.layout, self.rewards, self.lost_finals)
 
-    def slots(self, lanes: int, frames: int) -> int:
-        """Enough for ``frames`` even where every second slot is a reset slot, within bounds."""
+    def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
+        """Enough for ``frames`` even where every second slot is a reset slot, within bounds.
+
+        All ``slabs`` together take at most about `SLAB_BYTES`.
+        """
         row = sum(
             torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
             for column in self.layout.values()
         )
-        fitting = max(4, SLAB_BYTES // max(1, row * lanes))
+        fitting = max(4, SLAB_BYTES // max(1, row * lanes * slabs))
         return int(min(2 * ceil(frames / lanes) + 4, MOST_SLOTS, fitting))
 
     def slab(self, slots: int, lanes: int, **options: Any) -> Slab:
@@ -99,6 +117,7 @@ def plan_slab(
         lost_finals=loses_finals(env),
         in_place=in_place,
         reset_slots=in_place and env.has_reset_slots,
+        marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
     )
 
 

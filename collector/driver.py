@@ -25,12 +25,14 @@ class Account:
 
     slots: int
     """Lanes of step calls that were made."""
-    executed: Mask
-    """``[time, lane]``, an environment executed an action. Reset slots are none."""
+    executed: int
+    """Of those, the ones in which an environment executed an action."""
+    transitions: Mask
+    """``[time, lane]``, of those, the ones whose rows are there to be taken."""
     ran: Mask | None = None
     """``[time, lane]``, the slots that were stepped; None: all of the lanes asked for."""
-    lost: Mask | None = None
-    """``[time, lane]``, of those, the ones whose rows a dead worker took with it."""
+    lost: int = 0
+    """Transitions that a dead worker took with it."""
     beyond: int = 0
     """Transitions of slots behind the last one that every lane completed: nobody takes them."""
 
@@ -182,11 +184,11 @@ class LocalDriver(Driver):
     def account(self, start: int, stop: int, stepped: int) -> Account:
         """What became of the slots ``[start, stop)``."""
         if stop == start:
-            return Account(0, np.zeros((0, self.lanes), np.bool_))
-        executed = self._transitions(start, stop)
+            return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
+        transitions = self._transitions(start, stop)
         if stepped < self.lanes:
-            executed[:, stepped:] = False
-        return Account((stop - start) * stepped, executed)
+            transitions[:, stepped:] = False
+        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
 
     def _refresh(self, start: int, stop: int) -> None:
         """Newer weights, where there are any, choose the actions of slots ``[start, stop)``."""

@@ -63,6 +63,9 @@ class CopyDriver(LocalDriver):
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
         assert self._td is not None
+        if not lanes:
+            self.used = at + 1
+            return
         mask = torch.zeros(self.lanes, dtype=torch.bool)
         mask[:lanes] = True
         self._td.set("_step", mask)

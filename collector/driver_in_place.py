@@ -27,6 +27,8 @@ class InPlaceDriver(LocalDriver):
         looked_at = self.policy is not None or self._draw is None
         self._tds = self.slab.tensordicts(self._cursor) if looked_at else []
         self._pending = np.zeros(self.lanes, np.bool_)
+        self.drawn: Array | None = None
+        """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
         keys = (self._action, *self._extra)
         self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
 
@@ -69,9 +71,12 @@ class InPlaceDriver(LocalDriver):
             if self.stopping:
                 break
 
-    def known_steps(self, start: int, stop: int) -> None:
-        """Fill slots ``[start, stop)``, whose actions are there."""
-        self._step(start, stop)
+    def given_steps(self, start: int, stop: int, lanes: int) -> None:
+        """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""
+        if lanes < self.lanes:
+            self._step_part(start, lanes)
+        else:
+            self._step(start, stop)
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
@@ -118,7 +123,9 @@ class InPlaceDriver(LocalDriver):
 
     def _randomise(self, at: int, lanes: Mask) -> None:
         columns = self.slab.columns
-        if self._draw is not None:
+        if self.drawn is not None:
+            drawn = torch.from_numpy(self.drawn)
+        elif self._draw is not None:
             drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
         else:
             drawn = self._random(self._tds[at]).get(self._action)

@@ -11,8 +11,15 @@
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
     ├── MissingExtra (ImportError)   a package that only some users need is absent
-    └── SharedMemoryBusy (TimeoutError)   another process keeps memory locked
+    ├── SharedMemoryBusy (TimeoutError)   another process keeps memory locked
+    └── WorkerError                  a worker process failed; says which lanes, seeds and actions
+        ├── WorkerRaised             code in it raised; the cause is the original where it travels
+        ├── WorkerDied               it exited, or a signal killed it
+        └── WorkerHung               it made no progress within the time that it was given
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class CollectorError(Exception):
@@ -53,3 +60,40 @@ class MissingExtra(CollectorError, ImportError):
 
 class SharedMemoryBusy(CollectorError, TimeoutError):
     """Another process kept shared memory locked for as long as was waited for it."""
+
+
+class WorkerError(CollectorError):
+    """A worker process failed. What was committed before is as it was.
+
+    ``worker`` is its number, ``lanes`` those that it steps, ``lane`` the one that failed where
+    that is known, ``seeds`` the seeds of the lanes' last start, ``action`` what was executed last
+    (of ``lane``, or of all ``lanes``), ``worker_traceback`` where it was raised in the worker.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: int = -1,
+        lanes: range = range(0),
+        lane: int | None = None,
+        seeds: Sequence[int] = (),
+        action: Any = None,
+        worker_traceback: str = "",
+        exitcode: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.worker, self.lanes, self.lane, self.seeds = worker, lanes, lane, list(seeds)
+        self.action, self.worker_traceback, self.exitcode = action, worker_traceback, exitcode
+
+
+class WorkerRaised(WorkerError):
+    """Code that runs in a worker raised: an environment, a policy, a factory."""
+
+
+class WorkerDied(WorkerError):
+    """A worker exited or was killed; ``exitcode`` says how (negative: the signal)."""
+
+
+class WorkerHung(WorkerError):
+    """A worker made no progress for as long as it was given."""

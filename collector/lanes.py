@@ -19,9 +19,13 @@ def lane_seed(seed: int, lane: int, incarnation: int) -> int:
     return int(sequence.generate_state(1, np.uint32)[0]) & 0x7FFF_FFFF
 
 
-def driver_seed(seed: int, incarnation: int) -> np.random.SeedSequence:
-    """The seed sequence of the driver's own generators (random actions, torch)."""
-    return np.random.SeedSequence(seed, spawn_key=(0xFFFF_FFFF, incarnation))
+def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.random.SeedSequence:
+    """The seed sequence of a process's own generators (random actions, torch).
+
+    ``worker`` is the number of a worker; None is the process that collects.
+    """
+    key = (0xFFFF_FFFF, incarnation) if worker is None else (0xFFFF_FFFF, incarnation, worker)
+    return np.random.SeedSequence(seed, spawn_key=key)
 
 
 @dataclass

@@ -47,6 +47,8 @@ class Ledger:
     """Trajectories that were left unfinished for good."""
     incarnation: int = 0
     """How often the run was started again; counts since the last commit before are unknown."""
+    respawned: int = 0
+    """Of those starts, the workers that were started in the place of one that failed."""
     seed: int | None = None
     """The seed of the run."""
     versions: dict[str, str] = field(default_factory=dict)

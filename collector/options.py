@@ -1,7 +1,7 @@
 """What every collector is told, checked before anything is made or touched."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,11 @@ class Options:
             exploration_type=exploration_type,
             validate=validate,
         )
+
+    @property
+    def for_workers(self) -> "Options":
+        """Those that matter where environments are stepped; the others may not be picklable."""
+        return replace(self, postproc=None, storing_device=None)
 
     @property
     def largest_batch(self) -> int:

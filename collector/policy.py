@@ -246,6 +246,16 @@ def generators_restored() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+def on_cpu(policy: PolicyFn | None) -> PolicyFn | None:
+    """``policy``, or a copy on the CPU where some of it lies elsewhere."""
+    if not isinstance(policy, nn.Module):
+        return policy
+    if all(tensor.device.type == "cpu" for tensor in _tensors(policy)):
+        return policy
+    moved: PolicyFn = copy.deepcopy(policy).cpu()
+    return moved
+
+
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()

@@ -45,6 +45,8 @@ def run_provenance(
         "lanes": lanes,
         "call": dict(call),
     }
+    if ledger.respawned:  # of the incarnations: the others are resumptions
+        run["respawned"] = ledger.respawned
     if 0 < len(lane_seeds) <= MOST_SEEDS:
         run["lane_seeds"] = list(lane_seeds)
     return run

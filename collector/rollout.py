@@ -138,6 +138,7 @@ class Rollout:
         self._held: NDArray[np.bool_] | None = None
         self._cuts: NDArray[np.bool_] | None = None
         self._restarting = True
+        self._limit = self.slab.slots
 
     # --- filling ----------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Rollout:
     def _advance(self, missing: int) -> None:
         """Step at least once and at most as often as surely needed."""
         start = self.driver.used
-        steps = min(ceil(missing / self.lanes), self.slab.slots - start)
+        steps = min(ceil(missing / self.lanes), self._limit - start)
         if self.gate is not None:
             # What is stepped beyond the last episode of the budget would be wasted.
             more = 0 < self.gate.started < self.gate.total
@@ -305,26 +306,22 @@ class Rollout:
     def _count(self, start: int, stop: int, stepped: int) -> None:
         """Mark and count the transitions of slots ``[start, stop)``."""
         account = self.driver.account(start, stop, stepped)
-        executed, ledger = account.executed, self.ledger
-        made = int(executed.sum())
+        transitions, ledger = account.transitions, self.ledger
         ledger.slots += account.slots
-        ledger.executed += made + account.beyond
-        ledger.reset_slots += account.slots - made - account.beyond
+        ledger.executed += account.executed
+        ledger.reset_slots += account.slots - account.executed
+        ledger.lost += account.lost
         ledger.discarded += account.beyond
         by_policy = self.slab.version[start:stop] != RANDOM_VERSION
-        if self.policy is not None and account.slots > made:
-            on_resets = (by_policy & ~executed)[:, :stepped]
+        if self.policy is not None and account.slots > account.executed:
+            on_resets = (by_policy & ~transitions)[:, :stepped]
             if account.ran is not None:
-                on_resets &= account.ran
+                on_resets &= account.ran[:, :stepped]
             ledger.policy_calls_on_reset_slots += int(on_resets.sum())
-        transitions = executed
-        if account.lost is not None:
-            ledger.lost += int(account.lost.sum())
-            transitions = executed & ~account.lost
-            made = int(transitions.sum())
         if self.gate is not None and stop > start:
+            before = int(transitions.sum())
             transitions = self.gate.wanted(transitions, self.driver.ended(start, stop))
-            ledger.discarded += made - int(transitions.sum())
+            ledger.discarded += before - int(transitions.sum())
         if self.policy is not None and self.random_frames > 0:
             self.random_frames -= int((transitions & ~by_policy).sum())
         self.slab.transitions[start:stop] = transitions

@@ -6,9 +6,8 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 ``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,11 @@ from tensordict import TensorDict
 
 from tallyroll.collector.keys import (
     NEXT,
+    POLICY_VERSION,
     REWARD,
     TERMINATED,
     TRUNCATED,
+    VALID,
     Key,
 )
 
@@ -39,7 +40,6 @@ class Column:
 
 
 Layout = Mapping[Key, Column]
-Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -67,8 +67,20 @@ class Cursor:
     at: int = 0
 
 
-def _fresh(device: torch.device | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+def memory_of(
+    slots: int, lanes: int, layout: Layout, flowing: Iterable[Key], shared: bool
+) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every piece of memory of a slab; its columns are views of them."""
+    pieces: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    flowing = set(flowing)
+    for key, column in layout.items():
+        if key[0] == NEXT and key[1:] in flowing and shared:
+            continue
+        length = slots + 1 if key in flowing else slots
+        pieces[key] = (length, lanes, *column.shape), column.dtype
+    pieces[VALID] = (slots, lanes), torch.bool
+    pieces[POLICY_VERSION] = (slots, lanes), torch.int64
+    return pieces
 
 
 class Slab:
@@ -81,10 +93,9 @@ class Slab:
         flowing: keys that flow from step to step; each stands in ``layout`` at the root and
             under ``"next"``. Only an environment that writes in place names any.
         shared: root and ``"next"`` observations are one memory (see the module).
-        device: where the memory lies.
+        device: where the memory lies; marks of transitions and versions are on the CPU.
         first_lane: the number of the first lane in the run.
-        allocate: gives zeroed memory of a shape and a dtype, in the order in which it is asked;
-            None makes it on ``device``.
+        memory: what :func:`memory_of` describes, or views of it; None makes it.
     """
 
     def __init__(
@@ -97,43 +108,42 @@ class Slab:
         shared: bool = False,
         device: torch.device | None = None,
         first_lane: int = 0,
-        allocate: Allocate | None = None,
+        memory: Mapping[Key, torch.Tensor] | None = None,
     ) -> None:
         self.slots, self.lanes, self.shared = slots, lanes, shared
         self.first_lane = first_lane
-        on_cpu = allocate or partial(_fresh, None)
-        allocate = allocate or partial(_fresh, device)
         self.flowing = tuple(flowing)
-        self.columns: dict[Key, torch.Tensor] = {}
-        self._flow: dict[Key, torch.Tensor] = {}
-        for key, column in layout.items():
-            if key[0] == NEXT and key[1:] in self.flowing and shared:
-                continue
-            length = slots + 1 if key in self.flowing else slots
-            memory = allocate((length, lanes, *column.shape), column.dtype)
-            if key in self.flowing:
-                self._flow[key] = memory
-            self.columns[key] = memory[:slots]
+        if memory is None:
+            pieces = memory_of(slots, lanes, layout, self.flowing, shared)
+            memory = {
+                key: torch.zeros(
+                    shape, dtype=dtype, device=None if key in (VALID, POLICY_VERSION) else device
+                )
+                for key, (shape, dtype) in pieces.items()
+            }
+        self._flow = {key: memory[key] for key in self.flowing}
+        self.columns = {key: memory[key][:slots] for key in layout if key in memory}
         if shared:
             for key in self.flowing:
                 self.columns[(NEXT, *key)] = self._flow[key][1:]
-        self._arrays = {
+        self.arrays = {
             key: column.numpy()
             for key, column in self.columns.items()
             if column.device.type == "cpu" and column.dtype is not torch.bfloat16
         }
+        """Columns as NumPy views ``[time, lane, ...]``, where NumPy can hold them."""
         self.flat = {
             key: array.reshape(slots * lanes, *array.shape[2:])
-            for key, array in self._arrays.items()
+            for key, array in self.arrays.items()
             if array.flags.c_contiguous
         }
-        """Columns as NumPy views ``[time * lane, ...]``, where NumPy can hold them."""
-        self.transitions: NDArray[np.bool_] = on_cpu((slots, lanes), torch.bool).numpy()
-        self.version: NDArray[np.int64] = on_cpu((slots, lanes), torch.int64).numpy()
+        """The same as ``[time * lane, ...]``, where their memory is contiguous."""
+        self.transitions: NDArray[np.bool_] = memory[VALID].numpy()
+        self.version: NDArray[np.int64] = memory[POLICY_VERSION].numpy()
 
     def array(self, key: Key) -> Array:
         """A column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
-        return self._arrays[key]
+        return self.arrays[key]
 
     def keep_last(self, used: int, lanes: NDArray[np.bool_] | None) -> None:
         """Make room for the next block after ``used`` slots were filled.
@@ -158,6 +168,12 @@ class Slab:
             self.version[0] = self.version[used - 1]
         if lanes is not None:
             self.transitions[0] = lanes
+
+    def carry_root(self, used: int, to: int) -> None:
+        """Let slot ``to`` begin with what the policy sees behind the first ``used`` slots."""
+        if used != to:
+            for memory in self._flow.values():
+                memory[to] = memory[used]
 
     def flow(self, key: Key, used: int) -> Array:
         """What a shared column held before, between and after the first ``used`` slots.

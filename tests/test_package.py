@@ -24,6 +24,7 @@ PUBLIC: dict[str, list[str]] = {
         "Evaluation",
         "GymnasiumVectorEnv",
         "Ledger",
+        "MultiprocessCollector",
         "SyncCollector",
         "evaluate",
         "split_trajectories",

@@ -187,17 +187,29 @@ class GymnasiumVectorEnv(EnvBase):
 
         ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
         """
+        if self._lent is None:
+            self._step_block(cursor, start, stop)
+            return
+        own = self._lent._observations
+        try:
+            self._step_block(cursor, start, stop)
+        finally:
+            self._lent._observations = own
+
+    def _step_block(self, cursor: Cursor, start: int, stop: int) -> None:
         step, copies, plain, finish = self._vec_step, self._copy_action, self._plain, self._finish
         actions, rewards, next_obs = cursor.action, cursor.reward, cursor.next_obs
         terminations, truncations, first_obs = cursor.terminated, cursor.truncated, next_obs[0]
-        board = cursor.board
+        board, lent, lend = cursor.board, None, self._lent
         for at in range(start, stop):
             cursor.at = at
             action = actions[at].copy() if copies else actions[at]
+            if lend is not None:
+                lend._observations = lent = first_obs[at]
             obs, reward, terminated, truncated, info = step(action)
             if plain is None:
                 self._write([column[at] for column in next_obs], obs, info)
-            else:
+            elif obs is not lent:
                 if type(obs) is not np.ndarray or obs.shape != plain[0] or obs.dtype != plain[1]:
                     self._check_leaf(0, obs)
                 first_obs[at] = obs
@@ -234,6 +246,9 @@ class GymnasiumVectorEnv(EnvBase):
         self._copy_action = not (type(self._vec) is SyncVectorEnv and len(self._action.shape) == 1)
         plain = len(self._leaves) == 1 and not self._leaves[0].path and not self._infos.names
         self._plain = (self._leaves[0].shape, self._leaves[0].dtype) if plain else None
+        # The vector may put observations together where they are wanted: one copy less.
+        lends = plain and type(self._vec) is SyncVectorEnv and not self._vec.copy
+        self._lent = self._vec if lends and hasattr(self._vec, "_observations") else None
         finish: dict[AutoresetMode, Callable[..., None]] = {
             AutoresetMode.SAME_STEP: self._finish_same_step,
             AutoresetMode.DISABLED: self._finish_by_mask,
@@ -266,8 +281,10 @@ class GymnasiumVectorEnv(EnvBase):
         )
 
     def _finish_by_mask(self, cursor: Cursor, ended: NDArray[np.bool_], info: Any) -> None:
-        obs, info = self._vec.reset(options={"reset_mask": ended})
         rows = [column[cursor.at] for column in cursor.root_obs]
+        if self._lent is not None:
+            self._lent._observations = rows[0]
+        obs, info = self._vec.reset(options={"reset_mask": ended})
         for row, get in zip(rows, self._getters, strict=False):
             row[ended] = get(obs)[ended]
         self._infos.write_reset(rows[len(self._getters) :], info, ended)
@@ -312,9 +329,8 @@ class GymnasiumVectorEnv(EnvBase):
     def step_part(self, cursor: Cursor, lanes: int) -> None:
         """Step only the first ``lanes`` lanes; the others keep what they had.
 
-        Only where :attr:`can_step_part` holds.
+        Only where :attr:`can_step_part` holds; no lane at all can always be stepped.
         """
-        assert isinstance(self._vec, SyncVectorEnv)
         at = cursor.at
         after, root, seen = (
             [column[at] for column in columns]
@@ -322,6 +338,10 @@ class GymnasiumVectorEnv(EnvBase):
         )
         for row, following, before in zip(after, root, seen, strict=True):
             row[lanes:] = following[lanes:] = before[lanes:]
+        if not lanes:
+            cursor.board[FILLED] = at + 1
+            return
+        assert isinstance(self._vec, SyncVectorEnv)
         for lane, env in enumerate(self._vec.envs[:lanes]):
             obs, reward, terminated, truncated, info = env.step(cursor.action[at, lane].copy())
             self._write_lane(after, lane, obs, info)

@@ -1,0 +1,431 @@
+"""The collector of many processes."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import cloudpickle
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import nn
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
+
+from tallyroll.collector import arguments
+from tallyroll.collector.checks import Validate
+from tallyroll.collector.delivery import Postproc
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.exact import ExactCollector
+from tallyroll.collector.lanes import driver_seed
+from tallyroll.collector.options import Options
+from tallyroll.collector.policy import Policy, PolicyFn, Weights, on_cpu
+from tallyroll.collector.random_actions import block_draw
+from tallyroll.collector.rollout import Rollout, Source, Surplus
+from tallyroll.collector.sink import StorageLike
+from tallyroll.collector.trajectories import Layout
+from tallyroll.collector.workers.crew import Crew
+from tallyroll.collector.workers.layout import Blocks, Share, evenly
+from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
+from tallyroll.collector.workers.main_guard import in_bootstrap, require_guard
+from tallyroll.collector.workers.memory import Arena, Measure, require
+from tallyroll.collector.workers.messages import Job
+from tallyroll.collector.workers.muster import Muster
+from tallyroll.collector.workers.remote_driver import RemoteDriver
+
+Factory = Callable[[], EnvBase | VectorEnv]
+_SEGMENTS = 2
+"""In async mode a worker fills one while the other is read."""
+
+
+class MultiprocessCollector(ExactCollector):
+    """Collects exactly ``total_frames`` transitions with environments in worker processes.
+
+    What it yields, counts and stores is what :class:`SyncCollector` would; arguments that are not
+    described here are those of that class. Workers step their lanes and fill shared memory; this
+    process alone counts and writes.
+
+    With ``mode="sync"`` all workers advance by the same number of slots, and batches are those
+    that one process would give: with a policy that chooses a lane's action by that lane alone and
+    deterministically, bit for bit. Every action that is chosen after
+    :meth:`update_policy_weights_` returns uses the new weights. With ``mode="async"`` workers
+    wait neither for one another nor for the consumer, until what they filled is two leases ahead:
+    rows come as they come, still exactly that many, each lane's in order.
+
+    Args:
+        create_env_fn: a Gymnasium id, whose ``num_envs`` lanes are split over the workers, or a
+            factory that every worker calls, or a list of factories, one a worker. Environments
+            and policies travel by cloudpickle.
+        policy: as for :class:`SyncCollector`. Weights, buffers included, reach the workers by
+            shared memory; only those of an ``nn.Module`` can.
+        num_workers: processes; with a list of factories, as many as those.
+        mode: ``"sync"`` or ``"async"``.
+        threads_per_worker: of torch and of the numerical libraries; by default the cores are
+            shared out.
+        on_worker_death: ``"raise"``, or ``"respawn"``: a worker that raised, died or hung is
+            replaced. What it was filling is lost (see the ledger) and collected anew, and its
+            lanes' trajectories are cut.
+        max_respawns: so many times in all; then it raises.
+        step_timeout: seconds without a completed step after which a worker counts as hung; None
+            waits for ever.
+        start_timeout: seconds that a worker may take to be ready.
+        mp_start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly.
+
+    Raises:
+        ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
+        WorkerError: a worker failed, here or while iterating; what was committed is safe.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: str | Factory | Sequence[Factory],
+        policy: PolicyFn | None = None,
+        *,
+        num_workers: int | None = None,
+        mode: Literal["sync", "async"] = "sync",
+        frames_per_batch: int,
+        total_frames: int | None = None,
+        total_episodes: int | None = None,
+        num_envs: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        layout: Layout = "rows",
+        split_trajs: bool = False,
+        surplus: Surplus = "carry",
+        replay_buffer: ReplayBuffer | None = None,
+        storage: StorageLike | None = None,
+        resume: bool = False,
+        device: torch.device | str | None = None,
+        policy_device: torch.device | str | None = None,
+        env_device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        init_random_frames: int = 0,
+        max_frames_per_traj: int | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Postproc | None = None,
+        info_keys: Sequence[str] = (),
+        frame_skip: int | str = 1,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        validate: Validate = "raise",
+        reset_slots: Literal["mask", "avoid"] = "mask",
+        threads_per_worker: int | None = None,
+        on_worker_death: Literal["raise", "respawn"] = "raise",
+        max_respawns: int = 10,
+        step_timeout: float | None = None,
+        start_timeout: float = 120.0,
+        mp_start_method: str = "spawn",
+    ) -> None:
+        if in_bootstrap():
+            # The script runs again in a worker, which lacks the guard; the parent says so.
+            sys.exit(1)
+        require_guard(sys._getframe(1))
+        options = Options.checked(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            total_episodes=total_episodes,
+            seed=seed,
+            layout=layout,
+            split_trajs=split_trajs,
+            surplus=surplus,
+            device=device,
+            policy_device=policy_device,
+            env_device=env_device,
+            storing_device=storing_device,
+            init_random_frames=init_random_frames,
+            max_frames_per_traj=max_frames_per_traj,
+            reset_at_each_iter=reset_at_each_iter,
+            postproc=postproc,
+            info_keys=info_keys,
+            frame_skip=frame_skip,
+            exploration_type=exploration_type,
+            validate=validate,
+        )
+        _check_mode(mode, options)
+        _check_start_method(mp_start_method)
+        arguments.one_of("on_worker_death", on_worker_death, ("raise", "respawn"))
+        respawns = arguments.not_negative("max_respawns", max_respawns)
+        factories = _per_worker(create_env_fn, num_workers, num_envs, env_kwargs)
+        self.num_workers, self._mode = len(factories), mode
+        threads = arguments.positive("threads_per_worker", threads_per_worker, optional=True)
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+        self._policy = None if policy is None else Policy(policy, None, None)
+        jobs = [
+            Job(
+                create, lanes, env_kwargs, reset_slots, on_cpu(policy), options.for_workers, threads
+            )
+            for create, lanes in factories
+        ]
+        pickled = [_pickled(job) for job in jobs]
+        super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
+        try:
+            self._crew = Crew(
+                pickled,
+                start_method=mp_start_method,
+                threads=threads,
+                step_timeout=arguments.seconds("step_timeout", step_timeout),
+                start_timeout=arguments.seconds("start_timeout", start_timeout) or 120.0,
+            )
+        except BaseException:
+            self._sink.close()
+            raise
+        try:
+            self._prepare(policy, respawns if on_worker_death == "respawn" else 0)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _prepare(self, policy: PolicyFn | None, respawns: int) -> None:
+        self._muster = Muster(self._crew, respawns)
+        description = self._muster.made()
+        seed = self._begin_run(sum(self._muster.lanes))
+        self._muster.ledger = self.ledger
+        self._seed_everything(seed)
+        plan = self._muster.planned.plan
+        _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
+        self._states = [member.state for member in self._crew.members]
+        rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
+        self._drive(
+            rollout,
+            plan.row_source(),
+            self._muster.ranges,
+            description,
+            policy,
+            num_workers=self.num_workers,
+            mode=self._mode,
+        )
+
+    def _carve(self, slots: int, segments: int) -> tuple[Blocks, Share]:
+        """Shared memory of slabs with so many slots, known to the workers."""
+        plan, share = self._muster.planned.plan, Share(self._muster.lanes, slots, segments)
+        module = self._module
+        measure = Measure()
+        Blocks(measure, share, plan, module)
+        slabs = f"{segments} slabs for each of {self.num_workers} workers" if segments else "a slab"
+        require(
+            measure.end,
+            f"{slabs} of {slots} slots of {share.total} lanes and the policy's weights",
+        )
+        arena = Arena.create(measure.end)
+        blocks = Blocks(arena, share, plan, module)
+        self._weights = blocks.weights
+        self._publish()
+        self._muster.bind(arena, share, blocks)
+        self._crew.show_actions(blocks, plan.layout)
+        return blocks, share
+
+    @property
+    def _module(self) -> nn.Module | None:
+        module = None if self._policy is None else self._policy.module
+        return module if isinstance(module, nn.Module) else None
+
+    def _workers_rollout(self) -> Source:
+        planned, plan = self._muster.planned, self._muster.planned.plan
+        blocks, _ = self._carve(plan.slots(self.lanes, self.frames_per_batch), 0)
+        spec = planned.action_spec
+        driver = RemoteDriver(
+            self._crew,
+            blocks.slab_of_all(),
+            plan,
+            draw=None if spec is None else block_draw(spec[0].expand(self.lanes, *spec.shape[1:])),
+            action=("action",),
+            rng=self._rng,
+            replace=self._muster,
+        )
+        return Rollout(
+            driver,
+            self._policy,
+            extra=plan.extra,
+            surplus=self._options.surplus,
+            random_frames=self._random_frames,
+            ledger=self.ledger,
+            gate=self._gate,
+        )
+
+    def _leases(self) -> Source:
+        plan, most = self._muster.planned.plan, max(self._muster.lanes)
+        frames = frames_of_a_lease(self.frames_per_batch, self.num_workers)
+        slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
+        blocks, share = self._carve(slots, _SEGMENTS)
+        episodes = self._options.total_episodes
+        return Leases(
+            self._crew,
+            self._muster,
+            blocks,
+            share,
+            plan,
+            frames=frames,
+            remaining=lambda: self._budget.remaining(self.ledger.stored),
+            episodes=None if episodes is None else lambda: episodes - self.ledger.episodes_complete,
+            ledger=self.ledger,
+            random_frames=self._random_frames,
+        )
+
+    # --- workers, weights, seeds, state -----------------------------------------------------------
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [member.process.pid for member in self._crew.members]
+
+    def _close_source(self) -> None:
+        self._crew.close()
+
+    def update_policy_weights_(self, weights: Weights = None) -> None:
+        """Use new weights, and count the version up.
+
+        With ``mode="sync"`` every action chosen after this returns uses them; with ``"async"`` a
+        worker takes them over before its next action. ``policy_version`` of each row says which
+        weights chose its action.
+
+        Args:
+            weights: a TensorDict of parameters, a state dict or a module; None takes those that
+                the policy given at construction has now. Buffers travel too.
+        """
+        if self._policy is not None and self._module is None:
+            raise ArgumentError(
+                f"update_policy_weights_: the policy is a {type(self._policy.source).__name__}, "
+                "whose copies in the workers no weights can reach; make it an nn.Module "
+                "(TensorDictModule)"
+            )
+        super().update_policy_weights_(weights)
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._policy is not None:
+            self._weights.publish(self._module or nn.Module(), self._policy.version)
+
+    def _seed_everything(self, seed: int | None) -> None:
+        incarnation = self.ledger.incarnation
+        if seed is not None:
+            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
+        else:
+            seed = int(torch.randint(2**31 - 1, ()))
+        self.ledger.seed = seed
+        # The driver holds this generator: replace its state, not the object.
+        fresh = np.random.default_rng(driver_seed(seed, incarnation))
+        self._rng.bit_generator.state = fresh.bit_generator.state
+        self._lane_seeds = self._muster.seed(seed, incarnation)
+
+    def _env_state(self) -> Any:
+        return [
+            None if member.state is None else cloudpickle.loads(member.state)
+            for member in self._crew.members
+        ]
+
+    def _load_env_state(self, state: Any) -> None:
+        states = state if isinstance(state, list) else [state]
+        self._muster.load([None if not each else cloudpickle.dumps(each) for each in states])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; call it before iterating.
+
+        Raises:
+            StateError: this collector has collected already, or the state has other parts.
+        """
+        super().load_state_dict(state)
+        self._publish()
+
+
+def _per_worker(
+    create: Any,
+    workers: int | None,
+    num_envs: int | None,
+    env_kwargs: Mapping[str, Any] | None,
+) -> list[tuple[Any, int | None]]:
+    """What each worker makes its environment from, and of how many lanes where it is an id."""
+    if isinstance(create, (list, tuple)):
+        if workers is not None and workers != len(create):
+            raise ArgumentError(
+                f"num_workers: wanted {len(create)}, as many as there are factories, got {workers}"
+            )
+        if not create:
+            raise ArgumentError("create_env_fn: wanted at least one factory, got an empty list")
+    count = len(create) if isinstance(create, (list, tuple)) else workers
+    count = arguments.positive("num_workers", count)
+    if isinstance(create, str):
+        lanes = arguments.positive("num_envs", num_envs, optional=True) or count
+        if lanes < count:
+            raise ArgumentError(
+                f"num_envs: wanted at least one lane for each of {count} workers, got {lanes}; use "
+                "fewer workers"
+            )
+        return [(create, own) for own in evenly(lanes, count)]
+    if num_envs is not None or env_kwargs:
+        raise ArgumentError(
+            "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
+            "in the factory"
+        )
+    for each in create if isinstance(create, (list, tuple)) else [create]:
+        if isinstance(each, (EnvBase, VectorEnv)) or not callable(each):
+            raise ArgumentError(
+                "create_env_fn: wanted a Gymnasium id, a factory or a list of factories, got "
+                f"{type(each).__name__}; an environment that was made here cannot be stepped in "
+                "another process: pass what makes it"
+            )
+    return [
+        (each, None) for each in (create if isinstance(create, (list, tuple)) else [create] * count)
+    ]
+
+
+def _check_mode(mode: str, options: Options) -> None:
+    arguments.one_of("mode", mode, ("sync", "async"))
+    if mode == "sync":
+        return
+    if options.reset_at_each_iter:
+        raise ArgumentError(
+            'reset_at_each_iter needs mode="sync": in async mode workers go on while a batch is '
+            "put together"
+        )
+    if options.surplus == "discard":
+        raise ArgumentError(
+            'surplus="discard" needs mode="sync": in async mode there is no last step of a batch; '
+            'use "carry" or "never_step"'
+        )
+
+
+def _check_part_stepping(options: Options, reset_slots: bool, workers: int) -> None:
+    if options.surplus == "never_step" and reset_slots and workers > 1:
+        raise ArgumentError(
+            'surplus="never_step" with several workers needs autoreset to be disabled: a lane that '
+            'waits would lose its reset slot; use surplus="carry", or AutoresetMode.DISABLED'
+        )
+
+
+def _check_start_method(method: str) -> None:
+    if method == "fork":
+        raise ArgumentError(
+            'mp_start_method: "fork" copies a process whose threads (torch has some) do not come '
+            'along, so that a lock which one of them holds is never released; use "spawn" or '
+            '"forkserver"'
+        )
+    arguments.one_of("mp_start_method", method, ("spawn", "forkserver"))
+
+
+def _pickled(job: Job) -> bytes:
+    """The job as it travels.
+
+    Raises:
+        ArgumentError: it cannot travel; says which part.
+    """
+    try:
+        pickled: bytes = cloudpickle.dumps(job)
+        return pickled
+    except Exception as error:
+        parts = {"create_env_fn": job.create_env_fn, "env_kwargs": job.env_kwargs}
+        parts |= {"policy": job.policy}
+        wrong = next((name for name, part in parts.items() if not _travels(part)), "the options")
+        raise ArgumentError(
+            f"{wrong}: wanted something that cloudpickle can send to a worker, got "
+            f"{type(error).__name__}: {error}; make what cannot travel (files, locks, sockets, "
+            "generators) inside the factory"
+        ) from error
+
+
+def _travels(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001  that is the question
+        return False
+    return True

@@ -1,0 +1,45 @@
+"""How a worker ends: with its parent, by a signal to its group, never by the terminal's."""
+
+import fcntl
+import os
+import signal
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A terminal, a shell and a batch system send these to whole groups: the parent decides."""
+
+
+def _nothing(number: int, frame: object) -> None:
+    """A handler and not SIG_IGN, which the environment's own processes would inherit."""
+
+
+def end_with_parent() -> None:
+    """Lead a process group of our own, which the kernel kills when the parent dies.
+
+    So nothing of us is left, whatever we do then: not a step that hangs, not the processes that
+    an environment started.
+    """
+    for number in IGNORED:
+        signal.signal(number, _nothing)
+        signal.siginterrupt(number, False)
+    os.setpgid(0, 0)
+    # They were blocked since before we were born, so that none hit us while we imported.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    process = parent_process()
+    assert process is not None
+    alive = process.sentinel  # a pipe that closes with it
+    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait([alive], 0):  # before the kernel was asked
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a worker and all that its environment started."""
+    for kill in (os.killpg, os.kill):  # it may not lead a group yet
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue

@@ -1,0 +1,89 @@
+"""What a worker does with a lease: fill a segment of its slab."""
+
+from collections.abc import Sequence
+
+from tallyroll.collector.board import COUNTED, LEASE
+from tallyroll.collector.driver import LocalDriver
+from tallyroll.collector.episode_gate import EpisodeGate
+from tallyroll.collector.keys import Key
+from tallyroll.collector.ledger import Ledger
+from tallyroll.collector.policy import Policy
+from tallyroll.collector.rollout import Rollout, Surplus
+from tallyroll.collector.workers.messages import Lease
+
+
+class LeasedRollout(Rollout):
+    """Fills segments of a slab; what is in them is the parent's then, and nothing is carried.
+
+    Args:
+        driver: fills slots; what it writes to its board others may read.
+        policy: None draws random actions.
+        extra: keys that the policy writes beside the action.
+        surplus: ``"never_step"`` steps only as many lanes as a lease needs.
+        episodes: the budget is one of episodes, whose tickets come with leases.
+    """
+
+    driver: LocalDriver
+
+    def __init__(
+        self,
+        driver: LocalDriver,
+        policy: Policy | None,
+        *,
+        extra: Sequence[Key],
+        surplus: Surplus,
+        episodes: bool,
+    ) -> None:
+        super().__init__(
+            driver,
+            policy,
+            extra=extra,
+            surplus=surplus,
+            random_frames=0,
+            ledger=Ledger(),
+            gate=EpisodeGate(0, driver.lanes) if episodes else None,
+        )
+
+    def lease(self, lease: Lease, slots: int) -> tuple[dict[str, int], int, int]:
+        """Fill a segment of at most ``slots`` slots.
+
+        Returns:
+            The ledger of this lease, the slots that were filled, and the episodes completed.
+        """
+        driver, base = self.driver, lease.base
+        self.ledger = Ledger()
+        self.slab.carry_root(driver.used, base)
+        driver.used = driver.board[COUNTED] = base
+        driver.board[LEASE] = lease.number
+        if lease.fresh:
+            driver.restart()
+            self._restarting = True
+            if self.gate is not None:
+                self.gate = EpisodeGate(0, self.lanes)
+        if self._restarting and not driver.stopping:
+            self._restarting = False
+            driver.begin()
+        self.random_frames = lease.random_frames
+        self._limit = base + slots
+        completed = 0
+        if self.gate is not None:
+            self.gate.total += lease.tickets
+            completed = -self.gate.completed
+        have = 0
+        while have < lease.frames and driver.used < self._limit and not self._ends(lease):
+            before = driver.used
+            self._advance(lease.frames - have)
+            have += int(self.slab.transitions[before : driver.used].sum())
+        if self.gate is not None:
+            completed += self.gate.completed
+        return self.ledger.counts(), driver.used - base, completed
+
+    def _ends(self, lease: Lease) -> bool:
+        if self._over:
+            return True
+        # Without a ticket a lane's next episode would be for nothing.
+        return self.gate is not None and not lease.last and self.gate.started >= self.gate.total
+
+    def _count(self, start: int, stop: int, stepped: int) -> None:
+        super()._count(start, stop, stepped)
+        self.driver.board[COUNTED] = stop

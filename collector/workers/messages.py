@@ -1,0 +1,194 @@
+"""What a parent and its workers say to each other: small, for rows travel in shared memory.
+
+The parent asks, a worker answers each question once, in their order::
+
+    Job    -> Made       make the environment                   (with the process)
+    Seed   -> Planned    seed it, reset it, try the policy out
+    Bind   -> Bound      this is the memory, and where your lanes lie in it
+    Steps  -> Stepped    mode="sync":  fill these slots
+    Begin  -> Stepped    mode="sync":  reset every lane
+    Lease  -> Filled     mode="async": so many transitions, into that segment
+    Load   -> Bound      the state of the environment's transforms
+    Close  ->            the end
+
+Any question may be answered by :class:`Raised` instead, and none is answered after that.
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import cloudpickle
+from numpy.typing import NDArray
+from torchrl.data import TensorSpec
+
+from tallyroll.collector.checks import Range
+from tallyroll.collector.drive import SlabPlan
+from tallyroll.collector.options import Options
+from tallyroll.collector.slots import Mask
+from tallyroll.collector.workers.layout import Share
+
+Action = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is for; it travels with the process, by cloudpickle."""
+
+    create_env_fn: Any
+    num_envs: int | None
+    env_kwargs: Mapping[str, Any] | None
+    reset_slots: Literal["mask", "avoid"]
+    policy: Any
+    options: Options
+    threads: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """The environment stands."""
+
+    lanes: int
+    description: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Seed the lanes ``first_lane``, … of the run, and the worker's own generators."""
+
+    seed: int
+    incarnation: int
+    first_lane: int
+    worker: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the environment and the policy need, and allow."""
+
+    plan: SlabPlan
+    ranges: Sequence[Range]
+    lane_seeds: Sequence[int]
+    """None where TorchRL chooses some of them."""
+    action_spec: TensorSpec | None
+    """Of a Gymnasium environment whose random actions may be drawn elsewhere."""
+    state: bytes | None
+    """Of the environment's transforms; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Bind:
+    """The memory: an arena of ``nbytes``, whose descriptor follows."""
+
+    nbytes: int
+    share: Share
+    worker: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The worker is ready."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Start every lane's next trajectory; ``fresh``: with a reset, whatever was reset before."""
+
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Fill slots ``[start, stop)``."""
+
+    start: int
+    stop: int
+    by: Literal["policy", "random", "given"]
+    """Who acts; ``"given"``: the actions are there."""
+    lanes: int | None = None
+    """Step only the first so many lanes, of one slot; None: all."""
+    random_lanes: Mask | None = None
+    """``[lane]``: these act at random, of one slot."""
+    drawn: Action | None = None
+    """``[lane, ...]``: their actions, where they were drawn elsewhere."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What was asked for is in the slab, up to the slot that the board names."""
+
+    state: bytes | None
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A part of the budget: at least ``frames`` transitions into slots from ``base`` on."""
+
+    number: int
+    """Of a worker's leases, counted from 1."""
+    base: int
+    frames: int
+    random_frames: int
+    tickets: int
+    """Episodes that may be started beyond those granted before."""
+    last: bool
+    """No more tickets are to be had."""
+    fresh: bool
+    """Every lane begins anew, with a reset."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A lease comes back."""
+
+    used: int
+    """Slots of the segment that were filled."""
+    counts: dict[str, int]
+    """Of a ledger of this lease."""
+    random_left: int
+    completed: int
+    """Episodes that were completed with this lease."""
+    state: bytes | None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Take over the state of the environment's transforms."""
+
+    state: bytes
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close the environment and exit."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Code in the worker raised."""
+
+    kind: str
+    message: str
+    traceback: str
+    doing: str
+    lane: int | None
+    """The lane that was stepped, numbered within the worker, where that is known."""
+    error: bytes | None = field(repr=False)
+    """The exception itself, where it can be pickled."""
+
+
+def send(connection: Connection, message: object) -> None:
+    """Send a message. Not ``connection.send``: torch would move tensors to named shared memory."""
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    """The next message; waits for it."""
+    return pickle.loads(connection.recv_bytes())
+
+
+def as_bytes(state: Mapping[str, Any]) -> bytes | None:
+    """A state dict, or None for an empty one."""
+    return cloudpickle.dumps(dict(state)) if state else None

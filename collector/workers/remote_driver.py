@@ -1,0 +1,203 @@
+"""Slots that workers fill, all by the same number (``mode="sync"``)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.board import FILLED, HALT
+from tallyroll.collector.drive import SlabPlan
+from tallyroll.collector.driver import Account, Driver, ended_in
+from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.keys import RANDOM_VERSION, Key
+from tallyroll.collector.random_actions import Draw
+from tallyroll.collector.slab import Slab
+from tallyroll.collector.slots import Mask
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.crew import Crew, Member
+from tallyroll.collector.workers.muster import Muster
+
+
+class RemoteDriver(Driver):
+    """Asks every worker to fill its lanes of the same slots, and waits for all.
+
+    Args:
+        crew: the workers.
+        slab: of all lanes.
+        plan: what it looks like.
+        draw: draws random actions of all lanes, as one process would; None: workers draw.
+        action: the key of the action that is drawn.
+        rng: what they are drawn with.
+        replace: what is done about a worker that failed.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        slab: Slab,
+        plan: SlabPlan,
+        *,
+        draw: Draw | None,
+        action: Key,
+        rng: np.random.Generator,
+        replace: Muster,
+    ) -> None:
+        self.slab, self._crew, self._plan = slab, crew, plan
+        self._draw, self._action, self._rng = draw, action, rng
+        self._replace = replace
+        self._pending = np.zeros(slab.lanes, np.bool_)
+        self._fresh = False
+        self._died: dict[int, int] = {}
+        """Slots that a worker which died in this call had filled, by its index."""
+        self._cuts: NDArray[np.bool_] | None = None
+
+    # --- progress ---------------------------------------------------------------------------------
+
+    @property
+    def _boards(self) -> Sequence[memoryview]:
+        boards = [member.board for member in self._crew.members]
+        return [board for board in boards if board is not None]
+
+    @property
+    def used(self) -> int:
+        """Slots that every lane completed."""
+        return min(board[FILLED] for board in self._boards)
+
+    @used.setter
+    def used(self, slots: int) -> None:
+        for board in self._boards:
+            board[FILLED] = slots
+
+    @property
+    def stopping(self) -> bool:
+        """:meth:`stop` was called."""
+        return any(board[HALT] for board in self._boards)
+
+    def stop(self) -> None:
+        """End after the step under way."""
+        self._crew.halt()
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """The next :meth:`begin` resets, whatever was reset before."""
+        self._fresh = True
+
+    def begin(self) -> None:
+        """Start every lane's next trajectory."""
+        fresh, self._fresh = self._fresh, False
+        self._pending[:] = False
+        self._ask([m.Begin(fresh) for _ in self._crew.members])
+
+    def random_steps(self, start: int, stop: int) -> None:
+        """Fill slots ``[start, stop)`` with random actions."""
+        if self._draw is not None:
+            drawn = self._draw(self._rng, stop - start)
+            self.slab.array(self._action)[start:stop] = drawn
+        by = "random" if self._draw is None else "given"
+        self._ask([m.Steps(start, stop, by) for _ in self._crew.members])  # type: ignore[arg-type]
+
+    def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
+        if random_lanes is None:
+            self._ask([m.Steps(start, stop, "policy") for _ in self._crew.members])
+        else:
+            self._part(start, self.slab.lanes, random_lanes)
+
+    def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        """Fill one slot, stepping the first ``lanes`` lanes only."""
+        self._part(at, lanes, random_lanes)
+
+    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        by = "random" if self.slab.version[at, 0] == RANDOM_VERSION else "policy"
+        drawn = None
+        if self._draw is not None and (random_lanes is not None or by == "random"):
+            drawn = self._draw(self._rng, 1)[0]
+            if random_lanes is None:
+                by = "given"
+                self.slab.array(self._action)[at] = drawn
+        questions = []
+        for member in self._crew.members:
+            own = slice(member.lanes.start, member.lanes.stop)
+            both = random_lanes is not None
+            questions.append(
+                m.Steps(
+                    at,
+                    at + 1,
+                    "policy" if both else by,  # type: ignore[arg-type]
+                    lanes=min(max(0, lanes - own.start), own.stop - own.start),
+                    random_lanes=random_lanes[own] if random_lanes is not None else None,
+                    drawn=drawn[own] if both and drawn is not None else None,
+                )
+            )
+        self._ask(questions)
+
+    def _ask(self, questions: Sequence[object]) -> None:
+        """Ask all, and hear all; who fails is replaced, or else all stops and that is raised."""
+        crew, start = self._crew, self.used
+        self._died.clear()
+        failed: list[tuple[Member, WorkerError]] = []
+        try:
+            for member, question in zip(crew.members, questions, strict=True):
+                crew.ask(member, question)
+            while any(member.asked for member in crew.members):
+                for member, answer in crew.events():
+                    if isinstance(answer, Exception):
+                        failed.append((member, self._replace.allowed(answer)))
+            if failed:
+                self._mend(failed, start)
+        except BaseException:
+            crew.settle()
+            raise
+
+    def _mend(self, failed: Sequence[tuple[Member, WorkerError]], start: int) -> None:
+        """Put others in the place of workers that failed; what these did in this call is lost."""
+        filled = {member.index: _filled(member) for member in self._crew.members}
+        gone = {member.index for member, _ in failed}
+        alive = [slots for index, slots in filled.items() if index not in gone]
+        self._cuts = np.zeros(self.slab.lanes, np.bool_)
+        for member, error in failed:
+            self._replace.replace(member, error, min(alive, default=start))
+            self._died[member.index] = filled[member.index]
+            self._cuts[member.lanes.start : member.lanes.stop] = True
+
+    # --- what came of it --------------------------------------------------------------------------
+
+    def account(self, start: int, stop: int, stepped: int) -> Account:
+        """What became of the slots ``[start, stop)``."""
+        filled = [self._died.get(m.index, _filled(m)) for m in self._crew.members]
+        top = max(stop, *filled)
+        if top == start:
+            return Account(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
+        ran = np.zeros((top - start, self.slab.lanes), np.bool_)
+        gone = np.zeros(self.slab.lanes, np.bool_)
+        for member, slots in zip(self._crew.members, filled, strict=True):
+            lanes = slice(member.lanes.start, member.lanes.stop)
+            ran[: max(0, slots - start), lanes] = True
+            gone[lanes] = member.index in self._died
+        ran[:, stepped:] = False
+        executed = self._plan.executed(self.slab, start, top, self._pending) & ran
+        count = stop - start
+        if self._plan.reset_slots and count:
+            self._pending = ended_in(self.slab, stop - 1, stop)[0] & ~gone
+        return Account(
+            slots=int(ran.sum()),
+            executed=int(executed.sum()),
+            transitions=executed[:count] & ~gone,
+            ran=ran[:count] & ~gone,
+            lost=int(executed[:, gone].sum()),
+            beyond=int(executed[count:, ~gone].sum()),
+        )
+
+    def upcoming(self) -> NDArray[np.bool_]:
+        """Lanes whose next slot will be a transition."""
+        return ~self._pending
+
+    def take_cuts(self) -> NDArray[np.bool_] | None:
+        """Lanes that had to begin anew since this was last asked, or None."""
+        cuts, self._cuts = self._cuts, None
+        return cuts
+
+
+def _filled(member: Member) -> int:
+    return 0 if member.board is None else member.board[FILLED]

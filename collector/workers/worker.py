@@ -1,0 +1,290 @@
+"""A worker process: an environment, a policy, and the slab that they fill."""
+
+import atexit
+import gc
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import set_exploration_type
+
+from tallyroll.collector.checks import ranges_of
+from tallyroll.collector.drive import SlabPlan, make_driver, plan_slab
+from tallyroll.collector.driver import LocalDriver
+from tallyroll.collector.driver_in_place import InPlaceDriver
+from tallyroll.collector.envs.make import make_env
+from tallyroll.collector.envs.prepare import prepare_env, seed_env
+from tallyroll.collector.errors import CollectorError
+from tallyroll.collector.lanes import driver_seed
+from tallyroll.collector.policy import Policy
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.end import end_with_parent
+from tallyroll.collector.workers.layout import Blocks
+from tallyroll.collector.workers.leased_rollout import LeasedRollout
+from tallyroll.collector.workers.memory import Arena
+from tallyroll.collector.workers.weights import SharedWeights
+
+
+def main(connection: Connection, job: bytes) -> None:
+    """What the process runs; ``job`` is a pickled :class:`~messages.Job`."""
+    end_with_parent()
+    status = 0
+    try:
+        work(connection, job)
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking the interpreter down takes seconds, for which a parent would wait
+
+
+def work(connection: Connection, job: bytes) -> None:
+    """Make the environment, and answer questions until the end."""
+    try:
+        worker = Worker(cloudpickle.loads(job))
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
+        m.send(connection, raised(error, "making the environment"))
+        return
+    try:
+        m.send(connection, worker.made())
+        worker.serve(connection)
+    finally:
+        worker.env.close(raise_if_closed=False)
+
+
+class WorkerPolicy(Policy):
+    """A policy whose weights come through shared memory."""
+
+    _weights: SharedWeights | None = None
+
+    def take_from(self, weights: SharedWeights) -> None:
+        """Take weights from there, now and whenever there are newer ones."""
+        self._weights = weights
+        self._load()
+
+    def refresh(self) -> bool:
+        """Take newer weights, if there are any."""
+        if self._weights is None or self._weights.version == self.version:
+            return False
+        self._load()
+        return True
+
+    def _load(self) -> None:
+        assert self._weights is not None
+        module = self.module if isinstance(self.module, nn.Module) else nn.Module()
+        self.version = self._weights.load_into(module)
+
+
+class Worker:
+    """Answers the parent's questions."""
+
+    def __init__(self, job: m.Job) -> None:
+        torch.set_num_threads(job.threads)
+        self.options = job.options
+        made = make_env(
+            job.create_env_fn,
+            num_envs=job.num_envs,
+            env_kwargs=job.env_kwargs,
+            info_keys=job.options.info_keys,
+            reset_slots=job.reset_slots,
+        )
+        self.env: EnvBase = made.env
+        try:
+            self.env = prepare_env(made.env, job.policy, job.options)
+            self.policy = None
+            if job.policy is not None:
+                self.policy = WorkerPolicy(job.policy, job.options.policy_device, self.env.device)
+        except BaseException:
+            self.env.close(raise_if_closed=False)
+            raise
+        self.lanes = self.env.batch_size.numel()
+        self.description = made.description
+        self.rng = np.random.default_rng()
+        self.doing = ""
+        self.plan: SlabPlan | None = None
+        self.driver: LocalDriver | None = None
+        self.rollout: LeasedRollout | None = None
+        self._first: TensorDictBase | None = None
+        self._has_state = bool(self.env.state_dict())
+
+    def made(self) -> m.Made:
+        """The environment stands."""
+        return m.Made(self.lanes, self.description)
+
+    def serve(self, connection: Connection) -> None:
+        """Answer until :class:`~messages.Close` comes."""
+        answers: dict[type, Callable[[Any], object]] = {
+            m.Seed: self.seed,
+            m.Begin: self.begin,
+            m.Steps: self.steps,
+            m.Lease: self.lease,
+            m.Load: self.load,
+        }
+        with torch.no_grad(), set_exploration_type(self.options.exploration_type):
+            while True:
+                message = m.receive(connection)
+                if isinstance(message, m.Close):
+                    return
+                self.doing = ""
+                try:
+                    if isinstance(message, m.Bind):
+                        answer: object = self.bind(message, recv_handle(connection))
+                    else:
+                        answer = answers[type(message)](message)
+                except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
+                    answer = raised(error, self.doing)
+                m.send(connection, answer)
+                if isinstance(answer, m.Raised):
+                    self._wait_for_the_end(connection)
+                    return
+
+    def _wait_for_the_end(self, connection: Connection) -> None:
+        """Whatever else is asked, what raised is not to be trusted."""
+        while not isinstance(m.receive(connection), m.Close):
+            pass
+
+    # --- getting ready ----------------------------------------------------------------------------
+
+    def seed(self, message: m.Seed) -> m.Planned:
+        """Seed everything; the first time, also find out what a slab looks like."""
+        self.doing = "resetting the environment"
+        words = driver_seed(message.seed, message.incarnation, message.worker).generate_state(3)
+        torch.manual_seed(int(words[0]))
+        np.random.seed(int(words[1]))
+        random.seed(int(words[2]))
+        fresh = np.random.default_rng(words)
+        self.rng.bit_generator.state = fresh.bit_generator.state
+        lanes = range(message.first_lane, message.first_lane + self.lanes)
+        seeds = seed_env(self.env, message.seed, message.incarnation, lanes)
+        if self.plan is None:
+            self._first = self.env.reset()
+            self.doing = "trying the policy out"
+            self.plan = plan_slab(self.env, self.policy, self._first, self.options.exploration_type)
+        lost = self.plan.lost_finals
+        ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
+        drawn = self.plan.in_place and block_drawn(self.env)
+        spec = self.env.action_spec if drawn else None
+        return m.Planned(self.plan, ranges, seeds, spec, self._state())
+
+    def bind(self, message: m.Bind, descriptor: int) -> m.Bound:
+        """Take over the memory."""
+        assert self.plan is not None
+        arena = Arena.attach(descriptor, message.nbytes)
+        module = self.policy.module if self.policy is not None else None
+        blocks = Blocks(
+            arena, message.share, self.plan, module if isinstance(module, nn.Module) else None
+        )
+        if self.policy is not None:
+            self.policy.take_from(blocks.weights)
+        slab, board = blocks.slab_of(message.worker), blocks.board(message.worker)
+        driver = make_driver(self.env, self.policy, self.plan, slab, self.rng, board)
+        self.driver = driver
+        if self._first is not None:
+            driver.start_from(self._first)
+        self._slots = message.share.slots
+        if message.share.segments:
+            self.rollout = LeasedRollout(
+                driver,
+                self.policy,
+                extra=self.plan.extra,
+                surplus=self.options.surplus,
+                episodes=self.options.total_episodes is not None,
+            )
+        # What was imported stays: looking through it for garbage takes a quarter of a second.
+        gc.collect()
+        gc.freeze()
+        return m.Bound()
+
+    def load(self, message: m.Load) -> m.Bound:
+        """The state of the environment's transforms."""
+        self.env.load_state_dict(cloudpickle.loads(message.state))
+        return m.Bound()
+
+    def _state(self) -> bytes | None:
+        return m.as_bytes(self.env.state_dict()) if self._has_state else None
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def begin(self, message: m.Begin) -> m.Stepped:
+        """Start every lane's next trajectory."""
+        assert self.driver is not None
+        self.doing = "resetting the environment"
+        if message.fresh:
+            self.driver.restart()
+        self.driver.begin()
+        return m.Stepped(self._state())
+
+    def steps(self, message: m.Steps) -> m.Stepped:
+        """Fill slots as the parent says."""
+        driver, start, stop = self.driver, message.start, message.stop
+        assert driver is not None
+        self.doing = "stepping"
+        lanes = self.lanes if message.lanes is None else message.lanes
+        if isinstance(driver, InPlaceDriver):
+            driver.drawn = message.drawn
+        if message.by == "given":
+            assert isinstance(driver, InPlaceDriver)
+            driver.given_steps(start, stop, lanes)
+        elif lanes < self.lanes:
+            driver.part(start, lanes, message.random_lanes)
+        elif message.by == "random":
+            driver.random_steps(start, stop)
+        else:
+            driver.policy_steps(start, stop, message.random_lanes)
+        return m.Stepped(self._state())
+
+    def lease(self, message: m.Lease) -> m.Filled:
+        """Fill a segment with as many transitions as the lease is for."""
+        assert self.rollout is not None
+        self.doing = "stepping"
+        counts, used, completed = self.rollout.lease(message, self._slots)
+        return m.Filled(used, counts, self.rollout.random_frames, completed, self._state())
+
+
+def block_drawn(env: EnvBase) -> bool:
+    """Random actions of a Gymnasium environment can be drawn elsewhere, in blocks."""
+    from tallyroll.collector.random_actions import RandomActions, block_draw
+
+    return not RandomActions(env).masked and block_draw(env.action_spec) is not None
+
+
+def raised(error: BaseException, doing: str) -> m.Raised:
+    """What the parent is told of an exception."""
+    frames = "".join(traceback.format_exception(error))
+    pickled = None
+    try:
+        pickled = cloudpickle.dumps(error)
+        cloudpickle.loads(pickled)
+    except Exception:  # noqa: BLE001  then its text has to do
+        pickled = None
+    kind = type(error).__qualname__
+    if isinstance(error, CollectorError):
+        doing = ""
+    return m.Raised(kind, str(error), frames, doing, _lane_of(error), pickled)
+
+
+def _lane_of(error: BaseException) -> int | None:
+    """The lane that a Gymnasium SyncVectorEnv was stepping or resetting when it was raised."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if isinstance(frame.f_locals.get("self"), SyncVectorEnv) and "i" in frame.f_locals:
+            lane = frame.f_locals["i"]
+            return lane if isinstance(lane, int) else None
+        trace = trace.tb_next
+    return None
