@@ -243,6 +243,10 @@ USAGE = {
     "--frames 5 --info-keys a,,b": "argument --info-keys: wanted names with commas between",
     "--frames 5 --validate maybe": "argument --validate: invalid choice: 'maybe'",
     "--frames 5 --frame-skip 0": "argument --frame-skip: wanted a whole number above 0, got '0'",
+    "--frames 5 --workers -1": "argument --workers: wanted a whole number of at least 0, got '-1'",
+    "--frames 5 --mode both": "argument --mode: invalid choice: 'both'",
+    "--frames 5 --step-timeout 0": "argument --step-timeout: wanted a number of seconds above 0",
+    "--frames 5 --step-timeout nan": "argument --step-timeout: wanted a number of seconds above 0",
 }
 
 
@@ -291,6 +295,14 @@ ERRORS = {
     "takes tensors; wrap it in tensordict.nn.TensorDictModule",
     "CartPole-v1 --frames 5 --append": "--append: data does not exist; leave --append out to "
     "create it",
+    "CartPole-v1 --frames 5 --num-envs 2 --workers 3": "--workers: wanted at most as many as there "
+    "are lanes, 2, got 3; give fewer, or a larger --num-envs",
+    "CartPole-v1 --frames 5 --mode async": "--mode is for workers, and there are none; give "
+    "--workers",
+    "CartPole-v1 --frames 5 --workers 0 --respawns 2": "--respawns is for workers, and there are "
+    "none; give --workers",
+    "CartPole-v1 --frames 5 --step-timeout 0.5": "--step-timeout is for workers, and there are "
+    "none; give --workers",
     "--resume --frames 5": "data: there is nothing to take ENV from; give ENV",
     "CartPole-v1 --resume": "data: there is nothing to take --frames or --episodes from; give "
     "--frames or --episodes",
@@ -917,8 +929,9 @@ def test_inspect_of_a_ring(
     "change",
     [
         {"environment": []}, {"call": 3}, {"command": {"frames": "many"}}, {"versions": "old"},
-        {"lanes": 10**30}, {"incarnation": "twice"}, {"first_row_of_run": "x"}, {"seed": {}},
-        {"first_row": 10**9},
+        {"lanes": 10**30}, {"incarnation": "twice"}, {"respawned": {}}, {"respawned": 10**30},
+        {"command": {"workers": -1}}, {"command": {"step_timeout": "long"}},
+        {"first_row_of_run": "x"}, {"seed": {}}, {"first_row": 10**9},
     ],
 )  # fmt: skip
 def test_inspect_and_verify_of_a_damaged_manifest(

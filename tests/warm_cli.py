@@ -44,7 +44,7 @@ def make_oracle(lanes: int = 1, slow: float = 0.0, **kwargs: Any) -> oracles.Ora
     return env
 
 
-if __name__ != "__main__":  # the server's children import it by its name
+if __name__ == "warm_cli":  # the server's children import it by its name
     gymnasium.register("Oracle-v0", entry_point="warm_cli:make_oracle", disable_env_checker=True)
 
 
@@ -56,9 +56,9 @@ class Command:
     pid: int
     folder: Path
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal."""
-        os.kill(self.pid, number)
+    def kill(self, number: int = signal.SIGKILL, group: bool = False) -> None:
+        """Send a signal to it, or, as a terminal does, to its process group."""
+        (os.killpg if group else os.kill)(self.pid, number)
 
     def wait(self, seconds: float = 60.0) -> int:
         """Its exit status: negative, a signal's number, if that ended it."""
@@ -106,7 +106,8 @@ class WarmServer:
     ) -> Command:
         """Start ``tallyroll ARGV`` in `folder`, which becomes its current directory.
 
-        Its standard streams are files there, or the terminal at `tty`; None closes stdout.
+        Its standard streams are files there, or the terminal at `tty`; None closes stdout. It
+        leads a process group.
         """
         folder.mkdir(exist_ok=True)
         for name in ("stdout", "stderr"):
@@ -180,6 +181,7 @@ def _fork(argv: Sequence[str], cwd: str, tty: str | None, stdout: str | None) ->
         return pid
     status = 1
     try:
+        os.setpgid(0, 0)
         os.chdir(cwd)
         _redirect(tty, stdout)
         status = cli.main(argv)

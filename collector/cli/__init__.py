@@ -9,10 +9,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.cli.streams import OutputFailed, abandon_stdout, emit, reopen_closed
-from tallyroll.collector.errors import CollectorError
+from tallyroll.collector.errors import CollectorError, WorkerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,5 +60,21 @@ def _failed(error: Exception, show_traceback: bool, status: int) -> int:
         traceback.print_exception(error)
     foreign = type(error).__module__.partition(".")[0] != "tallyroll"
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
+    if isinstance(error, WorkerError) and error.worker_traceback:
+        text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
     sys.stderr.write(f"tallyroll: error: {text.strip()}\n")
     return status
+
+
+def without_ours(text: str) -> str:
+    """A traceback as Python formats it, without the frames of this package."""
+    ours = f'  File "{Path(__file__).parents[1]}{os.sep}'
+    kept, skip = [], False
+    for line in text.splitlines():
+        if line.startswith("  File "):
+            skip = line.startswith(ours)
+        elif not line.startswith("    "):
+            skip = False
+        if not skip:
+            kept.append(line)
+    return "\n".join(kept)

@@ -4,4 +4,5 @@ import sys
 
 from tallyroll.collector.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # workers import it under another name
+    sys.exit(main())

@@ -30,6 +30,8 @@ from tallyroll.collector.cli.report import (
     times,
 )
 from tallyroll.collector.cli.streams import emit
+from tallyroll.collector.exact import ExactCollector
+from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.preflight import free_bytes
@@ -97,6 +99,7 @@ class Run:
         self.options += ["--finalize"] if args.finalize else []
         self.plan = self._planned(args)
         self._require_capacity()
+        self._require_workers(args)
         self.began = 0
         """Rows of this run that were there before."""
         self.done, self.report = False, ""
@@ -162,6 +165,18 @@ class Run:
                 "give; use --frames, or --format memmap or zarr"
             )
 
+    def _require_workers(self, args: argparse.Namespace) -> None:
+        plan = self.plan
+        if (plan.workers or 0) > plan.lanes:
+            raise CommandError(
+                f"--workers: wanted at most as many as there are lanes, {plan.lanes}, got "
+                f"{plan.workers}; give fewer, or a larger --num-envs"
+            )
+        for name in ("mode", "respawns", "step_timeout"):
+            if not plan.workers and getattr(args, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise CommandError(f"{option} is for workers, and there are none; give --workers")
+
     def note(self, text: str) -> None:
         """One line to whoever watches."""
         if not self.quiet:
@@ -201,30 +216,41 @@ class Run:
         if not self.quiet and self.report:
             emit(self.report)
 
-    def _collector(self, policy: Any) -> SyncCollector:
+    def _collector(self, policy: Any) -> ExactCollector:
         plan = self.plan
         assert plan.env is not None
-        return SyncCollector(
+        arguments: dict[str, Any] = {
+            "frames_per_batch": plan.frames_per_batch
+            or default_batch(plan, self.target.storage.ring),
+            "total_frames": plan.frames,
+            "total_episodes": plan.episodes,
+            "num_envs": plan.lanes,
+            "env_kwargs": plan.env_kwargs,
+            "seed": None if self.resume and plan.seed == self._recorded_seed() else plan.seed,
+            "storage": self.target.storage,
+            "resume": self.resume,
+            "max_frames_per_traj": plan.max_frames_per_traj,
+            "info_keys": tuple(plan.info_keys or ()),
+            "frame_skip": 1 if plan.frame_skip is None else plan.frame_skip,
+            "validate": plan.validate or "raise",
+        }
+        if not plan.workers:
+            return SyncCollector(plan.env, policy, **arguments)
+        return MultiprocessCollector(
             plan.env,
             policy,
-            frames_per_batch=plan.frames_per_batch or default_batch(plan, self.target.storage.ring),
-            total_frames=plan.frames,
-            total_episodes=plan.episodes,
-            num_envs=plan.num_envs or 1,
-            env_kwargs=plan.env_kwargs,
-            seed=None if self.resume and plan.seed == self._recorded_seed() else plan.seed,
-            storage=self.target.storage,
-            resume=self.resume,
-            max_frames_per_traj=plan.max_frames_per_traj,
-            info_keys=tuple(plan.info_keys or ()),
-            frame_skip=1 if plan.frame_skip is None else plan.frame_skip,
-            validate=plan.validate or "raise",  # type: ignore[arg-type]  # argparse checked it
+            num_workers=plan.workers,
+            mode=plan.mode or "sync",  # type: ignore[arg-type]  # argparse checked it
+            on_worker_death="respawn" if plan.respawns else "raise",
+            max_respawns=plan.respawns or 0,
+            step_timeout=plan.step_timeout,
+            **arguments,
         )
 
     def _recorded_seed(self) -> Any:
         return None if self.target.run is None else self.target.run.get("seed")
 
-    def _is_done(self, collector: SyncCollector) -> bool:
+    def _is_done(self, collector: ExactCollector) -> bool:
         ledger = collector.ledger
         if self.plan.frames is not None:
             return ledger.stored >= self.plan.frames
@@ -258,7 +284,7 @@ class Run:
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _say_what_it_takes(self, collector: SyncCollector) -> None:
+    def _say_what_it_takes(self, collector: ExactCollector) -> None:
         storage, plan = self.target.storage, self.plan
         row_nbytes = storage.schema.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
@@ -270,7 +296,7 @@ class Run:
         free = readable_bytes(free_bytes(storage.path))
         self.note(f"{takes}; {free} are free beside what is reserved for them in {self.out}")
 
-    def _reported(self, collector: SyncCollector, seconds: float) -> str:
+    def _reported(self, collector: ExactCollector, seconds: float) -> str:
         console = plain_console()
         show = partial(console.print, soft_wrap=True)
         ledger = collector.ledger
@@ -282,10 +308,15 @@ class Run:
             f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
         )
         console.print(ledger_table(collector))
-        if ledger.incarnation:
+        if ledger.respawned:
             show(
-                f"resumed {times(ledger.incarnation)}; of a process that was killed, the counts "
-                "are those of its last commit"
+                f"workers were replaced {times(ledger.respawned)}; what they had not handed over "
+                "is lost, and was collected anew"
+            )
+        if resumed := ledger.incarnation - ledger.respawned:
+            show(
+                f"resumed {times(resumed)}; of a process that was killed, the counts are those of "
+                "its last commit"
             )
         if self.done:
             show("\nwhat is in it:   " + f"tallyroll inspect {shlex.quote(self.out)}")
@@ -331,7 +362,7 @@ class Run:
 
 def default_batch(plan: Plan, ring: int = 0) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
-    lanes = plan.num_envs or 1
+    lanes = plan.lanes
     batch = max(lanes, min(max(1024, 64 * lanes), _MOST_BATCH) // lanes * lanes)
     if 0 < ring < batch:
         return max(ring // lanes * lanes, min(ring, lanes))

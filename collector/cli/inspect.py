@@ -102,7 +102,7 @@ def runs_of(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
         {
             **{name: value for name, value in run.items() if name != "first_row_of_run"},
             "rows": max(0, min(end, span.stop) - max(run["first_row"], span.start)),
-            "resumed": _whole(run, "incarnation"),
+            "resumed": _resumed(run),
         }
         for run, end in zip(runs, ends, strict=True)
     ]
@@ -114,6 +114,11 @@ def runs_of(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
 def _whole(run: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = run.get(name)
     return value if type(value) is int else default
+
+
+def _resumed(counts: Mapping[str, Any]) -> int:
+    """How often a run was resumed: not every start of a lane was that."""
+    return max(0, _whole(counts, "incarnation") - _whole(counts, "respawned"))
 
 
 def _part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
     parts = [
         str(environment.get("id") or environment.get("type") or "unknown environment"),
         f"{run['rows']:,} rows from row {run['first_row']:,}",
-        f"{run.get('lanes', '?')} lanes",
+        f"{run.get('lanes', '?')} lanes{_workers(run)}",
         f"seed {run.get('seed', '?')}",
     ]
     if environment.get("kwargs"):
@@ -273,6 +278,12 @@ def _run_line(run: Mapping[str, Any]) -> str:
         if asked.get(name) is not None
     ]
     return ", ".join([*parts, f"policy {asked.get('policy') or 'random'}"])
+
+
+def _workers(run: Mapping[str, Any]) -> str:
+    call = _part(run, "call")
+    workers = _whole(call, "num_workers")
+    return f" in {workers} {call.get('mode', '')} workers" if workers else ""
 
 
 def _versions_line(run: Mapping[str, Any]) -> str:
@@ -306,8 +317,7 @@ def _ledger_line(ledger: Mapping[str, Any]) -> str:
         for name, count in ledger.items()
         if name != "incarnation" and (count or name == "lost")
     ]
-    resumed = ledger.get("incarnation", 0)
-    if resumed:
+    if resumed := _resumed(ledger):
         shown.append(
             f"resumed {times(resumed)} (of a process that was killed, the counts are those of its "
             "last commit)"

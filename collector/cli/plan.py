@@ -4,6 +4,7 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import os
 import shlex
 import sys
@@ -42,6 +43,10 @@ class Plan:
     validate: str | None = None
     frame_skip: int | str | None = None
     info_keys: list[str] | None = None
+    workers: int | None = None
+    mode: str | None = None
+    respawns: int | None = None
+    step_timeout: float | None = None
     durability: Durability | None = None
     max_size: int | None = None
 
@@ -70,6 +75,8 @@ class Plan:
                 "episodes": call.get("total_episodes"),
                 "frames_per_batch": call.get("frames_per_batch"),
                 "frame_skip": call.get("frame_skip"),
+                "workers": call.get("num_workers"),
+                "mode": call.get("mode"),
             }
         command = {"num_envs": run.get("lanes"), **command}
         names = {each.name for each in fields(cls)}
@@ -87,6 +94,11 @@ class Plan:
             other = replace(other, frames=None, episodes=None)
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return Plan(**{name: theirs if mine is None else mine for name, mine, theirs in pairs})
+
+    @property
+    def lanes(self) -> int:
+        """In all: one, or one a worker, where the command line leaves it out."""
+        return self.num_envs or max(1, self.workers or 0)
 
     def as_dict(self) -> dict[str, Any]:
         """What was given, as JSON values."""
@@ -106,11 +118,14 @@ class Plan:
 
 
 _MOST_LANES = 2**20
+_MAY_BE_0 = ("seed", "workers", "respawns")
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "env": str,
     "policy": str,
     "validate": str,
     "durability": str,
+    "mode": str,
+    "step_timeout": (int, float),
     "env_kwargs": dict,
     "info_keys": list,
     "frame_skip": (int, str),
@@ -120,8 +135,10 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 def _may_be(name: str, value: Any) -> bool:
     if not isinstance(value, _KINDS.get(name, int)) or isinstance(value, bool):
         return False
+    if isinstance(value, float):
+        return 0 < value < math.inf
     most = _MOST_LANES if name == "num_envs" else 2**63
-    return not isinstance(value, int) or (0 if name == "seed" else 1) <= value < most
+    return not isinstance(value, int) or (0 if name in _MAY_BE_0 else 1) <= value < most
 
 
 def _word(value: Any) -> str:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tallyroll.collector.cli.plan import Plan
 from tallyroll.collector.cli.report import clock, readable_bytes
-from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.exact import ExactCollector
 from tallyroll.storage.base import DiskStorage
 
 BAR_SECONDS = 0.1
@@ -71,7 +71,7 @@ class Snapshot:
 class Meter:
     """Reads a collector's counts, and from their change the rate."""
 
-    def __init__(self, collector: SyncCollector, plan: Plan, storage: DiskStorage) -> None:
+    def __init__(self, collector: ExactCollector, plan: Plan, storage: DiskStorage) -> None:
         self._collector, self._storage = collector, storage
         self._episodes_wanted = plan.episodes
         self._total = plan.frames or plan.episodes or 1
@@ -200,7 +200,7 @@ class Bar(Display):
 
 
 def progress_for(
-    collector: SyncCollector, plan: Plan, storage: DiskStorage, quiet: bool
+    collector: ExactCollector, plan: Plan, storage: DiskStorage, quiet: bool
 ) -> Display:
     """What suits stderr."""
     meter, console = Meter(collector, plan, storage), Console(stderr=True)

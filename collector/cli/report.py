@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.exact import ExactCollector
 
 FILE_WIDTH = 160
 
@@ -57,7 +57,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def ledger_table(collector: SyncCollector) -> Table:
+def ledger_table(collector: ExactCollector) -> Table:
     """The ledger of a run, a line a count."""
     ledger = collector.ledger
     rows = [
@@ -82,7 +82,7 @@ def ledger_table(collector: SyncCollector) -> Table:
     return table
 
 
-def _returns(collector: SyncCollector) -> str:
+def _returns(collector: ExactCollector) -> str:
     last = min(100, len(collector.episodes))
     if not last:
         return ""
