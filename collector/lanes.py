@@ -1,5 +1,7 @@
 """Numbering: trajectory ids, steps within a trajectory, and the seeds of lanes. Pure."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,16 +9,37 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
+SEED_MASK = 0x7FFF_FFFF
+
 
 def lane_seed(seed: int, lane: int, incarnation: int) -> int:
-    """The seed of one lane's environment for one of its starts.
+    """The seed of one lane's environment for one of its starts, whatever the others have.
 
     ``incarnation`` counts the starts of the lane, so a restart never repeats data, and the
     seed does not depend on how lanes are spread over processes.
     Source: ``numpy.random.SeedSequence`` with ``spawn_key``.
     """
+    return next(_seeds(seed, lane, incarnation))
+
+
+def lane_seeds(seed: int, lanes: int, incarnation: int) -> list[int]:
+    """The seeds of lanes 0 to ``lanes - 1`` for one of their starts, no two alike.
+
+    Each is the lane's :func:`lane_seed`, or, where a lower lane has that, the first of the
+    further words of its sequence that none has. So it does not depend on how many lanes follow.
+    """
+    taken: dict[int, None] = {}
+    for lane in range(lanes):
+        free = (word for word in _seeds(seed, lane, incarnation) if word not in taken)
+        taken[next(free)] = None
+    return list(taken)
+
+
+def _seeds(seed: int, lane: int, incarnation: int) -> Iterator[int]:
+    """Words of the lane's sequence, as many bits as every environment takes."""
     sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation))
-    return int(sequence.generate_state(1, np.uint32)[0]) & 0x7FFF_FFFF
+    for words in itertools.count(1):
+        yield int(sequence.generate_state(words, np.uint32)[-1]) & SEED_MASK
 
 
 def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.random.SeedSequence:

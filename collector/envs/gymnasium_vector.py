@@ -17,7 +17,7 @@ from tallyroll.collector.envs.infos import InfoColumns
 from tallyroll.collector.envs.spaces import action_leaf, observation_leaves
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 from tallyroll.collector.keys import VALID, dotted
-from tallyroll.collector.lanes import lane_seed
+from tallyroll.collector.lanes import lane_seeds
 from tallyroll.collector.slab import Array, Cursor
 
 _REFUSED = {
@@ -28,6 +28,9 @@ _REFUSED = {
     "gymnasium.make_vec",
     "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; use gymnasium.make_vec",
 }
+
+
+_NOTHING = np.empty(0)
 
 
 class GymnasiumVectorEnv(EnvBase):
@@ -200,7 +203,7 @@ class GymnasiumVectorEnv(EnvBase):
         step, copies, plain, finish = self._vec_step, self._copy_action, self._plain, self._finish
         actions, rewards, next_obs = cursor.action, cursor.reward, cursor.next_obs
         terminations, truncations, first_obs = cursor.terminated, cursor.truncated, next_obs[0]
-        board, lent, lend = cursor.board, None, self._lent
+        board, lend, lent = cursor.board, self._lent, _NOTHING
         for at in range(start, stop):
             cursor.at = at
             action = actions[at].copy() if copies else actions[at]
@@ -426,7 +429,7 @@ class GymnasiumVectorEnv(EnvBase):
         if seed is None:
             self._seeds = None
         else:
-            self._seeds = [lane_seed(seed, lane, 0) for lane in range(self.batch_size[0])]
+            self._seeds = lane_seeds(seed, self.batch_size[0], 0)
 
     def _new_rows(self) -> list[Array]:
         rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]

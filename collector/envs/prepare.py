@@ -14,7 +14,7 @@ from tallyroll.collector.envs.make import (
     with_time_limit,
 )
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.lanes import lane_seed
+from tallyroll.collector.lanes import lane_seeds
 from tallyroll.collector.options import Options
 
 
@@ -50,7 +50,8 @@ def seed_env(env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (
     ``lanes`` are their numbers in the run; by default they are all there are.
     """
     lanes = lanes or range(env.batch_size.numel())
-    seeds = [lane_seed(seed, lane, incarnation) for lane in lanes]
+    of_all = lane_seeds(seed, max(lanes) + 1, incarnation)
+    seeds = [of_all[lane] for lane in lanes]
     base = list(chain(env))[-1]
     if isinstance(base, GymnasiumVectorEnv):
         base.seed_lanes(seeds)
