@@ -26,12 +26,13 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import gymnasium
 import torch
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
@@ -98,18 +99,22 @@ def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
     )
 
 
-def main(args: Args) -> None:
-    start = time.perf_counter()
-    torch.set_num_threads(1)  # the networks are small
-    torch.manual_seed(args.seed)
-
-    env = gymnasium.make_vec(
+def make_env(args: Args) -> VectorEnv:
+    return gymnasium.make_vec(
         args.env_id,
         num_envs=args.num_envs,
         vectorization_mode="sync",
         vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP},
     )
-    observation, action = env.single_observation_space, env.single_action_space
+
+
+def main(args: Args) -> None:
+    start = time.perf_counter()
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(args.seed)
+
+    with gymnasium.make(args.env_id) as env:
+        observation, action = env.observation_space, env.action_space
     assert isinstance(observation, Box)
     assert isinstance(action, Discrete)
 
@@ -135,7 +140,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
 
     collector = SyncCollector(
-        env,
+        partial(make_env, args),
         actor,
         frames_per_batch=args.frames_per_batch,
         total_frames=args.total_frames,
@@ -161,7 +166,6 @@ def main(args: Args) -> None:
                 f"batch {len(batch):5d}  frames {metrics['frames']:7.0f}  "
                 f"episodes {metrics['episodes']:5.0f}  return {metrics['return_mean']:6.1f}"
             )
-    env.close()
     seconds = time.perf_counter() - start
 
     ledger = collector.ledger
