@@ -378,6 +378,9 @@ def test_memory_that_a_cgroup_leaves(limit: str, used: str, stat: str, left: int
             ["/my groups/a", "/my groups"],
             id="a blank in the path",
         ),
+        pytest.param(
+            V2_MOUNT.replace("/sys/fs", "sys/fs"), "0::/\n", [], id="mounted out of sight"
+        ),
         pytest.param("", "0::/\n", [], id="no mounts"),
         pytest.param(V2_MOUNT, "", [], id="no cgroup"),
         pytest.param("nonsense\n1 2 - cgroup2\n", "nonsense", [], id="nonsense"),
