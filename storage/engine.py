@@ -31,7 +31,7 @@ from .intake import Intake
 from .lock import ReaderLock, WriterLock, is_held
 from .pool import BufferPool
 from .preflight import require_room
-from .ring import first_valid, pieces, rows_in, slots_at
+from .ring import first_valid, pieces, rows_in, slots_at, slots_of
 from .rows import Key
 from .schema import Schema
 
@@ -193,12 +193,13 @@ class Engine:
             if record is not None:
                 self.put_record(record)
             return range(start, stop)
-        if stop > self._room:
-            self._make_room_for(count, stop)
-        self._reserve(start, stop)
-        if not self.ring:
-            self._copy(start, arrays, 0, count)
+        slot = slots_of(start, self.ring)
+        if slot + count <= self._room:
+            self._reserve(start, stop)
+            self._copy(slot, arrays, 0, count)
         else:
+            self._make_room_for(count, stop)
+            self._reserve(start, stop)
             for slot, at, length in pieces(start, stop, self.ring):
                 self._copy(slot, arrays, at, length)
         if record is not None:

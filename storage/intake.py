@@ -1,21 +1,26 @@
-"""Batches that are handed over, checked against a schema column by column. Copies nothing."""
+"""Batches that are handed over, checked against a schema column by column."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from .errors import RowsMismatch
 from .rows import Key, spell
 from .schema import Schema
+from .staging import Staging
 
 __all__ = ["Intake"]
+
+_LOOKS = attrgetter("dtype", "shape", "requires_grad")
+"""What a tensor looks like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class _Level:
 
     parent: int
     name: str
-    leaves: tuple[tuple[str, int, torch.dtype], ...]
+    leaves: tuple[tuple[str, int], ...]
     entries: int
 
 
@@ -38,6 +43,8 @@ class Intake:
         self._levels = _levels_of(schema)
         self._count = -1
         self._shapes: list[tuple[int, ...]] = []
+        self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
+        self._staging: Staging | None = None
 
     def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
         """The arrays of a batch in the order of the columns, each [count, ...].
@@ -47,10 +54,10 @@ class Intake:
         """
         try:
             found: list[np.ndarray] = [rows[key] for key in self._keys]
-            shapes = self._shapes_of(len(found[0]))
+            self._prepare(len(found[0]))
             if [array.dtype for array in found] != self._numpy_dtypes:
                 self._refuse(rows)
-            if [array.shape for array in found] != shapes:
+            if [array.shape for array in found] != self._shapes:
                 self._refuse(rows)
         except (KeyError, TypeError, AttributeError):
             self._refuse(rows)
@@ -61,41 +68,54 @@ class Intake:
     def tensors(self, rows: TensorDictBase, without: Key | None) -> list[np.ndarray] | None:
         """The leaves of a batch as arrays in the order of the columns, if that is simple.
 
-        It is if all leaves are dense tensors in the memory of the CPU, of the columns'
-        dtypes and shapes. None where one is not: whoever takes the longer way converts
-        it, or finds out what is wrong.
+        It is if all leaves are dense tensors of the columns' dtypes and shapes that autograd
+        does not follow, and large ones lie in the memory of the CPU. None where one is not:
+        whoever takes the longer way converts it, or finds out what is wrong. Small ones are
+        copies, which the next call overwrites.
 
         Args:
             rows: a TensorDict [count, ...].
             without: a column that may be there and is left out.
         """
-        found = [_NOTHING] * len(self._keys)
-        levels: list[dict[str, Any]] = []
+        # Most of the time of a small append is spent here: no check too many.
         try:
-            shapes = self._shapes_of(rows.batch_size[0])
-            for level in self._levels:
-                entries = dict((levels[level.parent][level.name] if levels else rows).items())
-                if len(entries) != level.entries and not _extra(entries, level, without, levels):
-                    return None
-                levels.append(entries)
-                for name, column, dtype in level.leaves:
-                    leaf = entries[name]
-                    # Most of the time of a small append is spent here: no check too many.
-                    if leaf.dtype is not dtype:
-                        return None
-                    array = leaf.numpy()
-                    if array.shape != shapes[column]:
-                        return None
-                    found[column] = array
+            count = rows.batch_size[0]
+            again = self._prepare(count)
+            leaves = self._leaves(rows, without)
+            if leaves is None or list(map(_LOOKS, leaves)) != self._looks:
+                return None
+            if not again:  # memory for sizes that come once would cost more than it saves
+                return list(map(torch.Tensor.numpy, leaves))
+            if self._staging is None:
+                self._staging = Staging(self._schema.columns, count)
+            return self._staging.arrays(leaves)
         except (KeyError, IndexError, AttributeError, RuntimeError, TypeError):
             return None
+
+    def _leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
+        """The leaves in the order of the columns, None if there are other ones too."""
+        found: list[Any] = [None] * len(self._keys)
+        levels: list[Mapping[str, Any]] = []
+        for level in self._levels:
+            entries = _entries(levels[level.parent][level.name] if levels else rows)
+            if len(entries) != level.entries and not _extra(entries, level, without, levels):
+                return None
+            levels.append(entries)
+            for name, column in level.leaves:
+                found[column] = entries[name]
         return found
 
-    def _shapes_of(self, count: int) -> list[tuple[int, ...]]:
-        if count != self._count:
-            self._shapes = [(count, *column.shape) for column in self._schema.columns]
-            self._count = count
-        return self._shapes
+    def _prepare(self, count: int) -> bool:
+        """Know what batches of ``count`` rows look like; whether the last one had as many."""
+        if count == self._count:
+            return True
+        columns = self._schema.columns
+        self._shapes = [(count, *column.shape) for column in columns]
+        self._looks = [
+            (c.dtype, shape, False) for c, shape in zip(columns, self._shapes, strict=True)
+        ]
+        self._count, self._staging = count, None
+        return False
 
     def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
         found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]
@@ -117,7 +137,9 @@ class Intake:
         ) from None
 
 
-_NOTHING = np.empty(0)
+def _entries(level: Any) -> Mapping[str, Any]:
+    # A plain TensorDict's own dictionary: making another one costs as much as ten lookups.
+    return level._tensordict if type(level) is TensorDict else dict(level.items())
 
 
 def _levels_of(schema: Schema) -> list[_Level]:
@@ -127,7 +149,7 @@ def _levels_of(schema: Schema) -> list[_Level]:
     levels = []
     for group in groups:
         leaves = tuple(
-            (column.key[-1], i, column.dtype)
+            (column.key[-1], i)
             for i, column in enumerate(schema.columns)
             if column.key[:-1] == group
         )
@@ -138,7 +160,7 @@ def _levels_of(schema: Schema) -> list[_Level]:
 
 
 def _extra(
-    entries: dict[str, Any], level: _Level, without: Key | None, levels: list[dict[str, Any]]
+    entries: Mapping[str, Any], level: _Level, without: Key | None, levels: list[Mapping[str, Any]]
 ) -> bool:
     """Whether ``without``, at the root, is all that the level has too much."""
     return (
