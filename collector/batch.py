@@ -1,7 +1,9 @@
 """From a filled slab to rows: gather, number, check, mark the cuts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,27 @@ from tallyroll.collector.keys import (
 from tallyroll.collector.lanes import LaneState, Numbers, number
 from tallyroll.collector.rollout import Block
 from tallyroll.collector.slab import Column, Layout
+from tallyroll.storage.gathered import LARGE_NBYTES, Gathered
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
+
+
+@dataclass
+class Part:
+    """Rows of a batch: columns that were copied, and large ones that still lie in the slab."""
+
+    rows: Rows
+    large: dict[Key, Gathered]
+
+    def __len__(self) -> int:
+        return len(self.rows[STEP])
+
+    def settle(self) -> None:
+        """Copy what lies in the slab, which will be written over."""
+        for key, gathered in self.large.items():
+            array = np.asarray(gathered)
+            self.large[key] = Gathered([array], np.arange(len(array)))
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,17 @@ class RowSource:
     rewards: Sequence[Key]
     lost_finals: bool
 
+    @cached_property
+    def large(self) -> tuple[Key, ...]:
+        """Columns whose rows are large; rewards and flags, which are looked at, are not among."""
+        looked_at = {*self.rewards, DONE, TERMINATED, TRUNCATED}
+        return tuple(
+            key
+            for key, column in self.layout.items()
+            if key not in looked_at
+            and column.dtype.itemsize * math.prod(column.shape) >= LARGE_NBYTES
+        )
+
     def schema(self) -> dict[Key, Column]:
         """Dtype and shape of every column of a row, in order."""
         schema = dict(self.layout)
@@ -51,10 +82,13 @@ class RowSource:
             schema[NEXT_VALID] = Column(torch.bool, ())
         return schema
 
-    def rows(self, block: Block, state: LaneState) -> tuple[Rows, Numbers]:
+    def rows(self, block: Block, state: LaneState) -> tuple[Part, Numbers]:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
         slab = block.slab
-        rows = {key: take(block, key) for key in self.layout}
+        large = {
+            key: Gathered([slab.flat[key]], block.index) for key in self.large if key in slab.flat
+        }
+        rows = {key: take(block, key) for key in self.layout if key not in large}
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
@@ -65,7 +99,7 @@ class RowSource:
         rows[LANE] = torch.from_numpy(block.lane)
         if self.lost_finals:
             rows[NEXT_VALID] = ~done.reshape(-1).cpu()
-        return rows, numbers
+        return Part(rows, large), numbers
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
         """One number a row: the sum over agents and objectives where there are several."""
@@ -96,13 +130,19 @@ def take(block: Block, key: Key) -> torch.Tensor:
     return column.index_select(0, torch.from_numpy(block.index).to(column.device))
 
 
-def merge(parts: Sequence[Rows]) -> Rows:
+def merge(parts: Sequence[Part]) -> Part:
     """Parts that follow one another in time as one, lane by lane again."""
     if len(parts) == 1:
         return parts[0]
-    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    order = torch.from_numpy(np.argsort(joined[LANE].numpy(), kind="stable"))
-    return {key: column.index_select(0, order.to(column.device)) for key, column in joined.items()}
+    first = parts[0]
+    joined = {key: torch.cat([part.rows[key] for part in parts]) for key in first.rows}
+    order = np.argsort(joined[LANE].numpy(), kind="stable")
+    at = torch.from_numpy(order)
+    rows = {key: column.index_select(0, at.to(column.device)) for key, column in joined.items()}
+    large = {
+        key: Gathered.joined([part.large[key] for part in parts], order) for key in first.large
+    }
+    return Part(rows, large)
 
 
 def cut_flags(rows: Rows) -> NDArray[np.bool_]:

@@ -12,13 +12,13 @@ from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector import arguments
 from tallyroll.collector.base import Collector
-from tallyroll.collector.batch import Rows, RowSource
+from tallyroll.collector.batch import Part, Rows, RowSource
 from tallyroll.collector.checks import Range, RangeChecks
 from tallyroll.collector.delivery import Delivery
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.episodes import EpisodeLog
-from tallyroll.collector.errors import StateError
-from tallyroll.collector.keys import POLICY_VERSION, STEP, TERMINATED
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.keys import POLICY_VERSION, TERMINATED
 from tallyroll.collector.lanes import LaneState, Numbers, lane_seed
 from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.options import Options
@@ -60,6 +60,12 @@ class ExactCollector(Collector):
         self._sink = Sink(
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
+        if not options.yield_large and not self._sink.stores_alone:
+            self._sink.close()
+            raise ArgumentError(
+                "yield_large=False wants a storage (storage=), which alone gets large columns; a "
+                "replay buffer gets what is yielded"
+            )
         self._lane_seeds: list[int] = []
 
     def _begin_run(self, lanes: int) -> int | None:
@@ -121,6 +127,7 @@ class ExactCollector(Collector):
             layout=options.layout,
             postproc=options.postproc,
             device=options.storing_device,
+            yield_large=options.yield_large,
             frame_skip=self.frame_skip,
             count_random=policy is not None,
         )
@@ -136,20 +143,16 @@ class ExactCollector(Collector):
     def _collect(self) -> TensorDictBase | None:
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
         rollout = self._rollout
-        parts: list[Rows] = []
+        parts: list[Part] = []
+        have = 0
         if self._options.reset_at_each_iter and self._delivery.batches:
             # What was carried belongs to the trajectories that the reset cuts: it comes first.
-            carried = self._numbered(self._fill(min(size, rollout.held), parts))
-            parts = [] if carried is None else [carried]
+            have += self._take(min(size, rollout.held), size, parts)
             if not rollout.held:
                 self.ledger.episodes_cut += self._restart_lanes()
-        have = sum(len(part[STEP]) for part in parts)
         with torch.no_grad(), set_exploration_type(self._options.exploration_type):
             while have < size and not rollout.dry:
-                part = self._numbered(self._fill(size - have, parts))
-                if part is not None:
-                    parts.append(part)
-                    have += len(part[STEP])
+                have += self._take(size - have, size - have, parts)
         batch = self._deliver(parts) if have else None
         if self._options.surplus == "discard":
             self._discard()
@@ -157,14 +160,25 @@ class ExactCollector(Collector):
             self._finish()
         return batch
 
-    def _deliver(self, parts: list[Rows]) -> TensorDictBase:
+    def _take(self, want: int, missing: int, parts: list[Part]) -> int:
+        """Add at most ``want`` rows of the ``missing`` ones to ``parts``; returns how many."""
+        block = self._fill(want, parts)
+        part = self._numbered(block)
+        self._copied(part, len(block) < missing)
+        if part is not None:
+            parts.append(part)
+        return len(block)
+
+    def _deliver(self, parts: list[Part]) -> TensorDictBase:
         try:
-            return self._delivery.deliver(parts, int(self._state.open.sum()))
+            batch = self._delivery.deliver(parts, int(self._state.open.sum()))
         except BaseException:
             self._finish()
             raise
+        self._rollout.delivered()
+        return batch
 
-    def _fill(self, want: int, parts: list[Rows]) -> Block:
+    def _fill(self, want: int, parts: list[Part]) -> Block:
         """Take a block, and check it; on an error, what is complete is stored first."""
         try:
             block = self._rollout.fill(want)
@@ -181,17 +195,23 @@ class ExactCollector(Collector):
             raise bad.error
         return block
 
-    def _numbered(self, block: Block) -> Rows | None:
-        rows = None
-        if len(block):
-            rows, numbers = self._source.rows(block, self._state)
-            self._log(rows, numbers, block)
-        self._rollout.copied()
+    def _numbered(self, block: Block) -> Part | None:
+        if not len(block):
+            return None
+        part, numbers = self._source.rows(block, self._state)
+        self._log(part.rows, numbers, block)
+        return part
+
+    def _copied(self, part: Part | None, more: bool) -> None:
+        """What ``part`` still has in the slab stays there if it can; cuts come behind it."""
+        kept = part is not None and bool(part.large) and self._rollout.keeps(more)
+        if part is not None and not kept:
+            part.settle()
+        self._rollout.copied(kept)
         cuts = self._rollout.take_cuts()
         if cuts is not None:
             self.ledger.episodes_cut += self._state.cut(cuts)
             self._state.restart(cuts)
-        return rows
 
     def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
         if isinstance(self.frame_skip, str):
@@ -229,7 +249,7 @@ class ExactCollector(Collector):
         self._state.length[lanes] += 1
         self._state.restart(lanes & ended)
 
-    def _rescue(self, parts: list[Rows]) -> None:
+    def _rescue(self, parts: list[Part]) -> None:
         """After an error: ``parts``, and what is complete and sound behind them, are stored."""
         if not self._sink.stores:  # nobody would get them
             self._finish()
@@ -237,6 +257,7 @@ class ExactCollector(Collector):
         parts = list(parts)
         for block in self._rollout.salvage(self._sound):
             part = self._numbered(block)
+            self._copied(part, True)
             if part is not None:
                 parts.append(part)
         if parts:

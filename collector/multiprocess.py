@@ -110,6 +110,7 @@ class MultiprocessCollector(ExactCollector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
         reset_slots: Literal["mask", "avoid"] = "mask",
+        yield_large: bool = True,
         threads_per_worker: int | None = None,
         on_worker_death: Literal["raise", "respawn"] = "raise",
         max_respawns: int = 10,
@@ -141,6 +142,7 @@ class MultiprocessCollector(ExactCollector):
             frame_skip=frame_skip,
             exploration_type=exploration_type,
             validate=validate,
+            yield_large=yield_large,
         )
         _check_mode(mode, options)
         _check_start_method(mp_start_method)

@@ -38,6 +38,7 @@ class Options:
     frame_skip: int | str
     exploration_type: ExplorationType
     validate: Validate
+    yield_large: bool
 
     @classmethod
     def checked(
@@ -62,6 +63,7 @@ class Options:
         frame_skip: Any,
         exploration_type: ExplorationType,
         validate: Validate,
+        yield_large: bool,
     ) -> "Options":
         """The options that a call gave.
 
@@ -76,6 +78,10 @@ class Options:
             raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
         if postproc is not None and not callable(postproc):
             raise ArgumentError(f"postproc: wanted a callable, got {type(postproc).__name__}")
+        if postproc is not None and not yield_large:
+            raise ArgumentError(
+                "yield_large=False leaves out columns that postproc may want; drop one of them"
+            )
         arguments.one_of("surplus", surplus, ("carry", "discard", "never_step"))
         frame_skip = arguments.frame_skip(frame_skip)
         if isinstance(info_keys, str):
@@ -104,6 +110,7 @@ class Options:
             frame_skip=frame_skip,
             exploration_type=exploration_type,
             validate=validate,
+            yield_large=yield_large,
         )
 
     @property

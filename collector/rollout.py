@@ -69,11 +69,20 @@ class Source(Protocol):
     def fill(self, want: int) -> Block:
         """At most ``want`` transitions that follow those of the last block; perhaps none yet.
 
-        Rows have to be copied before the next call.
+        Say :meth:`copied` before the next call.
         """
 
-    def copied(self) -> None:
-        """The rows of the last block were copied."""
+    def keeps(self, more: bool) -> bool:
+        """The last block's slots may stay as they are until :meth:`delivered`.
+
+        ``more``: another block will be asked for before.
+        """
+
+    def copied(self, kept: bool) -> None:
+        """The rows of the last block were copied, but for what is ``kept`` where it is."""
+
+    def delivered(self) -> None:
+        """Nothing of what was kept is needed any more."""
 
     @property
     def held(self) -> int:
@@ -160,8 +169,15 @@ class Rollout:
                 break
         return self._take(want)
 
-    def copied(self) -> None:
-        """The slab is kept until the next :meth:`fill`."""
+    def keeps(self, more: bool) -> bool:
+        """The slab stays as it is until the next :meth:`fill`."""
+        return not more
+
+    def copied(self, kept: bool) -> None:
+        """See :meth:`keeps`."""
+
+    def delivered(self) -> None:
+        """See :meth:`keeps`."""
 
     @property
     def held(self) -> int:

@@ -21,8 +21,10 @@ from tallyroll.storage import Schema
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.errors import NotInitialised
 from tallyroll.storage.formats import storage_class
+from tallyroll.storage.gathered import Gathered
 
 StorageLike = str | Path | DiskStorage
+Columns = Mapping[Key, torch.Tensor | Gathered]
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,11 @@ class Sink:
         storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
 
     @property
+    def stores_alone(self) -> bool:
+        """Rows go to a storage, and to nothing else."""
+        return self._direct is not None and self.replay_buffer is None
+
+    @property
     def stores(self) -> bool:
         """There is a storage or a replay buffer."""
         return self.storage is not None or self.replay_buffer is not None
@@ -199,25 +206,29 @@ class Sink:
         """:meth:`open` was called."""
         return self._ready
 
-    def write(self, rows: Rows, ledger: Ledger, open_lanes: int) -> None:
+    def write(
+        self, rows: Rows, ledger: Ledger, open_lanes: int, large: Mapping[Key, Gathered]
+    ) -> None:
         """Commit ``rows``, and the ledger as it stands with them.
 
-        ``open_lanes`` trajectories go on behind them.
+        ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
+        which only the storage knows.
         """
         if len(rows[TRAJ_IDS]):
             self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
         # What an error left may be more than a batch.
-        *first, last = _pieces(rows, self.storage.ring if self.storage is not None else 0)
+        ring = self.storage.ring if self.storage is not None else 0
+        *first, last = _pieces({**rows, **large}, ring)
         for piece in first:
             self._put(piece)
         if self.storage is not None:
             self.storage.stage_record(self._record(ledger, open_lanes))
         self._put(last)
 
-    def _put(self, rows: Rows) -> None:
+    def _put(self, rows: Columns) -> None:
         # The storage last: what it has committed is counted, and nothing can fail after it.
         if self.replay_buffer is not None:
-            self.replay_buffer.extend(_for_buffer(rows, self.replay_buffer))
+            self.replay_buffer.extend(_for_buffer(rows, self.replay_buffer))  # type: ignore[arg-type]
         if self._direct is not None:
             self._direct.extend(_arrays(rows))
 
@@ -274,7 +285,7 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
         return True
 
 
-def _pieces(rows: Rows, ring: int) -> Iterator[Rows]:
+def _pieces(rows: Columns, ring: int) -> Iterator[Columns]:
     """``rows`` in pieces that a ring takes at once; 0 takes all."""
     count = len(rows[TRAJ_IDS])
     if not ring or count <= ring:
@@ -293,10 +304,15 @@ def _for_buffer(rows: Rows, buffer: ReplayBuffer) -> TensorDictBase:
     return as_tensordict(pinned, None).to(device, non_blocking=True)
 
 
-def _arrays(rows: Rows) -> Mapping[Key, np.ndarray[Any, Any]] | TensorDictBase:
-    if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in rows.values()):
-        return as_tensordict(rows, None)
-    return {key: column.numpy() for key, column in rows.items()}
+def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
+    tensors = {key: c for key, c in rows.items() if not isinstance(c, Gathered)}
+    if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in tensors.values()):
+        copied = {
+            key: torch.from_numpy(np.asarray(c)) if isinstance(c, Gathered) else c
+            for key, c in rows.items()
+        }
+        return as_tensordict(copied, None)
+    return {key: tensors[key].numpy() if key in tensors else c for key, c in rows.items()}
 
 
 def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -42,6 +42,11 @@ class Column:
 Layout = Mapping[Key, Column]
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's name of a dtype that it knows."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
 @dataclass(slots=True)
 class Cursor:
     """Where an environment that writes in place reads its action and writes what came.

@@ -74,6 +74,8 @@ class SyncCollector(ExactCollector):
         exploration_type: TorchRL's exploration type during collection.
         validate: values outside their spaces: ``"raise"``, ``"warn"`` or ``"off"``.
         reset_slots: with a Gymnasium vector environment, see :class:`GymnasiumVectorEnv`.
+        yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
+            that are yielded: they go straight to ``storage``, one copy less.
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
@@ -109,6 +111,7 @@ class SyncCollector(ExactCollector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
         reset_slots: Literal["mask", "avoid"] = "mask",
+        yield_large: bool = True,
     ) -> None:
         options = Options.checked(
             frames_per_batch=frames_per_batch,
@@ -130,6 +133,7 @@ class SyncCollector(ExactCollector):
             frame_skip=frame_skip,
             exploration_type=exploration_type,
             validate=validate,
+            yield_large=yield_large,
         )
         arguments.positive("num_envs", num_envs, optional=True)
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)

@@ -121,6 +121,7 @@ class Leases:
         self.random_frames = random_frames
         self._stopping = False
         self._taken: tuple[Segment, Mask] | None = None
+        self._kept: list[Segment] = []
         self._cuts: NDArray[np.bool_] | None = None
         self._begin()
 
@@ -278,18 +279,35 @@ class Leases:
         self._taken = first, block.taken
         return block
 
-    def copied(self) -> None:
-        """The last block's rows were copied: its segment may be filled again once it is empty."""
+    def keeps(self, more: bool) -> bool:
+        """The last block's segment can wait, as long as its worker has another one."""
+        if self._taken is None:
+            return False
+        segments = self._segments[self._taken[0].member]
+        return sum(segment in self._kept for segment in segments) < len(segments) - 1
+
+    def copied(self, kept: bool) -> None:
+        """The last block's rows were copied, or are ``kept``; its segment is free once empty."""
         if self._taken is None:
             return
         (segment, taken), self._taken = self._taken, None
         segment.slab.transitions[: segment.used] &= ~taken
         if not segment.transitions.any():
-            segment.free = True
             if self._queue and self._queue[0] is segment:
                 self._queue.popleft()
-            self._grant()
+            if kept:
+                self._kept.append(segment)
+            else:
+                segment.free = True
+                self._grant()
         self._ledger.carried = self.held
+
+    def delivered(self) -> None:
+        """Segments that were kept may be filled again."""
+        for segment in self._kept:
+            segment.free = True
+        self._kept.clear()
+        self._grant()
 
     def _cut(self, cut: Cut) -> None:
         if self._cuts is None:
