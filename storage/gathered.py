@@ -15,8 +15,8 @@ LARGE_NBYTES = 4096
 class Gathered:
     """``sources[origin[i]][index[i]]`` for each row ``i``; nothing is copied before `copy_to`.
 
-    Stands for an array [N, ...] of large rows among those that a storage is given. Whoever makes one keeps the
-    sources as they are until it was copied.
+    Stands for an array [N, ...] of large rows among those that a storage is given. Whoever makes
+    one keeps the sources as they are until it was copied.
 
     Args:
         sources: C-contiguous arrays [M, ...] of one dtype and row shape.

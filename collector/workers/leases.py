@@ -229,9 +229,10 @@ class Leases:
         try:
             allowed = self._muster.allowed(error)
             self._queue.append(Cut(member.lanes))
-            self._muster.replace(member, allowed, None)
+            if not (self._stopping or self._complete):  # else nobody is going to step any more
+                self._muster.replace(member, allowed, None)
         except BaseException:
-            self._crew.halt()
+            self.stop()
             raise
 
     def _lose(self, member: Member, tally: Tally) -> None:
@@ -359,6 +360,7 @@ class Leases:
 
     def salvage(self, sound: Sound) -> Iterator[Block]:
         """After an error: all that came back, each worker's as far as it is ``sound``."""
+        self._stopping = True
         self._settle()
         self._taken = None
         broken: set[int] = set()

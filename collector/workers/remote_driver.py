@@ -87,7 +87,8 @@ class RemoteDriver(Driver):
         """Start every lane's next trajectory."""
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
-        self._ask([m.Begin(fresh) for _ in self._crew.members])
+        # Where all have to begin anew: at the same slot, for none is behind it.
+        self._ask([m.Begin(fresh) for _ in self._crew.members], empty=0)
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
@@ -132,8 +133,12 @@ class RemoteDriver(Driver):
             )
         self._ask(questions)
 
-    def _ask(self, questions: Sequence[object]) -> None:
-        """Ask all, and hear all; who fails is replaced, or else all stops and that is raised."""
+    def _ask(self, questions: Sequence[object], empty: int = 1) -> None:
+        """Ask all, and hear all; who fails is replaced, or else all stops and that is raised.
+
+        ``empty``: slots that are left empty where nobody filled any. What a lane begins with may
+        lie where the slot before has its next observation.
+        """
         crew, start = self._crew, self.used
         self._died.clear()
         failed: list[tuple[Member, WorkerError]] = []
@@ -145,21 +150,29 @@ class RemoteDriver(Driver):
                     if isinstance(answer, Exception):
                         failed.append((member, self._replace.allowed(answer)))
             if failed:
-                self._mend(failed, start)
+                self._mend(failed, start + empty)
         except BaseException:
             crew.settle()
             raise
 
-    def _mend(self, failed: Sequence[tuple[Member, WorkerError]], start: int) -> None:
+    def _mend(self, failed: Sequence[tuple[Member, WorkerError]], at_least: int) -> None:
         """Put others in the place of workers that failed; what these did in this call is lost."""
         filled = {member.index: _filled(member) for member in self._crew.members}
         gone = {member.index for member, _ in failed}
         alive = [slots for index, slots in filled.items() if index not in gone]
         self._cuts = np.zeros(self.slab.lanes, np.bool_)
+        begin_at = min(alive, default=at_least)
         for member, error in failed:
-            self._replace.replace(member, error, min(alive, default=start))
+            if self.stopping:  # nobody is going to step any more
+                self._set_filled(member, begin_at)
+            else:
+                self._replace.replace(member, error, begin_at)
             self._died[member.index] = filled[member.index]
             self._cuts[member.lanes.start : member.lanes.stop] = True
+
+    def _set_filled(self, member: Member, slots: int) -> None:
+        if member.board is not None:
+            member.board[FILLED] = slots
 
     # --- what came of it --------------------------------------------------------------------------
 

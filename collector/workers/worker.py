@@ -40,6 +40,7 @@ from tallyroll.collector.workers.weights import SharedWeights
 def main(connection: Connection, job: bytes) -> None:
     """What the process runs; ``job`` is a pickled :class:`~messages.Job`."""
     end_with_parent()
+    gc.freeze()
     status = 0
     try:
         work(connection, job)
@@ -206,7 +207,6 @@ class Worker:
                 episodes=self.options.total_episodes is not None,
             )
         # What was imported stays: looking through it for garbage takes a quarter of a second.
-        gc.collect()
         gc.freeze()
         return m.Bound()
 
