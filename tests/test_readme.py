@@ -39,7 +39,8 @@ def test_the_files_that_it_names_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["collect", "split", "memory", "profile_loop", "storage", "storage_slices"]
+    "script",
+    ["collect", "split", "memory", "profile_loop", "storage", "storage_slices", "workers"],
 )
 def test_each_benchmark_runs(script: str, tmp_path: Path) -> None:
     told = run("-W", "ignore", ROOT / f"benchmarks/{script}.py", "--quick", cwd=tmp_path)

@@ -1,0 +1,53 @@
+"""Tallyroll's collector with worker processes on the same work."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from loops import Collecting, Work, make_vector_env, open_storage
+from processes import START
+from worker_peers import share
+
+from tallyroll.collector import MultiprocessCollector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tensordict.nn import TensorDictModule
+
+MODES = ("sync", "async")
+AHEAD = {"sync": 1, "async": 4}
+"""Batches that may lie ready when nobody has asked for a while: two slabs a worker."""
+
+
+def name_of(workers: int, mode: str) -> str:
+    """What it is called in a table."""
+    return f"tallyroll, {workers} workers, {mode}"
+
+
+def workers_collecting(
+    work: Work,
+    policy: TensorDictModule | None,
+    workers: int,
+    mode: str,
+    path: Path | None = None,
+    make: Callable[[], Any] | None = None,
+    *,
+    ring: int | None = None,
+) -> Collecting:
+    """Start the workers; each calls ``make``, by default for the case's vector in its share."""
+    written, storage = open_storage(work, path, ring)
+    collector = MultiprocessCollector(
+        make or partial(make_vector_env, share(work, workers).case),
+        policy,
+        num_workers=workers,
+        mode=mode,
+        frames_per_batch=work.case.frames,
+        total_frames=-1,
+        seed=0,
+        storage=storage,
+        mp_start_method=START,
+    )
+    return Collecting(name_of(workers, mode) + written, work.case.lanes, collector, storage)

@@ -1,0 +1,162 @@
+"""The peers with worker processes, and bare processes that none of them can outdo."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+from common import Contender, Tally, prepare
+from gymnasium.vector import VectorEnv
+from loops import Case, Work, make_policy, make_raw
+from peers import Peer, torchrl_env
+from processes import START
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from tensordict.nn import TensorDictModule
+
+
+def share(work: Work, workers: int) -> Work:
+    """The part of the work that is one worker's: as many vector steps of fewer lanes."""
+    case = work.case
+    return replace(
+        work, case=replace(case, lanes=case.lanes // workers, frames=case.frames // workers)
+    )
+
+
+def loop_without_end(work: Work, pipe: Connection) -> None:
+    """Run the raw loop for a block each time that something is received."""
+    prepare()
+    loop = make_raw(work, make_policy(work.policy))
+    try:
+        while pipe.recv():
+            loop.advance()
+            pipe.send(None)
+    except (EOFError, KeyboardInterrupt):
+        pass
+    finally:
+        loop.close()
+
+
+class RawProcesses(Contender):
+    """The raw loop in processes that exchange nothing: as fast as this machine does the work."""
+
+    def __init__(self, work: Work, workers: int, reset_share: float) -> None:
+        """Start the processes."""
+        self.name = f"raw, {workers} processes (ceiling)"
+        self.reset_share, self.case = reset_share, work.case
+        self.pipes, self.processes = [], []
+        for _ in range(workers):
+            ours, theirs = multiprocessing.Pipe()
+            process = multiprocessing.Process(
+                target=loop_without_end, args=(share(work, workers), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def advance(self) -> None:
+        """Let each step one block."""
+        for pipe in self.pipes:
+            pipe.send(True)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def tally(self) -> Tally:
+        """Return all blocks' slots less the expected reset slots."""
+        return Tally(self.case.frames * (1 - self.reset_share), self.case.block)
+
+    def close(self) -> None:
+        """Let the processes go."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+
+
+class TorchRLProcesses(Peer):
+    """TorchRL's ``MultiSyncCollector`` or ``MultiAsyncCollector``, a vector in each worker.
+
+    ``SerialEnv`` of as many lanes takes three times as long. ``cat_results=0`` is a little faster
+    than the stack that is the default.
+    """
+
+    def __init__(
+        self, work: Work, policy: TensorDictModule | None, workers: int, *, sync: bool
+    ) -> None:
+        """Start the workers."""
+        from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+        super().__init__(work.case)
+        collector = MultiSyncCollector if sync else MultiAsyncCollector
+        self.name = f"TorchRL {collector.__name__}"
+        # A batch is one worker's where they do not wait for each other.
+        self.batches_at_once = 1 if sync else workers
+        more: dict[str, Any] = {"cat_results": 0} if sync else {}
+        self.collector = collector(
+            [partial(torchrl_env, share(work, workers).case)] * workers,
+            policy,
+            frames_per_batch=work.case.frames,
+            total_frames=-1,
+            use_buffers=True,
+            num_threads=1,
+            **more,
+        )
+        self.batches = iter(self.collector)
+
+    def advance(self) -> None:
+        """Collect a batch, or one of each worker."""
+        for _ in range(self.batches_at_once):
+            next(self.batches)
+
+    def tally(self) -> Tally:
+        """Return these batches."""
+        batches = self.batches_at_once
+        return Tally(batches * self.case.frames, batches * self.case.block)
+
+    def close(self) -> None:
+        """Shut the collector down, which gives torch in this process more threads again."""
+        self.collector.shutdown()
+        prepare()
+
+
+class StableBaselines3Vector:
+    """``SubprocVecEnv``, a process a lane, with the signatures of a Gymnasium vector."""
+
+    def __init__(self, case: Case) -> None:
+        """Start the processes."""
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        make = partial(gym.make, case.env_id, **case.env_kwargs)
+        self.env = SubprocVecEnv([make] * case.lanes, start_method=START)
+        self.single_action_space = self.env.action_space
+        self.step, self.close = self.env.step, self.env.close
+
+    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Reset all lanes."""
+        self.env.seed(seed)
+        return self.env.reset(), {}
+
+
+def gymnasium_vector(case: Case) -> VectorEnv:
+    """``AsyncVectorEnv``, a process a lane, observations in shared memory."""
+    return gym.make_vec(
+        case.env_id,
+        case.lanes,
+        vectorization_mode="async",
+        **case.env_kwargs,
+    )
+
+
+def loop_over(
+    name: str, env: Any, work: Work, policy: TensorDictModule | None, reset_share: float
+) -> Contender:
+    """The raw loop over a vector environment with processes."""
+    loop = make_raw(work, policy, env)
+    loop.name, loop.reset_share = f"{name}, {work.case.lanes} processes", reset_share
+    return loop
