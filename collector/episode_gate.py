@@ -25,6 +25,10 @@ class EpisodeGate:
         """Every episode of the budget has ended."""
         return self.completed >= self.total
 
+    def starting(self, lanes: NDArray[np.bool_]) -> int:
+        """How many of ``lanes``, whose next slot is a transition, begin an episode with it."""
+        return int((lanes & self._fresh).sum())
+
     def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Those of ``lanes`` whose next transition, now, belongs to the budget's episodes."""
         fresh = lanes & self._fresh

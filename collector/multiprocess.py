@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import cloudpickle
@@ -20,6 +21,7 @@ from tallyroll.collector.delivery import Postproc
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.exact import ExactCollector
 from tallyroll.collector.lanes import driver_seed
+from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, PolicyFn, Weights, on_cpu
 from tallyroll.collector.random_actions import block_draw
@@ -71,7 +73,8 @@ class MultiprocessCollector(ExactCollector):
         step_timeout: seconds without a completed step after which a worker counts as hung; None
             waits for ever.
         start_timeout: seconds that a worker may take to be ready.
-        mp_start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly.
+        mp_start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly (its socket
+            in the temporary directory is left there where this process is killed).
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
@@ -258,8 +261,9 @@ class MultiprocessCollector(ExactCollector):
             share,
             plan,
             frames=frames,
-            remaining=lambda: self._budget.remaining(self.ledger.stored),
-            episodes=None if episodes is None else lambda: episodes - self.ledger.episodes_complete,
+            remaining=partial(_remaining, self._budget, self.ledger),
+            episodes=None if episodes is None else partial(_incomplete, episodes, self.ledger),
+            exact=self._options.surplus == "never_step",
             ledger=self.ledger,
             random_frames=self._random_frames,
         )
@@ -328,6 +332,14 @@ class MultiprocessCollector(ExactCollector):
         """
         super().load_state_dict(state)
         self._publish()
+
+
+def _remaining(budget: Budget, ledger: Ledger) -> int | None:
+    return budget.remaining(ledger.stored)
+
+
+def _incomplete(episodes: int, ledger: Ledger) -> int:
+    return episodes - ledger.episodes_complete
 
 
 def _per_worker(

@@ -21,7 +21,7 @@ from tallyroll.collector.policy import Policy
 from tallyroll.collector.slab import Slab
 from tallyroll.collector.slots import Mask, first_in_slot_order, lane_major
 
-_SLOTS_AT_ONCE = 8
+SLOTS_AT_ONCE = 8
 """With a budget of episodes: few, for each look at it costs little beside a step."""
 
 Surplus = Literal["carry", "discard", "never_step"]
@@ -262,8 +262,7 @@ class Rollout:
         steps = min(ceil(missing / self.lanes), self._limit - start)
         if self.gate is not None:
             # What is stepped beyond the last episode of the budget would be wasted.
-            more = 0 < self.gate.started < self.gate.total
-            steps = min(steps, _SLOTS_AT_ONCE if more else 1)
+            steps = min(steps, self._slots_at_once(self.gate))
         stepped = self.lanes
         if self._surplus == "never_step":
             stepped = self._needed(missing)
@@ -277,6 +276,10 @@ class Rollout:
                 self._policy_slots(start, start + steps, stepped)
         finally:
             self._count(start, self.driver.used, stepped)
+
+    def _slots_at_once(self, gate: EpisodeGate) -> int:
+        """Slots until an episode budget is looked at again."""
+        return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
 
     def _needed(self, missing: int) -> int:
         """Lanes to step, from the lowest on, for ``missing`` transitions; all where that is few."""

@@ -20,7 +20,7 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.slab import Layout
 from tallyroll.collector.workers import faults
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.end import IGNORED, kill_group
+from tallyroll.collector.workers.end import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.layout import Blocks
 from tallyroll.collector.workers.worker import main
 
@@ -40,6 +40,8 @@ class Member:
     index: int
     process: Any
     connection: Connection
+    alive: int
+    """A pipe that nobody writes to: the worker is killed when this process holds it no more."""
     lanes: range = range(0)
     board: memoryview | None = None
     seeds: Sequence[int] = ()
@@ -113,16 +115,24 @@ class Crew:
 
     def _started(self, index: int) -> Member:
         ours, theirs = self._context.Pipe()
+        end, alive = os.pipe()
         process = self._context.Process(
             target=main,
-            args=(theirs, self._jobs[index]),
+            args=(theirs, self._jobs[index], Descriptor(end)),
             name=f"tallyroll-worker-{index}",
         )
-        with _threads_limited(self._threads), _signals_blocked():
-            process.start()
-        theirs.close()
+        try:
+            with _threads_limited(self._threads), _signals_blocked():
+                process.start()
+            kill_when_closed(end, process.pid)
+        except BaseException:
+            os.close(alive)
+            raise
+        finally:
+            os.close(end)
+            theirs.close()
         # What it says first is asked for by starting it.
-        return Member(index, process, ours, asked=1, since=time.monotonic())
+        return Member(index, process, ours, alive, asked=1, since=time.monotonic())
 
     # --- asking and hearing -----------------------------------------------------------------------
 
@@ -288,7 +298,11 @@ class Crew:
         """A new process in the place of ``member``, which makes its environment; not heard yet."""
         _end(member)
         fresh = self._started(member.index)
-        member.process, member.connection = fresh.process, fresh.connection
+        member.process, member.connection, member.alive = (
+            fresh.process,
+            fresh.connection,
+            fresh.alive,
+        )
         member.asked, member.since, member.ended = fresh.asked, fresh.since, False
         member.board, member.ready = None, False
 
@@ -326,6 +340,23 @@ class Parcel:
         return _unpacked, (DupFd(self._fd),)
 
 
+class Descriptor:
+    """A file descriptor for a process that is being started."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled arrives as the number it has there."""
+        return _detached, (DupFd(self._descriptor),)
+
+
+def _detached(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    os.set_inheritable(number, False)
+    return number
+
+
 def _unpacked(descriptor: Any) -> bytes:
     with open(descriptor.detach(), "rb") as file:
         file.seek(0)
@@ -351,6 +382,7 @@ def _end(member: Member) -> None:
         kill_group(member.process.pid)
         member.process.join(_CLOSE_SECONDS)
         member.connection.close()
+        os.close(member.alive)
 
 
 @contextmanager

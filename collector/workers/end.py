@@ -3,7 +3,6 @@
 import fcntl
 import os
 import signal
-from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -14,11 +13,11 @@ def _nothing(number: int, frame: object) -> None:
     """A handler and not SIG_IGN, which the environment's own processes would inherit."""
 
 
-def end_with_parent() -> None:
+def end_with_parent(alive: int) -> None:
     """Lead a process group of our own, which the kernel kills when the parent dies.
 
     So nothing of us is left, whatever we do then: not a step that hangs, not the processes that
-    an environment started.
+    an environment started. ``alive`` is what :func:`kill_when_closed` was given.
     """
     for number in IGNORED:
         signal.signal(number, _nothing)
@@ -26,14 +25,19 @@ def end_with_parent() -> None:
     os.setpgid(0, 0)
     # They were blocked since before we were born, so that none hit us while we imported.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    process = parent_process()
-    assert process is not None
-    alive = process.sentinel  # a pipe that closes with it
     fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
-    if wait([alive], 0):  # before the kernel was asked
+    if wait([alive], 0):  # the parent died meanwhile
         os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def kill_when_closed(pipe: int, pid: int) -> None:
+    """Let the kernel kill process ``pid`` when nobody can write to ``pipe`` any more.
+
+    ``pipe`` is the reading end, which that process holds too: what is set belongs to both.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def kill_group(pid: int) -> None:

@@ -8,7 +8,7 @@ from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.keys import Key
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.policy import Policy
-from tallyroll.collector.rollout import Rollout, Surplus
+from tallyroll.collector.rollout import SLOTS_AT_ONCE, Rollout, Surplus
 from tallyroll.collector.workers.messages import Lease
 
 
@@ -81,8 +81,15 @@ class LeasedRollout(Rollout):
     def _ends(self, lease: Lease) -> bool:
         if self._over:
             return True
-        # Without a ticket a lane's next episode would be for nothing.
-        return self.gate is not None and not lease.last and self.gate.started >= self.gate.total
+        if self.gate is None or lease.last:
+            return False
+        # An episode that starts without a ticket would be for nothing, its lane out of turn.
+        left = self.gate.total - self.gate.started
+        return self.gate.starting(self.driver.upcoming()) > left
+
+    def _slots_at_once(self, gate: EpisodeGate) -> int:
+        """So few that no lane can start an episode for which there is no ticket."""
+        return max(1, min(SLOTS_AT_ONCE, (gate.total - gate.started) // self.lanes))
 
     def _count(self, start: int, stop: int, stepped: int) -> None:
         super()._count(start, stop, stepped)

@@ -52,7 +52,8 @@ class Leased:
 
     number: int
     segment: Segment
-    frames: int
+    reserved: int
+    """Transitions of the budget that are kept for it, those of its last step included."""
     random_frames: int
 
 
@@ -90,6 +91,7 @@ class Leases:
         episodes: with a budget of episodes, how many are not complete yet.
         ledger: counted up as leases come back.
         random_frames: that many transitions, those leased first, have random actions.
+        exact: leases bring no more transitions than they are for (``surplus="never_step"``).
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class Leases:
         episodes: Callable[[], int] | None,
         ledger: Ledger,
         random_frames: int,
+        exact: bool,
     ) -> None:
+        self._exact = exact
         self._crew, self._muster, self._plan = crew, muster, plan
         self._frames, self._remaining, self._episodes = frames, remaining, episodes
         self._ledger = ledger
@@ -154,23 +158,38 @@ class Leases:
             if not tickets and not (tally.tickets and not tally.leases):
                 return
         else:
-            frames = min(self._frames, frames)
-            if self._unleased is not None:
-                frames = min(frames, self._unleased)
-                self._unleased -= max(0, frames)
+            frames = min(self._frames, frames, self._leasable(member))
             if frames <= 0:
                 return
-        drawn = min(self.random_frames, frames)
+        # Those of its last step that are more than wanted are rows too.
+        reserved = frames + self._surplus_of(member)
+        if self._unleased is not None:
+            reserved = min(reserved, self._unleased)
+            self._unleased -= reserved
+        drawn = min(self.random_frames, reserved)
         self.random_frames -= drawn
         self._pool -= tickets
         tally.tickets += tickets
         tally.granted += 1
         fresh, tally.fresh = tally.fresh, False
         segment.free = False
-        tally.leases.append(Leased(tally.granted, segment, frames, drawn))
+        tally.leases.append(Leased(tally.granted, segment, reserved, drawn))
         last = self._pool == 0
         question = m.Lease(tally.granted, segment.base, frames, drawn, tickets, last, fresh)
         self._crew.ask(member, question)
+
+    def _surplus_of(self, member: Member) -> int:
+        return 0 if self._exact else len(member.lanes) - 1
+
+    def _leasable(self, member: Member) -> int:
+        """Transitions that a lease may be for, so that what comes with them is wanted as well.
+
+        Only the very last ones, for which nothing else is under way, may bring too many.
+        """
+        if self._unleased is None:
+            return self._frames
+        most = self._unleased - self._surplus_of(member)
+        return self._unleased if most <= 0 and not self._out else most
 
     @property
     def _workers(self) -> int:
@@ -203,7 +222,7 @@ class Leases:
             if name in _COUNTED:
                 setattr(self._ledger, name, getattr(self._ledger, name) + count)
         if self._unleased is not None:
-            self._unleased += lease.frames - have
+            self._unleased += lease.reserved - have
         self.random_frames += filled.random_left
         tally.tickets -= filled.completed
         self._unfinished -= filled.completed
@@ -222,7 +241,7 @@ class Leases:
         tally = self._tallies[member.index]
         self._lose(member, tally)
         if self._unleased is not None:
-            self._unleased += sum(lease.frames for lease in tally.leases)
+            self._unleased += sum(lease.reserved for lease in tally.leases)
         self.random_frames += sum(lease.random_frames for lease in tally.leases)
         self._pool += tally.tickets
         self._tallies[member.index] = Tally()

@@ -37,9 +37,9 @@ from tallyroll.collector.workers.memory import Arena
 from tallyroll.collector.workers.weights import SharedWeights
 
 
-def main(connection: Connection, job: bytes) -> None:
+def main(connection: Connection, job: bytes, alive: int) -> None:
     """What the process runs; ``job`` is a pickled :class:`~messages.Job`."""
-    end_with_parent()
+    end_with_parent(alive)
     gc.freeze()
     status = 0
     try:
