@@ -298,10 +298,11 @@ class Tallyroll(Collecting):
         env: VectorEnv | None = None,
         *,
         ring: int | None = None,
+        **options: Any,
     ) -> None:
         """Build a collector without an end on ``env``, by default the case's own.
 
-        ``path`` and ``ring`` are those of ``open_storage``.
+        ``path`` and ``ring`` are those of ``open_storage``, ``options`` the collector's.
         """
         written, storage = open_storage(work, path, ring)
         collector = SyncCollector(
@@ -311,6 +312,7 @@ class Tallyroll(Collecting):
             total_frames=-1,
             seed=0,
             storage=storage,
+            **options,
         )
         super().__init__(f"tallyroll{written}", work.case.lanes, collector, storage)
 

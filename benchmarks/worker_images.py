@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from common import Contender, Tally
@@ -11,7 +11,7 @@ from loops import Case, Tallyroll, Work
 from processes import Apart
 from storage_work import Floor, Rows, Spec, image_rows
 from worker_envs import IMAGE, IMAGES, Images, images
-from worker_ours import AHEAD, MODES, workers_collecting
+from worker_ours import AHEAD, MODES, name_of, workers_collecting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,29 +69,38 @@ class TwoCopies(Contender):
 
 
 def contenders(work: Work, workers: int) -> list[Contender]:
-    """Return the copies, one process and several."""
-    case, scratch = work.case, work.scratch
-    floor = scratch / "floor"
+    """Return the copies, and one process and several that yield what they store, or store only."""
+    floor = work.scratch / "floor"
     floor.mkdir()
-    found: list[Contender] = [
-        TwoCopies(case, floor),
-        Tallyroll(work, None, scratch / "one", Images(case.lanes), ring=RING_BATCHES),
-    ]
-    for mode in MODES:
-        start = partial(
-            workers_collecting,
-            work,
-            None,
-            workers,
-            mode,
-            scratch / mode,
-            partial(Images, case.lanes // workers),
-            ring=RING_BATCHES,
-        )
-        found.append(Apart(start, AHEAD[mode]))
+    found: list[Contender] = [TwoCopies(work.case, floor)]
+    for yields, word in ((True, ""), (False, ", yield_large=False")):
+        path = work.scratch / f"rows-{yields}"
+        options = {"ring": RING_BATCHES, "yield_large": yields}
+        images = Images(work.case.lanes)
+        found.append(named(f"tallyroll{word}", Tallyroll(work, None, path, images, **options)))
+        for mode in MODES:
+            found.append(
+                Apart(partial(collecting, work, workers, mode, word, options), AHEAD[mode])
+            )
     # The rings have gone round once before anything is timed: pages are not new any more.
     for contender in found:
         for _ in range(RING_BATCHES):
             contender.advance()
             contender.tally()
     return found
+
+
+def collecting(
+    work: Work, workers: int, mode: str, word: str, options: dict[str, Any]
+) -> Contender:
+    """Tallyroll's workers, each with its share of the lanes."""
+    path = work.scratch / f"rows-{mode}{word}"
+    make = partial(Images, work.case.lanes // workers)
+    started = workers_collecting(work, None, workers, mode, path, make, **options)
+    return named(f"{name_of(workers, mode)}{word}", started)
+
+
+def named(name: str, contender: Contender) -> Contender:
+    """The contender under another name: that they write into a ring is true of all here."""
+    contender.name = name
+    return contender

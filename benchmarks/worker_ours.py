@@ -36,8 +36,12 @@ def workers_collecting(
     make: Callable[[], Any] | None = None,
     *,
     ring: int | None = None,
+    **options: Any,
 ) -> Collecting:
-    """Start the workers; each calls ``make``, by default for the case's vector in its share."""
+    """Start the workers; each calls ``make``, by default for the case's vector in its share.
+
+    ``path`` and ``ring`` are those of ``open_storage``, ``options`` the collector's.
+    """
     written, storage = open_storage(work, path, ring)
     collector = MultiprocessCollector(
         make or partial(make_vector_env, share(work, workers).case),
@@ -49,5 +53,6 @@ def workers_collecting(
         seed=0,
         storage=storage,
         mp_start_method=START,
+        **options,
     )
     return Collecting(name_of(workers, mode) + written, work.case.lanes, collector, storage)
