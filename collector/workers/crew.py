@@ -180,6 +180,7 @@ class Crew:
                 member.asked -= 1
                 member.since = time.monotonic()
                 if isinstance(answer, m.Raised):
+                    member.asked = 0  # it answers nothing after that
                     return member, faults.raised(member, answer, self._last_action(member))
                 member.state = getattr(answer, "state", None) or member.state
                 return member, answer
@@ -317,9 +318,11 @@ class Crew:
             for member in idle:
                 with suppress(OSError):
                     m.send(member.connection, m.Close())
+            # Not joined: while it is a zombie, its number is nobody else's.
+            going = {each.process.sentinel for each in idle}
             until = time.monotonic() + _CLOSE_SECONDS
-            for member in idle:
-                member.process.join(max(0.0, until - time.monotonic()))
+            while going and time.monotonic() < until:
+                going -= set(wait(list(going), max(0.0, until - time.monotonic())))
         self.kill()
 
 
