@@ -92,7 +92,7 @@ class ExactCollector(Collector):
     @property
     def _random_frames(self) -> int:
         """Transitions that are still to have random actions."""
-        return max(0, self._options.init_random_frames - self.ledger.stored)
+        return max(0, self._options.init_random_frames - self.ledger.random)
 
     def _drive(
         self,

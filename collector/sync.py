@@ -205,4 +205,6 @@ class SyncCollector(ExactCollector):
         return self.env.state_dict()
 
     def _load_env_state(self, state: Any) -> None:
+        if isinstance(state, list):  # of workers' environments
+            state = next((each for each in state if each), {})
         self.env.load_state_dict(state)
