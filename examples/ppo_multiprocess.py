@@ -26,8 +26,9 @@ Solved (at least 450 of 500) on exactly 100,000 transitions. Measured with the d
     4     500.0                       500.0
     5     500.0                       500.0
 
-in 43 to 112 s a seed on two cores with much else to do. Where steps are as quick as those of
-CartPole most of that is learning, and ppo.py is as fast: workers pay where steps are costly.
+in 43 to 112 s a seed on two cores with much else to do. A step of CartPole takes microseconds, and
+starting workers takes seconds, so that ppo.py is the faster here: workers pay where steps are
+costly.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -44,7 +45,7 @@ def run(name: str, directory: Path, **options: int | str) -> str:
 
 def numbers(pattern: str, text: str) -> list[int]:
     """The groups of the only match of ``pattern`` in ``text``."""
-    (match,) = re.finditer(pattern, text)
+    (match,) = re.finditer(pattern, text, re.MULTILINE)
     return [int(group) for group in match.groups()]
 
 
@@ -121,6 +122,44 @@ def test_ppo_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     assert episodes == 3
 
 
+def test_ppo_multiprocess_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+    out = run(
+        "ppo_multiprocess.py",
+        tmp_path,
+        total_frames=300,
+        frames_per_batch=128,
+        num_envs=2,
+        epochs=1,
+        minibatch=64,
+        eval_episodes=3,
+    )
+    sizes = re.findall(r"^batch +(\d+)  frames +(\d+) ", out, re.MULTILINE)
+    assert sizes == [("128", "128"), ("128", "256"), ("44", "300")]
+    stored, slots, resets, beyond = numbers(
+        r"(\d+) transitions, exactly: (\d+) slots - (\d+) reset slots - (\d+) beyond", out
+    )
+    assert stored == 300 == slots - resets - beyond
+    assert resets > 0
+
+
+def test_ppo_multiprocess_differs_from_ppo_by_its_collector() -> None:
+    one, many = (
+        (EXAMPLES / name).read_text(encoding="utf-8").split('"""\n', 2)[1].splitlines()
+        for name in ("ppo.py", "ppo_multiprocess.py")
+    )
+    changed = [line for line in difflib.unified_diff(one, many, n=0) if line[0] in "+-"]
+    assert changed[2:] == [
+        "-from tallyroll.collector import SyncCollector, evaluate",
+        "+from tallyroll.collector import MultiprocessCollector, evaluate",
+        '-    num_envs: int = option(8, "lanes")',
+        '+    num_workers: int = option(2, "processes that step environments")',
+        '+    num_envs: int = option(4, "lanes of each of them")',
+        "-    collector = SyncCollector(",
+        "+    collector = MultiprocessCollector(",
+        "+        num_workers=args.num_workers,",
+    ]
+
+
 def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> None:
     out = run("exact_benchmark.py", tmp_path, frames=1001, frames_per_batch=300, episodes=3)
     slots, resets = counts("slots", out), counts("- reset slots", out)
@@ -159,8 +198,43 @@ def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
 
 
-def test_dqn_says_solved_from_475_on() -> None:
-    assert names_of("dqn.py")["SOLVED"] == 475
+def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+    out = run(
+        "async_offpolicy.py",
+        tmp_path,
+        total_frames=1001,
+        random_frames=200,
+        num_envs=16,
+        frames_per_batch=64,
+        ring=300,
+        updates=1,
+        minibatch=16,
+        eval_episodes=3,
+    )
+    executed, beyond = numbers(
+        r"^1001 transitions, exactly: (\d+) executed - (\d+) beyond the budget; 200 with random "
+        r"actions, 701 overwritten, 300 in the ring$",
+        out,
+    )
+    assert executed - beyond == 1001
+    assert beyond < 16
+    # 16 batches, and none of the first three begins an update; the last one is of 41.
+    versions, most = numbers(
+        r"^weights: (\d+) versions, one for every 64 transitions; [\d.]+ versions old on average "
+        r"when a transition arrived, at most (\d+)$",
+        out,
+    )
+    assert versions == 13
+    assert 1 <= most <= 4
+    verdict = r"evaluation: mean return [\d.]+ over (\d+) episodes \((?:not )?solved; (\d+) tran"
+    episodes, _ = numbers(verdict, out)
+    assert episodes == 3
+    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+
+
+@pytest.mark.parametrize("name", ["dqn.py", "async_offpolicy.py"])
+def test_dqn_says_solved_from_475_on(name: str) -> None:
+    assert names_of(name)["SOLVED"] == 475
 
 
 def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Path) -> None:

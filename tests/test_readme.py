@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tallyroll.storage import open_storage
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -22,13 +25,30 @@ def run(*command: object, cwd: Path) -> str:
 
 
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "example.py").write_text(block, encoding="utf-8")
+    (tmp_path / "example.py").write_text(BLOCKS[0], encoding="utf-8")
     told = run("example.py", cwd=tmp_path)
     assert told.count("torch.Size([1000])") == 10
     assert "torch.Size([1]) " in told
     assert "'stored': 10001" in told
     assert "torch.Size([256, 4])" in told
+
+
+def test_the_example_with_workers_runs(tmp_path: Path) -> None:
+    """On an environment that needs no extra, and on fewer processes."""
+    block = BLOCKS[1]
+    for there, here in (("HalfCheetah-v5", "CartPole-v1"), ("=4,", "=2,"), ("1_000_000", "8200")):
+        assert block.count(there) == 1
+        block = block.replace(there, here)
+    (tmp_path / "example.py").write_text(block, encoding="utf-8")
+    told = run("example.py", cwd=tmp_path)
+    assert told.count("torch.Size([4096])") == 2
+    assert "torch.Size([8]) " in told
+    with open_storage(tmp_path / "data" / "cheetah") as storage:
+        assert len(storage) == 8200
+
+
+def test_no_other_block_is_a_script() -> None:
+    assert len(BLOCKS) == 2
 
 
 def test_the_files_that_it_names_are_there() -> None:
