@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import os
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from common import (
     Contender,
     Result,
     console,
-    interleave,
+    play_and_close,
     prepare,
     print_results,
     print_setting,
-    ratio,
     write_json,
 )
-from loops import Case, Work, make_policy, raw_contenders, tallyroll_contenders
+from loops import Case, Work, make_policy, raw_contenders, records_of, tallyroll_contenders
 from peers import peer_contenders
 
 CASES = (
@@ -77,34 +75,10 @@ def build(work: Work, args: argparse.Namespace) -> tuple[list[Contender], list[s
 
 def play(work: Work, args: argparse.Namespace) -> list[Result]:
     """Run one case with one policy and print its table."""
-    with ExitStack() as stack:
-        contenders, remarks = build(work, args)
-        for contender in contenders:
-            stack.callback(contender.close)
-        results = interleave(contenders, args.rounds, args.seconds)
-    case = work.case
-    title = f"{case.name}: {case.lanes} lanes, {work.policy}, batches of {case.frames}"
-    print_results(title, results, remarks)
+    contenders, remarks = build(work, args)
+    results = play_and_close(contenders, args.rounds, args.seconds)
+    print_results(work.title, results, remarks)
     return results
-
-
-def report(work: Work, results: list[Result]) -> list[dict[str, Any]]:
-    """Return the results as plain records."""
-    return [
-        {
-            "case": work.case.name,
-            "lanes": work.case.lanes,
-            "frames_per_batch": work.case.frames,
-            "policy": work.policy,
-            "contender": result.name,
-            "us_per_vector_step": result.vector_step_us,
-            "us_per_transition": result.transition_us,
-            "speed_to_raw": ratio(results[0], result),
-            "spread": result.spread,
-            "rounds_us_per_transition": result.per_transition,
-        }
-        for result in results
-    ]
 
 
 def main() -> None:
@@ -118,7 +92,7 @@ def main() -> None:
         for policy in args.policies:
             with tempfile.TemporaryDirectory(prefix="tallyroll-bench-") as scratch:
                 work = Work(case, policy, Path(scratch))
-                records += report(work, play(work, args))
+                records += records_of(work, play(work, args))
             if args.json:
                 write_json(args.json, records)
 

@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,14 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
             result.add(play_round(contender, seconds))
             contender.end_round()
     return results
+
+
+def play_and_close(contenders: Sequence[Contender], rounds: int, seconds: float) -> list[Result]:
+    """Let the contenders play, and close them whatever happens."""
+    with ExitStack() as stack:
+        for contender in contenders:
+            stack.callback(contender.close)
+        return interleave(contenders, rounds, seconds)
 
 
 def print_results(

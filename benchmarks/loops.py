@@ -10,7 +10,7 @@ from unittest.mock import patch
 import gymnasium as gym
 import numpy as np
 import torch
-from common import Contender, Tally
+from common import Contender, Tally, ratio
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -20,8 +20,10 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import MemmapStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from common import Result
 
 ENV_ID = "CartPole-v1"
 RING_BATCHES = 16
@@ -54,6 +56,31 @@ class Work:
     case: Case
     policy: str
     scratch: Path
+
+    @property
+    def title(self) -> str:
+        """What stands above its table."""
+        case = self.case
+        return f"{case.name}: {case.lanes} lanes, {self.policy}, batches of {case.frames}"
+
+
+def records_of(work: Work, results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return the results as plain records; the first is the raw loop's."""
+    return [
+        {
+            "case": work.case.name,
+            "lanes": work.case.lanes,
+            "frames_per_batch": work.case.frames,
+            "policy": work.policy,
+            "contender": result.name,
+            "us_per_vector_step": result.vector_step_us,
+            "us_per_transition": result.transition_us,
+            "speed_to_raw": ratio(results[0], result),
+            "spread": result.spread,
+            "rounds_us_per_transition": result.per_transition,
+        }
+        for result in results
+    ]
 
 
 def make_vector_env(case: Case, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> VectorEnv:

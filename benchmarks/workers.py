@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,14 +21,23 @@ from common import (
     Result,
     comparisons,
     console,
-    interleave,
+    play_and_close,
     prepare,
     print_results,
     print_setting,
     ratio,
     write_json,
 )
-from loops import ENV_ID, Case, Tallyroll, Work, count_reset_share, make_policy, make_raw
+from loops import (
+    ENV_ID,
+    Case,
+    Tallyroll,
+    Work,
+    count_reset_share,
+    make_policy,
+    make_raw,
+    records_of,
+)
 from peers import installed
 from processes import Apart, none_left
 from storage_work import image_rows, row_nbytes
@@ -184,24 +192,16 @@ def contenders(
     return found + theirs, remarks
 
 
-def play(found: list[Contender], args: argparse.Namespace) -> list[Result]:
-    """Let the contenders play, and close them."""
-    with ExitStack() as stack:
-        for contender in found:
-            stack.callback(contender.close)
-        return interleave(found, args.rounds, args.seconds)
-
-
 def play_case(
     kind: Kind, case: Case, policy: str, args: argparse.Namespace, scratch: Path
 ) -> list[dict[str, Any]]:
     """Run one case with one policy, print its table, return its figures."""
     work = Work(case, policy, scratch)
     found, remarks = contenders(kind, work, args)
-    results = play(found, args)
+    results = play_and_close(found, args.rounds, args.seconds)
     one = results[1]
     print_results(
-        f"{case.name}: {case.lanes} lanes, {policy}, batches of {case.frames}",
+        work.title,
         results,
         [*remarks, *comparisons(results, pairs(args.workers))],
         more={
@@ -209,7 +209,7 @@ def play_case(
             "parent's us": lambda result: f"{result.own_us:.3f}",
         },
     )
-    return report(work, results, results[0], one)
+    return report(work, results, one)
 
 
 def pairs(workers: int) -> list[tuple[str, str]]:
@@ -224,7 +224,8 @@ def pairs(workers: int) -> list[tuple[str, str]]:
 def play_images(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
     """Run the images, print their table, return their figures."""
     work = Work(case, "random", scratch)
-    results = play(worker_images.contenders(work, args.workers), args)
+    found = worker_images.contenders(work, args.workers)
+    results = play_and_close(found, args.rounds, args.seconds)
     nbytes, one = row_nbytes(image_rows(1)), results[1]
     print_results(
         f"images: {case.lanes} lanes, rows of {nbytes} bytes, batches of {case.frames}",
@@ -235,29 +236,20 @@ def play_images(case: Case, args: argparse.Namespace, scratch: Path) -> list[dic
             "GB/s stored": lambda result: f"{nbytes / result.transition_us / 1000:.2f}",
         },
     )
-    return report(work, results, results[0], one)
+    return report(work, results, one)
 
 
-def report(work: Work, results: list[Result], raw: Result, one: Result) -> list[dict[str, Any]]:
-    """Return the results as plain records."""
+def report(work: Work, results: list[Result], one: Result) -> list[dict[str, Any]]:
+    """Return the results as plain records; ``one`` is one process's."""
     return [
         {
-            "case": work.case.name,
-            "lanes": work.case.lanes,
-            "frames_per_batch": work.case.frames,
-            "policy": work.policy,
-            "contender": result.name,
-            "us_per_vector_step": result.vector_step_us,
-            "us_per_transition": result.transition_us,
+            **record,
             "transitions_per_second": 1e6 / result.transition_us,
-            "parent_cpu_us_per_transition": result.own_us,
-            "speed_to_raw": ratio(raw, result),
             "speed_to_one_process": ratio(one, result),
-            "spread": result.spread,
-            "rounds_us_per_transition": result.per_transition,
+            "parent_cpu_us_per_transition": result.own_us,
             "rounds_parent_cpu_us_per_transition": result.own_per_transition,
         }
-        for result in results
+        for record, result in zip(records_of(work, results), results, strict=True)
     ]
 
 
