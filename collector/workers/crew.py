@@ -116,6 +116,7 @@ class Crew:
     def _started(self, index: int) -> Member:
         ours, theirs = self._context.Pipe()
         end, alive = os.pipe()
+        _held.add(alive)
         process = self._context.Process(
             target=main,
             args=(theirs, self._jobs[index], Descriptor(end)),
@@ -126,7 +127,7 @@ class Crew:
                 process.start()
             kill_when_closed(end, process.pid)
         except BaseException:
-            os.close(alive)
+            _let_go(alive)
             raise
         finally:
             os.close(end)
@@ -385,7 +386,26 @@ def _end(member: Member) -> None:
         kill_group(member.process.pid)
         member.process.join(_CLOSE_SECONDS)
         member.connection.close()
-        os.close(member.alive)
+        _let_go(member.alive)
+
+
+_held: set[int] = set()
+"""Pipes whose closing ends a worker, those of all crews."""
+
+
+def _let_go(alive: int) -> None:
+    _held.discard(alive)
+    os.close(alive)
+
+
+def _forget() -> None:
+    """In a forked child, or workers would live for as long as it."""
+    for alive in _held:
+        os.close(alive)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torchrl.data import TensorSpec
 
 from tallyroll.collector.checks import Range
 from tallyroll.collector.drive import SlabPlan
+from tallyroll.collector.keys import Key
 from tallyroll.collector.options import Options
 from tallyroll.collector.slots import Mask
 from tallyroll.collector.workers.layout import Share
@@ -72,6 +73,8 @@ class Planned:
     ranges: Sequence[Range]
     lane_seeds: Sequence[int]
     """None where TorchRL chooses some of them."""
+    actions: Mapping[Key, TensorSpec]
+    """What a lane may do, by the key of each action."""
     action_spec: TensorSpec | None
     """Of a Gymnasium environment whose random actions may be drawn elsewhere."""
     state: bytes | None

@@ -5,7 +5,6 @@ from typing import Any
 
 from tallyroll.collector.board import FILLED, HALT, LEASE
 from tallyroll.collector.checks import Range
-from tallyroll.collector.drive import SlabPlan
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
 from tallyroll.collector.keys import dotted
 from tallyroll.collector.ledger import Ledger
@@ -58,7 +57,7 @@ class Muster:
             [_seed(member, seed, incarnation) for member in self._crew.members]
         )
         for member, answer in zip(self._crew.members, answers, strict=True):
-            _require_same(answers[0].plan, answer.plan, member)
+            _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
         self._planned = answers[0]
         self.ranges = _widest([answer.ranges for answer in answers])
@@ -139,7 +138,7 @@ class Muster:
             )
         seed = _seed(member, self.ledger.seed, self.ledger.incarnation)
         planned: m.Planned = crew.answer(member, seed)
-        _require_same(self.planned.plan, planned.plan, member)
+        _require_same(self.planned, planned, member)
         member.seeds = planned.lane_seeds
         if state is not None:
             crew.answer(member, m.Load(state))
@@ -155,8 +154,15 @@ def _seed(member: Member, seed: int, incarnation: int) -> m.Seed:
     return m.Seed(seed, incarnation, member.lanes.start, member.index)
 
 
-def _require_same(wanted: SlabPlan, got: SlabPlan, member: Member) -> None:
-    """Raise unless a worker's columns are those of the first."""
+def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
+    """Raise unless a worker's columns and actions are those of the first."""
+    wanted, got = first.plan, other.plan
+    for key, spec in first.actions.items():
+        if key in other.actions and other.actions[key] != spec:
+            raise EnvironmentRefused(
+                f"{member.who}: its action space differs from that of worker 0: {dotted(key)} is "
+                f"{other.actions[key]} and not {spec}; make the same environment in every worker"
+            )
     if got == wanted and list(got.layout) == list(wanted.layout):
         return
     keys = {*wanted.layout, *got.layout}

@@ -17,6 +17,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
@@ -27,6 +28,7 @@ from tallyroll.collector.driver_in_place import InPlaceDriver
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import prepare_env, seed_env
 from tallyroll.collector.errors import CollectorError
+from tallyroll.collector.keys import Key, as_key
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.policy import Policy
 from tallyroll.collector.workers import messages as m
@@ -180,7 +182,7 @@ class Worker:
         ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
         drawn = self.plan.in_place and block_drawn(self.env)
         spec = self.env.action_spec if drawn else None
-        return m.Planned(self.plan, ranges, seeds, spec, self._state())
+        return m.Planned(self.plan, ranges, seeds, lane_actions(self.env), spec, self._state())
 
     def bind(self, message: m.Bind, descriptor: int) -> m.Bound:
         """Take over the memory."""
@@ -254,6 +256,12 @@ class Worker:
         self.doing = "stepping"
         counts, used, completed = self.rollout.lease(message, self._slots)
         return m.Filled(used, counts, self.rollout.random_frames, completed, self._state())
+
+
+def lane_actions(env: EnvBase) -> dict[Key, TensorSpec]:
+    """The specs of one lane's actions."""
+    items = env.full_action_spec.items(True, True)
+    return {as_key(key): spec[0] if env.batch_size else spec for key, spec in items}
 
 
 def block_drawn(env: EnvBase) -> bool:
