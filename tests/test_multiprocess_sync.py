@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 
 from oracles import ACTIONS, KINDS, check_rows, decode, make_oracle_vec
-from test_collect_kit import ByObservation, OwnTicks, assert_same, joined
+from test_collect_kit import ByObservation, assert_same, joined
 from worker_kit import (
     DISABLED,
     LENGTHS,
@@ -28,6 +28,7 @@ from worker_kit import (
     spread,
     start,
     through,
+    ticking,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
@@ -182,14 +183,6 @@ def test_infos_and_their_ticks(mode: AutoresetMode) -> None:
     assert torch.equal(rows["next", "lives"], 3 - (rows["collector", "step"] + 1) % 3)
     assert ledger.ticks == 4 * 120
     assert ledger.reset_ticks == 3 * int((rows["collector", "step"] == 0).sum())
-
-
-def ticking(first: int, lanes: int, mode: AutoresetMode) -> SyncVectorEnv:
-    makes = [
-        partial(OwnTicks, lane, LENGTHS, ends="mixed", frame_skip=4, noops=3)
-        for lane in range(first, first + lanes)
-    ]
-    return SyncVectorEnv(makes, autoreset_mode=mode)
 
 
 def by_angle(td: TensorDictBase) -> TensorDictBase:

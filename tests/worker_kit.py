@@ -8,6 +8,7 @@ threads of this process.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import cloudpickle
+import numpy as np
 import psutil
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
@@ -41,8 +43,8 @@ from tallyroll.collector.workers import messages, worker
 from tallyroll.collector.workers.crew import Crew, Member
 from tallyroll.collector.workers.worker import Worker, raised
 
-from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, length_of, make_oracle_vec
-from test_collect_kit import Batches, ByObservation, assert_same
+from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, Rows, length_of, make_oracle_vec
+from test_collect_kit import Batches, ByObservation, OwnTicks, assert_same
 
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5], [2, 7], [1, 9, 1]]
 LANES = 5
@@ -111,7 +113,27 @@ RESET_SLOTS = (NEXT, "native")
 
 def make(source: str, first: int, lanes: int, **kwargs: Any) -> Env:
     """An environment of that source; kwargs go to the oracle, whose ends are mixed."""
-    return SOURCES[source](first, lanes, **{"ends": "mixed", **kwargs})
+    env = SOURCES[source](first, lanes, **{"ends": "mixed", **kwargs})
+    MADE.append(env)
+    return env
+
+
+MADE: list[Env] = []
+"""All that :func:`make` made in this process since workers are threads."""
+
+
+def steps_and_resets() -> tuple[int, int]:
+    """What all lanes of `MADE` did."""
+    lanes = [lane for env in MADE for lane in _lanes_of(env)]
+    return sum(lane[0] for lane in lanes), sum(lane[1] for lane in lanes)
+
+
+def _lanes_of(env: Any) -> Iterator[tuple[int, int]]:
+    vector = env.vector_env if isinstance(env, GymnasiumVectorEnv) else env
+    if isinstance(vector, SyncVectorEnv):
+        yield from ((each.steps_taken, each.resets_done) for each in vector.envs)
+    else:
+        yield from zip(vector.steps_taken, vector.resets_done, strict=True)
 
 
 def factory(source: str, first: int, lanes: int, **kwargs: Any) -> Callable[[], Env]:
@@ -145,6 +167,15 @@ class Telling(ByObservation):
         td = super().forward(td)
         told = td["observation"][..., :2].double() + 0.25
         return td.set("told", told).set(("deep", "told"), told.sum(-1).int())
+
+
+class Dawdling(ByObservation):
+    """Takes now no time and now some, so that workers overtake each other."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Wait, and write the action."""
+        time.sleep(random.choice((0, 0, 0.0002, 0.001)))
+        return super().forward(td)
 
 
 class Versioned(TensorDictModuleBase):
@@ -222,6 +253,37 @@ class Slow(OracleEnv):
         return observation, {**info, "made_at": time.time()}
 
 
+class Spoilt(OracleEnv):
+    """The transition `at` of lane `bad` is wrong: `what` says how."""
+
+    def __init__(self, *args: Any, bad: int, at: int, what: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bad, self.at, self.what = bad, at, what
+
+    def step(self, action: Any) -> Any:
+        """Step, and spoil it."""
+        observation, reward, *rest = super().step(action)
+        if self.lane == self.bad and self.steps_taken == self.at + 1:
+            if self.what == "nan":
+                observation = np.full_like(observation, np.nan)
+            elif self.what == "range":
+                observation = observation - 1e5
+            else:
+                reward = float("nan")
+        return observation, reward, *rest
+
+
+def _spoilt(first: int, lanes: int, **kwargs: Any) -> Env:
+    each = range(first, first + lanes)
+    makes = [partial(Spoilt, lane, LENGTHS, ends="mixed", **kwargs) for lane in each]
+    return SyncVectorEnv(makes, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def spoilt_vec(first: int, lanes: int, *, what: str, lane: int, at: int) -> Callable[[], Env]:
+    """A factory of lanes of which one is `Spoilt`."""
+    return partial(_spoilt, first, lanes, bad=lane, at=at, what=what)
+
+
 def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> Env:
     """Lanes that are `Slow`, autoreset disabled."""
     makes = [
@@ -234,6 +296,15 @@ def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> E
 def slow_factories(workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
     """One a worker."""
     return [partial(slow_vec, first, own, **kwargs) for first, own in shares(lanes, workers)]
+
+
+def ticking(first: int, lanes: int, mode: AutoresetMode) -> Env:
+    """Lanes whose infos count ticks from each reset on."""
+    makes = [
+        partial(OwnTicks, lane, LENGTHS, ends="mixed", frame_skip=4, noops=3)
+        for lane in range(first, first + lanes)
+    ]
+    return SyncVectorEnv(makes, autoreset_mode=mode)
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -337,9 +408,28 @@ def as_stored(batches: Batches) -> TensorDict:
     return joined
 
 
-def steps_before(lengths: Any, lane: int, episode: int) -> int:
-    """Transitions of a lane before that episode."""
-    return sum(length_of(lengths, lane, each) for each in range(episode))
+def assert_first_started(
+    checked: Rows, lanes: range, lengths: Any, *, resets: bool = False
+) -> None:
+    """The episodes of the lanes of one worker are whole, and the first that it started.
+
+    `resets`: each reset takes a slot. `checked` is of all rows, in the order of each lane.
+    """
+    whole: dict[int, int] = {}
+    for lane in lanes:
+        at = checked.lane == lane
+        whole[lane] = int(checked.ended[at].sum())
+        wanted = sum(length_of(lengths, lane, episode) for episode in range(whole[lane]))
+        assert at.sum() == wanted, f"lane {lane}: an episode was cut or left out"
+    taken = sum(whole.values())
+    starts = []
+    for lane in lanes:
+        slot = 0
+        for episode in range(taken + 1):
+            starts.append((slot, lane, episode))
+            slot += length_of(lengths, lane, episode) + resets
+    first = {(lane, episode) for _, lane, episode in sorted(starts)[:taken]}
+    assert first == {(lane, episode) for lane in lanes for episode in range(whole[lane])}
 
 
 # --- workers in threads -------------------------------------------------------------------------
@@ -389,11 +479,13 @@ class ThreadCrew(Crew):
     def _started(self, index: int) -> Member:
         ours, theirs = Pipe()
         process = WorkerThread(theirs, self._plain[index])
-        return Member(index, process, ours, asked=1, since=time.monotonic())
+        alive = os.open(os.devnull, os.O_RDONLY)
+        return Member(index, process, ours, alive, asked=1, since=time.monotonic())
 
 
 @contextmanager
 def in_threads() -> Iterator[None]:
     """Collectors that are made inside have threads for workers."""
+    MADE.clear()
     with patch.object(multiprocess, "Crew", ThreadCrew), patch.object(worker, "gc"):
         yield
