@@ -157,13 +157,8 @@ def _seed(member: Member, seed: int, incarnation: int) -> m.Seed:
 def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
     """Raise unless a worker's columns and actions are those of the first."""
     wanted, got = first.plan, other.plan
-    for key, spec in first.actions.items():
-        if key in other.actions and other.actions[key] != spec:
-            raise EnvironmentRefused(
-                f"{member.who}: its action space differs from that of worker 0: {dotted(key)} is "
-                f"{other.actions[key]} and not {spec}; make the same environment in every worker"
-            )
     if got == wanted and list(got.layout) == list(wanted.layout):
+        _require_same_actions(first, other, member)
         return
     keys = {*wanted.layout, *got.layout}
     wrong = {
@@ -177,6 +172,16 @@ def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
         f"{said or 'environments of another kind, or in another autoreset mode'}; make the same "
         "environment in every worker"
     )
+
+
+def _require_same_actions(first: m.Planned, other: m.Planned, member: Member) -> None:
+    for key, spec in first.actions.items():
+        if other.actions[key] != spec:
+            one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))
+            raise EnvironmentRefused(
+                f"{member.who}: its action space differs from that of worker 0: {dotted(key)} is "
+                f"{two} and not {one}; make the same environment in every worker"
+            )
 
 
 def _widest(found: Sequence[Sequence[Range]]) -> list[Range]:
