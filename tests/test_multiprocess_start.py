@@ -210,7 +210,7 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         ([factory(SAME, 0, 2), factory(SAME, 2, 2, action="multibinary")],),
         {},
         EnvironmentRefused,
-        r"worker 1.*: its action space differs from that of worker 0: action is Binary",
+        r"worker 1.*: action is int8 \[3\] and not int64 \[\]",
     ),
     "another autoreset mode": (
         ([factory(SAME, 0, 2), factory(NEXT, 2, 2)],),
