@@ -25,17 +25,20 @@ def end_with_parent(alive: int) -> None:
     os.setpgid(0, 0)
     # They were blocked since before we were born, so that none hit us while we imported.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+    # The same pipe, opened anew: what the parent sets on its own may come before or after.
+    again = os.open(f"/proc/self/fd/{alive}", os.O_RDONLY | os.O_CLOEXEC)
+    kill_when_closed(again, -os.getpgrp())
     if wait([alive], 0):  # the parent died meanwhile
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def kill_when_closed(pipe: int, pid: int) -> None:
-    """Let the kernel kill process ``pid`` when nobody can write to ``pipe`` any more.
+def kill_when_closed(pipe: int, owner: int) -> None:
+    """Let the kernel kill ``owner`` when nobody can write to ``pipe``, a reading end, any more.
 
-    ``pipe`` is the reading end, which that process holds too: what is set belongs to both.
+    ``owner`` is a process, or minus a process group. What is set belongs to all who have got
+    ``pipe`` from one another.
     """
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, owner)
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
