@@ -55,8 +55,14 @@ def assert_exact(run: Run, total: int, size: int = 17, **kwargs: Any) -> Rows:
     return checked
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("source", [name for name in SOURCES if name != "single"])
+@pytest.mark.parametrize(
+    ("source", "workers"),
+    [
+        *((name, 2 + turn % 2) for turn, name in enumerate(SOURCES) if name != "single"),
+        (NEXT, 1),
+        ("torch", 1),
+    ],
+)
 def test_exactly_so_many_and_every_lane_whole(source: str, workers: int) -> None:
     run = through(spread(source, workers, Telling(), **BUDGET))
     checked = assert_exact(run, 200)
