@@ -206,11 +206,20 @@ class Leases:
         return any(tally.leases for tally in self._tallies)
 
     def _hear(self, limit: float | None = None) -> None:
+        failed = []
         for member, answer in self._crew.events(limit):
             if isinstance(answer, m.Filled):
                 self._came_back(member, answer)
             else:
-                self._failed(member, answer)
+                failed.append((member, answer))
+        raised: BaseException | None = None
+        for member, error in failed:  # once all is heard: the first may be the end
+            try:
+                self._failed(member, error)
+            except (Exception, KeyboardInterrupt) as again:  # noqa: BLE001  raised below
+                raised = raised or again
+        if raised is not None:
+            raise raised
 
     def _came_back(self, member: Member, filled: m.Filled) -> None:
         tally = self._tallies[member.index]

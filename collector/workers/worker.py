@@ -236,6 +236,8 @@ class Worker:
         driver, start, stop = self.driver, message.start, message.stop
         assert driver is not None
         self.doing = "stepping"
+        if self.policy is not None:
+            self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
         if isinstance(driver, InPlaceDriver):
             driver.drawn = message.drawn
