@@ -40,6 +40,7 @@ from worker_faults_kit import (
     error_of,
     factories,
     gone,
+    helpers,
     measured,
     no_process_left,
     run,
@@ -63,7 +64,8 @@ def one_fault(folder: Path, fault: Fault, mode: str, **kwargs: Any) -> tuple[End
     if fault.how in HANGS:
         kwargs.setdefault(limit, TIMEOUT)
     options = {"frames_per_batch": 10, "total_frames": 400, "seed": 1, "storage": folder / "data"}
-    create = factories(faults, 4, kwargs.pop("workers", 2))
+    kind = kwargs.pop("kind", "sync")
+    create = factories(faults, 4, kwargs.pop("workers", 2), kind=kind)
     return run(create, FaultyPolicy(faults), mode=mode, **(options | kwargs)), faults
 
 
@@ -309,6 +311,7 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
         mode=mode,
         frames_per_batch=chance.choice([7, 30]),
         total_frames=801,
+        init_random_frames=50,
         seed=2,
         storage=tmp_path / "data",
         on_worker_death="respawn",
@@ -318,7 +321,7 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
     assert ended.error is None, ended.error
     assert ended.collector is not None
     ledger = ended.collector.ledger
-    assert ledger.stored == 801
+    assert (ledger.stored, ledger.random) == (801, 50)
     happened = [
         each for each in faults.planned if faults.counted(each.where, each.lane) >= each.count
     ]
@@ -377,6 +380,32 @@ def test_what_was_lost_and_cut_is_counted(mode: str, tmp_path: Path) -> None:
     assert counts == {"stored": 100, "lost": 4, "respawned": 1, "incarnation": 1}
     assert ledger.episodes_cut == 6, "two when it died, four at the end"
     assert ledger.episodes_complete == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_complete_is_stored_before_it_raises(mode: str, tmp_path: Path) -> None:
+    """In the middle of the first batch."""
+    faults = Faults(tmp_path, [Fault("step", "kill", 2, 900)])
+    endless = {"lengths": (10_000,), "autoreset": AutoresetMode.DISABLED}
+    ended = run(
+        factories(faults, 4, 2, **endless),
+        mode=mode,
+        frames_per_batch=4000,
+        total_frames=8000,
+        storage=tmp_path / "data",
+    )
+    assert type(ended.error) is WorkerDied
+    assert ended.collector is not None
+    ledger = ended.collector.ledger
+    ledger.check()
+    if mode == "sync":  # all slots that both completed
+        assert 100 < ledger.stored <= 4 * 899
+        assert ledger.stored % 4 == 0
+    else:  # all that the other one completed
+        assert ledger.stored > 100
+        assert (ledger.discarded, ledger.lost) == (0, 2 * 899)
+    with open_storage(tmp_path / "data") as storage:
+        assert storage.head == ledger.stored
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -492,6 +521,35 @@ def test_a_worker_that_hangs_keeps_nobody_from_ending(tmp_path: Path) -> None:
     collector.shutdown()
     assert measured("shutdown", time.monotonic() - began) < AT_ONCE
     check_stored(tmp_path, faults, collector.ledger)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "sleep"])
+def test_a_process_of_the_environment_fails(how: How, tmp_path: Path) -> None:
+    """Gymnasium waits for ever for a process that is gone: to us that is a step that hangs."""
+    ended, faults = one_fault(
+        tmp_path,
+        Fault("step", how, 3, 30),
+        "async",
+        kind="async",
+        step_timeout=TIMEOUT,
+        on_worker_death="respawn",
+    )
+    assert ended.error is None, ended.error
+    assert ended.collector is not None
+    assert ended.collector.ledger.respawned == 1
+    assert check_stored(tmp_path, faults, ended.collector.ledger) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "gil"])
+def test_an_environment_that_cannot_be_closed(how: How, tmp_path: Path) -> None:
+    ended, faults = one_fault(tmp_path, Fault("close", how, 2), "sync")
+    assert ended.error is None, ended.error
+    assert faults.counted("close", 2) >= 1
+    assert ended.collector is not None
+    assert ended.collector.ledger.stored == 400
+    gone(helpers())
+    assert measured("closed", time.monotonic() - faults.fell) < AT_ONCE
+    check_stored(tmp_path, faults, ended.collector.ledger)
 
 
 # --- what is left ---------------------------------------------------------------------------------

@@ -41,6 +41,9 @@ from worker_faults_kit import (
     How,
     Parent,
     Sabotage,
+    Versioned,
+    by_version,
+    check_batch,
     check_ledger,
     check_lives,
     descendants,
@@ -101,15 +104,19 @@ def killed(pid: int) -> bool:
 def with_kills(folder: Path, number: int) -> int:
     """One run whose workers are killed; returns how many were."""
     chance = random.Random(number)
-    frames = chance.randint(700, 900)
-    faults = Faults(folder)
+    frames, at_random = chance.randint(700, 900), chance.choice([0, 150])
+    faults, policy = Faults(folder), Versioned()
     autoreset = chance.choice(list(AutoresetMode))
     data = folder / f"data{SUFFIXES[number % 3]}"
     with MultiprocessCollector(
         factories(faults, LANES, chance.randint(1, 3), autoreset=autoreset, slow=0.001),
+        policy,
         mode="sync" if number % 2 else "async",
         frames_per_batch=chance.choice([5, 24, 100]),
         total_frames=frames,
+        init_random_frames=at_random,
+        layout=chance.choice(["rows", "lanes", "trajectories"]),
+        surplus="never_step" if autoreset is AutoresetMode.DISABLED else "carry",
         storage=data,
         on_worker_death="respawn",
         max_respawns=1000,
@@ -117,19 +124,28 @@ def with_kills(folder: Path, number: int) -> int:
     ) as collector:
         killer = Killer(collector, number)
         killer.start()
+        yielded = 0
         try:
-            for _ in collector:
+            for batch in collector:
                 collector.ledger.check()
+                yielded += check_batch(batch)
+                policy.weight += 1
+                collector.update_policy_weights_()
         finally:
             killer.stopped.set()
             killer.join()
     ledger = collector.ledger
-    assert ledger.stored == frames
+    assert ledger.stored == yielded == frames
+    assert ledger.random == at_random
     assert ledger.respawned <= killer.killed
     with open_storage(data) as storage:
         rows = storage.get(slice(0, storage.head))
     check_ledger(ledger, rows, faults, LANES)
     check_lives(rows, LANES)
+    version = rows["collector", "policy_version"]
+    chosen = version >= 0
+    assert int((~chosen).sum()) == at_random
+    assert (rows["action"] == by_version(rows["observation"], version))[chosen].all()
     return killer.killed
 
 
@@ -296,23 +312,29 @@ def shuts_down(folder: Path, **options: Any) -> None:
                 raise Sabotage("in the loop")
 
 
+_kept: list[MultiprocessCollector] = []
+"""As a script's global variables are, until the interpreter ends."""
+
+
 def exits(folder: Path, **options: Any) -> None:
     """In the loop."""
-    for number in batches_of(folder, collector_of(folder, **options)):
+    _kept.append(collector_of(folder, **options))
+    for number in batches_of(folder, _kept[0]):
         if number == 9:
             sys.exit(4)
 
 
 def breaks(folder: Path, **options: Any) -> None:
     """Stops iterating, and ends without a shutdown."""
-    for number in batches_of(folder, collector_of(folder, **options)):
+    _kept.append(collector_of(folder, **options))
+    for number in batches_of(folder, _kept[0]):
         if number == 9:
             break
 
 
 def never_iterates(folder: Path, **options: Any) -> None:
     """Makes a collector, and ends."""
-    collector_of(folder, **options)
+    _kept.append(collector_of(folder, **options))
 
 
 def forgets(folder: Path, **options: Any) -> None:
@@ -372,15 +394,51 @@ def test_a_signal_in_mid_run(number: signal.Signals, mode: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("how", ["sleep", "regex", "gil"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_parent_is_killed_while_a_worker_hangs(how: How, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_parent_is_killed_while_a_worker_hangs(
+    kind: str, mode: str, how: How, tmp_path: Path
+) -> None:
+    """The worker itself, or a process of its environment, which hears nothing then."""
     before = descendants()
-    parent = Parent(
-        tmp_path, partial(goes_on, planned=[Fault("step", how, 2, 20)], mode=mode, kind="sync")
-    )
+    hangs = [Fault("step", how, 2, 20)]
+    parent = Parent(tmp_path, partial(goes_on, planned=hangs, mode=mode, kind=kind))
     parent.wait_for("fell")
     parent.kill()
     assert parent.wait() == -signal.SIGKILL
     check_end(parent, before, rows=16)
+
+
+def forks(folder: Path, **options: Any) -> None:
+    """Has a child, which has all its files and lives on, as that of a data loader may."""
+    with collector_of(folder, **options) as collector:
+        for number in batches_of(folder, collector):
+            if number == 3 and os.fork() == 0:
+                (folder / "child").write_text(str(os.getpid()))
+                time.sleep(3600)
+
+
+def test_a_parent_that_forked_is_killed(tmp_path: Path) -> None:
+    before = descendants()
+    parent = Parent(tmp_path, forks)
+    parent.wait_for("under-way")
+    parent.kill()
+    assert parent.wait() == -signal.SIGKILL
+    child = int((tmp_path / "child").read_text())
+    try:
+        check_end(parent, [*before, child], rows=16)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
+    before = descendants()
+    parent = Parent(tmp_path, partial(goes_on, planned=[Fault("step", "gil", 2, 40)], kind="sync"))
+    parent.wait_for("fell")
+    for _ in range(4):
+        parent.kill(signal.SIGINT)
+        time.sleep(0.3)
+    assert parent.wait() == 1
+    check_end(parent, before)
 
 
 def test_a_parent_is_killed_while_a_worker_hangs_at_its_start(tmp_path: Path) -> None:
@@ -412,11 +470,22 @@ def new(before: Iterable[int]) -> dict[int, str]:
     return {pid: line for pid, line in descendants().items() if pid not in before}
 
 
+def does_not_listen(folder: Path, **options: Any) -> None:
+    """Has handlers of its own for what ends others."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)
+    goes_on(folder, **options)
+
+
 def test_a_parent_is_killed_while_a_spawned_worker_hangs(tmp_path: Path) -> None:
     before = descendants()
     hangs = [Fault("step", "gil", 0, 40)]
-    options = {"mp_start_method": "spawn", "workers": 1, "kind": "sync"}
-    parent = Parent(tmp_path, partial(goes_on, planned=hangs, **options))
+    options = {"planned": hangs, "mp_start_method": "spawn", "workers": 1, "kind": "sync"}
+    parent = Parent(tmp_path, partial(does_not_listen, **options))
+    wait_until(lambda: any("spawn_main" in line for line in new(before).values()))
+    # A worker that is still importing is of the same group, and it is its parent who decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.killpg(parent.process.pid, number)
     parent.wait_for("fell")
     parent.kill()
     assert parent.wait() == -signal.SIGKILL

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import psutil
 import pytest
+import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -35,7 +36,7 @@ from tensordict.nn import TensorDictModuleBase
 from tallyroll.collector import Ledger, MultiprocessCollector
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
 
-from oracles import OracleEnv, OracleTorchEnv, check_rows, decode
+from oracles import OracleEnv, OracleTorchEnv, check_rows, decode, flat_rows
 from test_collect_kit import act, balanced
 from test_kill import check_numbers
 
@@ -45,11 +46,11 @@ LENGTHS = (5, 1, 9, 2, 30)
 SECONDS = 5.0
 """Within which nothing may be left of a run that ended, whatever ended it."""
 
-How = Literal["raise", "exit", "sys.exit", "kill", "segfault", "sleep", "regex", "gil"]
-Where = Literal["import", "factory", "reset", "step", "policy"]
+How = Literal["raise", "exit", "sys.exit", "kill", "segfault", "sleep", "stop", "regex", "gil"]
+Where = Literal["import", "factory", "reset", "step", "policy", "close"]
 
-FAULTS: tuple[How, ...] = ("raise", "exit", "sys.exit", "kill", "segfault", "sleep", "regex", "gil")
-HANGS: tuple[How, ...] = ("sleep", "regex", "gil")
+FAULTS: tuple[How, ...] = get_args(How)
+HANGS: tuple[How, ...] = ("sleep", "stop", "regex", "gil")
 EXITCODES = {"exit": 7, "sys.exit": 3, "kill": -signal.SIGKILL, "segfault": -signal.SIGSEGV}
 
 
@@ -72,6 +73,8 @@ def fall(how: How) -> None:
         ctypes.string_at(0)
     if how == "sleep":
         time.sleep(3600)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "regex":  # tries 2**64 ways, and lets no other thread run meanwhile
         re.match("(a+)+$", 64 * "a" + "b")
     if how == "gil":  # nor does this, and it lies still
@@ -180,6 +183,10 @@ class FaultyLane(OracleEnv):
         self.faults.count("executed", self.lane)
         return result
 
+    def close(self) -> None:
+        """Fail here, too."""
+        self.faults.at("close", self.lane)
+
 
 class FaultyTorchEnv(OracleTorchEnv):
     """The same as a TorchRL environment."""
@@ -239,6 +246,25 @@ class FaultyPolicy(TensorDictModuleBase):
         return td.set("action", act([observation[..., :3]], "discrete", td.batch_size))
 
 
+class Versioned(TensorDictModuleBase):
+    """Acts by the observation and the weights, all of which are the version's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["observation"], ["action"]
+        self.weight = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        assert self.weight.min() == self.weight.max(), "weights of two versions"
+        return td.set("action", by_version(td["observation"], int(self.weight[0])))
+
+
+def by_version(observation: torch.Tensor, version: int | torch.Tensor) -> torch.Tensor:
+    """The action of `Versioned` ``[row]``."""
+    return (observation[..., :3].long().sum(-1) + version) % 2
+
+
 def split(lanes: int, workers: int) -> list[range]:
     """The lanes of each worker."""
     sizes = [lanes // workers + (worker < lanes % workers) for worker in range(workers)]
@@ -286,6 +312,21 @@ def check_lives(rows: TensorDictBase, lanes: int, *, gaps: bool = False) -> list
     noise = np.stack([rows[key].numpy()[:, 3] for key in ("observation", ("next", "observation"))])
     assert len(np.unique(noise, axis=1).T) == len(rows), "data was repeated"
     return lives
+
+
+def check_batch(batch: TensorDictBase) -> int:
+    """Done where a trajectory ends in the batch, by itself or by a cut; returns its rows."""
+    rows = flat_rows(batch)
+    ids = rows["collector", "traj_ids"]
+    last = torch.ones(len(rows), dtype=torch.bool)
+    last[:-1] = ids[1:] != ids[:-1]
+    assert len(ids.unique()) == last.sum(), "a trajectory is there in two parts"
+    ended = (rows["next", "terminated"] | rows["next", "truncated"]).reshape(-1)
+    assert not (ended & ~last).any()
+    assert torch.equal(rows["next", "done"].reshape(-1), last)
+    if ("collector", "cut") in rows.keys(True, True):
+        assert torch.equal(rows["collector", "cut"], last & ~ended)
+    return len(rows)
 
 
 def ends_of(rows: TensorDictBase) -> tuple[int, int]:
@@ -371,7 +412,12 @@ def no_process_left() -> Iterator[None]:
     adopt_orphans()
     before = descendants()
     yield
-    gone([*before, *helpers()])
+    try:
+        gone([*before, *helpers()])
+    finally:
+        for pid in descendants().keys() - {*before, *helpers()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def helpers() -> list[int]:
@@ -409,8 +455,9 @@ def run(create: Any, policy: Any = None, **kwargs: Any) -> Ended:
     kwargs.setdefault("mp_start_method", "forkserver")
     try:
         collector = MultiprocessCollector(create, policy, **kwargs)
-        for _ in collector:
+        for batch in collector:
             collector.ledger.check()
+            check_batch(batch)
         return Ended(collector, None, time.monotonic())
     except Exception as error:  # noqa: BLE001  it is looked at
         return Ended(collector, error, time.monotonic())
