@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
+from test_consumers import GAMMA, LAMBDA, plain_gae, value_net
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.objectives.value import GAE
 
+from tallyroll.collector.checks import OutOfRangeWarning
 from tallyroll.collector.errors import ArgumentError, TransitionError
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage, verify
 from tallyroll.storage.hdf5 import H5Storage
 from tallyroll.storage.zarr_store import ZarrStorage
 
@@ -172,6 +175,89 @@ def test_what_was_yielded_stays_as_it_was(mode: str) -> None:
         assert_same(batch, copy)
 
 
+# --- what is computed from it -------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("source", [NEXT, "torch"])
+def test_a_batch_ends_where_it_says_and_estimators_stop_there(source: str, mode: str) -> None:
+    gae = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=value_net())
+    run = through(spread(source, 2, ByObservation(), **BUDGET, mode=mode))
+    for batch in run.batches:
+        lane, cut = batch["collector", "lane"], batch["collector", "cut"]
+        last = torch.ones(len(batch), dtype=torch.bool)
+        last[:-1] = lane[1:] != lane[:-1]
+        ended = (batch["next", "terminated"] | batch["next", "truncated"]).view(-1)
+        assert torch.equal(cut, last & ~ended)
+        assert torch.equal(batch["next", "done"].view(-1), ended | cut)
+        wanted = plain_gae(batch).tolist()
+        got = gae(batch)["advantage"].view(-1).tolist()
+        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-3)
+
+
+@both_modes
+def test_trajectories_and_slices_of_what_is_stored_are_those_of_the_lanes(
+    mode: str, tmp_path: Path
+) -> None:
+    """In a storage rows of a lane lie among those of others, in async mode in any order."""
+    with MemmapStorage(tmp_path / "s") as storage:
+        run = through(spread(NEXT, 3, Telling(), **BUDGET, mode=mode, storage=storage))
+        found = storage.trajectories
+        assert {each.traj_id: each.length for each in run.episodes} == {
+            id: len(found.rows_of(id)) for id in {each.traj_id for each in run.episodes}
+        }
+        rows = storage.get(slice(None)).clone()
+        for id in rows["collector", "traj_ids"].unique().tolist():
+            own = rows[torch.from_numpy(np.asarray(found.rows_of(id)))]
+            assert own["collector", "step"].tolist() == list(range(len(own)))
+            assert own["collector", "lane"].unique().numel() == 1
+        buffer = TensorDictReplayBuffer(
+            storage=storage, sampler=TrajectorySliceSampler(3), batch_size=60
+        )
+        slices = buffer.sample().exclude("index").reshape(20, 3)
+        for piece in slices:
+            check_rows(piece, LENGTHS, ends="mixed")
+
+
+@both_modes
+def test_after_the_end_questions_are_still_answered(mode: str) -> None:
+    with spread(SAME, 2, ByObservation(), **BUDGET, mode=mode) as collector:
+        rows = joined(list(collector))
+        counts = collector.ledger.counts()
+        collector.update_policy_weights_()
+        collector.stop()
+        assert collector.state_dict()["ledger"] == counts
+        assert collector.metrics()["frames"] == len(rows) == 120
+        assert list(collector) == []
+    collector.shutdown()
+    assert collector.state_dict()["ledger"] == counts
+    assert list(collector) == []
+    assert collector.ledger.counts() == counts
+
+
+@both_modes
+def test_stopped_before_the_first_batch_there_is_none(mode: str, tmp_path: Path) -> None:
+    with spread(SAME, 2, **BUDGET, mode=mode, storage=tmp_path / "s") as collector:
+        collector.stop()
+        assert list(collector) == []
+        collector.ledger.check()
+        assert (collector.ledger.stored, collector.ledger.carried) == (0, 0)
+    with open_storage(tmp_path / "s") as storage:
+        assert len(storage) == 0
+
+
+@both_modes
+def test_shut_down_in_the_loop_it_ends(mode: str) -> None:
+    batches = []
+    with spread(SAME, 2, **BUDGET, mode=mode) as collector:
+        for batch in collector:
+            batches.append(batch)
+            collector.shutdown()
+            collector.shutdown()
+    collector.ledger.check()
+    assert (len(batches), collector.ledger.stored) == (1, 17)
+
+
 # --- what an environment should not have returned -----------------------------------------------
 
 
@@ -207,6 +293,16 @@ def test_validation_that_is_off_lets_all_pass(mode: str) -> None:
     rows = joined(run.batches)
     assert len(rows) == 120
     assert (rows["next", "observation"] < 0).any(-1).sum() == 1
+
+
+@both_modes
+def test_validation_that_warns_does_so_once(mode: str) -> None:
+    makes = [spoilt_vec(first, own, what="range", lane=3, at=11) for first, own in shares(LANES, 2)]
+    collector = start(makes, ByObservation(), **BUDGET, mode=mode, validate="warn")
+    with pytest.warns(OutOfRangeWarning, match="lane 3, step") as warned:
+        through(collector)
+    assert len(warned) == 1
+    assert collector.ledger.stored == 120
 
 
 def test_factories_that_are_many_make_one_run(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictSequential as Sequential
 
 from tallyroll.collector import (
     GymnasiumVectorEnv,
@@ -416,6 +418,35 @@ def test_random_actions_of_torchrl_environments_repeat_themselves_too() -> None:
     assert_same(runs[0], runs[1])
     lane = runs[0]["collector", "lane"]
     assert not torch.equal(runs[0]["action"][lane == 0], runs[0]["action"][lane == 3])
+
+
+def test_keywords_of_an_id_travel_and_are_told(tmp_path: Path) -> None:
+    kwargs = {**BUDGET, "num_envs": 3, "env_kwargs": {"g": 5.0, "max_episode_steps": 7}}
+    one = SyncCollector("Pendulum-v1", **kwargs, storage=tmp_path / "one")
+    many = start("Pendulum-v1", num_workers=2, **kwargs, storage=tmp_path / "many")
+    for mine, theirs in zip(through(one).batches, through(many).batches, strict=True):
+        assert_same(mine, theirs)
+    made = []
+    for name in ("one", "many"):
+        with MemmapStorage(tmp_path / name, mode="read") as storage:
+            made.append(storage.manifest["runs"][0]["environment"])
+            assert storage.get(slice(None))["next", "truncated"].sum() == 60 // 21 * 3
+    assert made[0] == made[1]
+    assert made[0]["kwargs"] == {"g": 5.0, "max_episode_steps": 7}
+
+
+def test_a_policy_whose_weights_have_no_shape_yet_is_refused(tmp_path: Path) -> None:
+    lazy = Sequential(
+        TensorDictModule(torch.nn.LazyLinear(2), in_keys=["observation"], out_keys=["logits"]),
+        TensorDictModule(_argmax, in_keys=["logits"], out_keys=["action"]),
+    )
+    match = "weight: wanted weights, got a parameter without a shape; call the module once before"
+    refused(ArgumentError, match, factories(SAME, 2), lazy, storage=tmp_path / "s")
+    assert not list(tmp_path.iterdir())
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
 
 
 def test_avoided_reset_slots_by_the_option() -> None:
