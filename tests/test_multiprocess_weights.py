@@ -107,6 +107,36 @@ def test_in_step_updates_give_the_data_of_one_process() -> None:
     assert runs[0][1].ledger.counts() == runs[1][1].ledger.counts()
 
 
+@pytest.mark.parametrize("size", [1, 4, 7])
+@pytest.mark.parametrize("source", [DISABLED, "serial"])
+def test_in_step_new_weights_are_there_before_a_slot_that_is_stepped_in_part(
+    source: str, size: int
+) -> None:
+    options = {"surplus": "never_step", "frames_per_batch": size, "total_frames": 12 * size}
+    for number, batch in enumerate(updated("sync", source, **options)):
+        version = assert_each_row_by_its_version(batch)
+        assert (version == number).all()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("source", [SAME, "serial"])
+@pytest.mark.parametrize("random", [3, 8])
+def test_new_weights_are_there_before_a_slot_of_both_kinds(
+    source: str, random: int, mode: str
+) -> None:
+    """The weights are new before the first slot; some of its lanes act at random."""
+    policy = Versioned()
+    with spread(source, 2, policy, **BUDGET, mode=mode, init_random_frames=random) as run:
+        for version in (1, 2):
+            policy.set_to(version)
+            run.update_policy_weights_()
+        rows = joined(list(run))
+    drawn = rows["collector", "policy_version"] == -1
+    assert int(drawn.sum()) == random
+    assert set(assert_each_row_by_its_version(rows[~drawn]).tolist()) == {2}
+    assert rows["low"][drawn].eq(0).all()
+
+
 @pytest.mark.parametrize("entries", [7, LARGE])
 @pytest.mark.parametrize("source", [SAME, "torch"])
 def test_out_of_step_no_action_is_chosen_by_half_of_new_weights(source: str, entries: int) -> None:

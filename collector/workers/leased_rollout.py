@@ -72,6 +72,8 @@ class LeasedRollout(Rollout):
         have = 0
         while have < lease.frames and driver.used < self._limit and not self._ends(lease):
             before = driver.used
+            if self.policy is not None:  # also for slots in which only some lanes ask it
+                self.policy.refresh()
             self._advance(lease.frames - have)
             have += int(self.slab.transitions[before : driver.used].sum())
         if self.gate is not None:
