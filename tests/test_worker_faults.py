@@ -18,7 +18,7 @@ import psutil
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from tallyroll.collector import Ledger, MultiprocessCollector
+from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
 from tallyroll.collector.workers import crew
 from tallyroll.storage import open_storage
@@ -34,6 +34,7 @@ from worker_faults_kit import (
     How,
     Sabotage,
     Where,
+    check_episodes,
     check_ledger,
     check_lives,
     descendants,
@@ -81,9 +82,9 @@ def check_facts(error: WorkerError, faults: Faults, fault: Fault) -> None:
     assert (error.worker, error.lanes) == (1, range(2, 4))
     in_vector = fault.how == "raise" and fault.where in ("step", "reset")
     assert error.lane == (fault.lane if in_vector else None)
-    seeds, action = faults.noted("seeds"), error.action
-    assert set(error.seeds) <= set(seeds)
-    assert len(error.seeds) == (1 if in_vector else 2)
+    action = error.action
+    seeded = [fault.lane] if in_vector else [2, 3]
+    assert error.seeds == [faults.noted(f"seeds-{lane}")[-1] for lane in seeded]
     if fault.where == "step":
         assert str(action if in_vector else action[fault.lane - 2]) == faults.action
     found = re.search(r"worker 1 \(lanes 2 to 3, process (\d+)\)", str(error))
@@ -124,14 +125,17 @@ def test_a_worker_fails_in_the_middle(where: Where, how: How, mode: str, tmp_pat
     assert collector is not None
     check_facts(error, faults, faults.planned[0])
     assert collector.ledger.stored > 20
-    check_stored(tmp_path, faults, collector.ledger)
+    check_stored(tmp_path, faults, collector)
 
 
-def check_stored(folder: Path, faults: Faults, ledger: Ledger, *, gaps: bool = False) -> list[int]:
+def check_stored(
+    folder: Path, faults: Faults, collector: MultiprocessCollector, *, gaps: bool = False
+) -> list[int]:
     """All that is stored is right, and is what was counted; the lives that each lane has had."""
     with open_storage(folder / "data") as storage:
         rows = storage.get(slice(0, storage.head))
-        check_ledger(ledger, rows, faults, 4)
+        check_ledger(collector.ledger, rows, faults, 4)
+        check_episodes(collector.episodes, rows)
         return check_lives(rows, 4, gaps=gaps)
 
 
@@ -232,7 +236,7 @@ def test_spawned_workers_fail_alike(
     if where != "factory":
         assert ended.collector is not None
         assert ended.collector.ledger.stored > 20
-        check_stored(tmp_path, faults, ended.collector.ledger)
+        check_stored(tmp_path, faults, ended.collector)
     # The number of a process that was waited for may be another's.
     assert all(there for _, there in signalled), "a process that is gone was signalled"
 
@@ -263,7 +267,7 @@ def test_a_spawned_worker_is_replaced(tmp_path: Path, signalled: list[tuple[int,
     assert ended.error is None, ended.error
     assert ended.collector is not None
     assert ended.collector.ledger.respawned == 1
-    assert check_stored(tmp_path, faults, ended.collector.ledger) == [2, 2, 2, 2]
+    assert check_stored(tmp_path, faults, ended.collector) == [2, 2, 2, 2]
     assert all(there for _, there in signalled)
 
 
@@ -330,7 +334,7 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
     assert ledger.respawned >= 6, "too few faults were met"
     assert ledger.incarnation == ledger.respawned
     assert ledger.lost > 0
-    lives = check_stored(tmp_path, faults, ledger)
+    lives = check_stored(tmp_path, faults, ended.collector)
     assert max(lives) >= 2
 
 
@@ -355,7 +359,7 @@ def test_a_budget_of_episodes_is_met_exactly(mode: str, tmp_path: Path) -> None:
     assert ledger.episodes_complete == 60
     assert len(ended.collector.episodes) == 60
     assert ledger.respawned >= 6
-    check_stored(tmp_path, faults, ledger, gaps=mode == "async")
+    check_stored(tmp_path, faults, ended.collector, gaps=mode == "async")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -426,7 +430,7 @@ def test_more_deaths_than_max_respawns(mode: str, tmp_path: Path) -> None:
     assert ended.error.__notes__ == said
     assert ended.collector is not None
     assert ended.collector.ledger.respawned == 2
-    assert check_stored(tmp_path, faults, ended.collector.ledger)[2:] == [3, 3]
+    assert check_stored(tmp_path, faults, ended.collector)[2:] == [3, 3]
 
 
 def test_with_max_respawns_0_nobody_is_replaced(tmp_path: Path) -> None:
@@ -436,7 +440,7 @@ def test_with_max_respawns_0_nobody_is_replaced(tmp_path: Path) -> None:
     assert type(ended.error) is WorkerDied
     assert ended.collector is not None
     assert ended.collector.ledger.respawned == 0
-    check_stored(tmp_path, faults, ended.collector.ledger)
+    check_stored(tmp_path, faults, ended.collector)
 
 
 def test_a_bug_that_is_in_every_start_ends_the_run(tmp_path: Path) -> None:
@@ -495,7 +499,7 @@ def test_killed_between_two_batches(
             assert collector.ledger.respawned == victims
             assert collector.worker_pids[victims:] == before[victims:]
             assert not set(collector.worker_pids[:victims]) & set(before)
-    lives = check_stored(tmp_path, faults, collector.ledger)
+    lives = check_stored(tmp_path, faults, collector)
     if death == "respawn":
         assert lives == [2, 2, *([2, 2] if victims == 2 else [1, 1])]
 
@@ -520,7 +524,7 @@ def test_a_worker_that_hangs_keeps_nobody_from_ending(tmp_path: Path) -> None:
     began = time.monotonic()
     collector.shutdown()
     assert measured("shutdown", time.monotonic() - began) < AT_ONCE
-    check_stored(tmp_path, faults, collector.ledger)
+    check_stored(tmp_path, faults, collector)
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "sleep"])
@@ -537,7 +541,7 @@ def test_a_process_of_the_environment_fails(how: How, tmp_path: Path) -> None:
     assert ended.error is None, ended.error
     assert ended.collector is not None
     assert ended.collector.ledger.respawned == 1
-    assert check_stored(tmp_path, faults, ended.collector.ledger) == [1, 1, 2, 2]
+    assert check_stored(tmp_path, faults, ended.collector) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "gil"])
@@ -549,7 +553,7 @@ def test_an_environment_that_cannot_be_closed(how: How, tmp_path: Path) -> None:
     assert ended.collector.ledger.stored == 400
     gone(helpers())
     assert measured("closed", time.monotonic() - faults.fell) < AT_ONCE
-    check_stored(tmp_path, faults, ended.collector.ledger)
+    check_stored(tmp_path, faults, ended.collector)
 
 
 # --- what is left ---------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from worker_faults_kit import (
     Versioned,
     by_version,
     check_batch,
+    check_episodes,
     check_ledger,
     check_lives,
     descendants,
@@ -142,6 +143,7 @@ def with_kills(folder: Path, number: int) -> int:
         rows = storage.get(slice(0, storage.head))
     check_ledger(ledger, rows, faults, LANES)
     check_lives(rows, LANES)
+    check_episodes(collector.episodes, rows)
     version = rows["collector", "policy_version"]
     chosen = version >= 0
     assert int((~chosen).sum()) == at_random

@@ -34,6 +34,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from tallyroll.collector import Ledger, MultiprocessCollector
+from tallyroll.collector.episodes import Episode
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
 
 from oracles import OracleEnv, OracleTorchEnv, check_rows, decode, flat_rows
@@ -171,6 +172,7 @@ class FaultyLane(OracleEnv):
     def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begin the next episode."""
         self.faults.note("seeds", seed)
+        self.faults.note(f"seeds-{self.lane}", seed)
         self.faults.at("reset", self.lane)
         return super().reset(seed=seed, **kwargs)
 
@@ -349,6 +351,17 @@ def check_ledger(ledger: Ledger, rows: TensorDictBase, faults: Faults, lanes: in
     assert 0 <= unknown <= (1 + ledger.respawned) * lanes, f"{unknown} executed, not counted"
     seeds = faults.noted("seeds")
     assert len(set(seeds)) == len(seeds), "a seed was used twice"
+
+
+def check_episodes(episodes: Sequence[Episode], rows: TensorDictBase) -> None:
+    """The table of whole episodes says what the rows say."""
+    ids = rows["collector", "traj_ids"].numpy()
+    reward = rows["next", "reward"].reshape(-1).double().numpy()
+    assert len({episode.traj_id for episode in episodes}) == len(episodes) == ends_of(rows)[0]
+    for episode in episodes:
+        own = ids == episode.traj_id
+        assert episode.length == own.sum()
+        assert episode.total_return == reward[own].sum()
 
 
 def error_of(how: How) -> type[WorkerError]:
