@@ -17,6 +17,7 @@ from tallyroll.collector.batch import (
     without_cuts,
 )
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.keys import (
     CUT,
     DONE,
@@ -126,7 +127,8 @@ class Delivery:
         return {key: rows[key] for key in self._keys}
 
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
-        batch = postproc(as_tensordict(with_cuts(rows), self._device))
+        with admitted():
+            batch = postproc(as_tensordict(with_cuts(rows), self._device))
         count = len(rows[STEP])
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
             got = list(getattr(batch, "batch_size", [])) or type(batch).__name__

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.board import FILLED, HALT
 from tallyroll.collector.errors import PolicyError, TransitionError
+from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, dotted
 from tallyroll.collector.policy import Policy
 from tallyroll.collector.random_actions import RandomActions, action_keys
@@ -62,6 +64,10 @@ class Driver(ABC):
     @abstractmethod
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Signals' handlers may raise while slots are filled, or only where that waits."""
+        return nullcontext()
 
     @abstractmethod
     def begin(self) -> None:
@@ -163,6 +169,10 @@ class LocalDriver(Driver):
     def stop(self) -> None:
         """End after the step under way."""
         self.board[HALT] = 1
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """What is not complete is not in ``used``, wherever it was interrupted."""
+        return admitted()
 
     def start_from(self, first: TensorDictBase) -> None:
         """Use ``first``, what the environment's reset returned, instead of another reset."""

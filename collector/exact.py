@@ -1,5 +1,6 @@
 """What collectors of one process and of many share: batches of exactly so many transitions."""
 
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from tallyroll.collector.delivery import Delivery
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.episodes import EpisodeLog
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.interrupts import held
 from tallyroll.collector.keys import POLICY_VERSION, TERMINATED
 from tallyroll.collector.lanes import LaneState, Numbers, lane_seed
 from tallyroll.collector.ledger import Budget, Ledger
@@ -141,6 +143,10 @@ class ExactCollector(Collector):
     # --- iteration --------------------------------------------------------------------------------
 
     def _collect(self) -> TensorDictBase | None:
+        with held():
+            return self._batch()
+
+    def _batch(self) -> TensorDictBase | None:
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
         rollout = self._rollout
         parts: list[Part] = []
@@ -255,7 +261,9 @@ class ExactCollector(Collector):
             self._finish()
             return
         parts = list(parts)
-        for block in self._rollout.salvage(self._sound):
+        remaining = self._budget.remaining(self.ledger.stored)
+        most = sys.maxsize if remaining is None else remaining - sum(map(len, parts))
+        for block in self._rollout.salvage(self._sound, most):
             part = self._numbered(block)
             self._copied(part, True)
             if part is not None:
@@ -289,14 +297,15 @@ class ExactCollector(Collector):
 
     def shutdown(self) -> None:
         """End the run, close what was made here: the environment, the storage. Idempotent."""
-        try:
-            if hasattr(self, "_rollout") and not self._over:
-                self._finish()
-        finally:
+        with held():
             try:
-                self._close_source()
+                if hasattr(self, "_rollout") and not self._over:
+                    self._finish()
             finally:
-                self._sink.close()
+                try:
+                    self._close_source()
+                finally:
+                    self._sink.close()
 
     @abstractmethod
     def _close_source(self) -> None:

@@ -104,8 +104,8 @@ class Source(Protocol):
     def restart_lanes(self) -> None:
         """Every lane begins anew before its next slot; nothing may be held then."""
 
-    def salvage(self, sound: Sound) -> Iterator[Block]:
-        """After an error: what is complete, as far as it is ``sound``."""
+    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
+        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
 
     def refused(self) -> tuple[Slab, int] | None:
         """After an error: the slot whose actions an environment may have refused."""
@@ -159,7 +159,8 @@ class Rollout:
         self._make_room()
         if self._restarting:
             self._restarting = False
-            self.driver.begin()
+            with self.driver.interruptible():
+                self.driver.begin()
         have = self.held
         while have < want and self.driver.used < self.slab.slots and not self._over:
             before = self.driver.used
@@ -198,10 +199,10 @@ class Rollout:
         cuts, self._cuts = self._cuts, None
         return cuts
 
-    def salvage(self, sound: Sound) -> Iterator[Block]:
-        """After an error: what is complete, as far as it is ``sound``."""
+    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
+        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
         self.driver.used = sound(self.slab, self.driver.used)
-        yield self._take(self.driver.used * self.lanes)
+        yield self._take(min(most, self.driver.used * self.lanes))
 
     def refused(self) -> tuple[Slab, int] | None:
         """After an error: the slot whose actions an environment may have refused."""
@@ -268,12 +269,13 @@ class Rollout:
             stepped = self._needed(missing)
             steps = 1 if stepped < self.lanes else max(1, min(steps, missing // self.lanes))
         try:
-            if self.policy is None:
-                self._random_slots(start, start + steps, stepped)
-            elif self.random_frames > 0:
-                self._opening(start, steps, stepped)
-            else:
-                self._policy_slots(start, start + steps, stepped)
+            with self.driver.interruptible():
+                if self.policy is None:
+                    self._random_slots(start, start + steps, stepped)
+                elif self.random_frames > 0:
+                    self._opening(start, steps, stepped)
+                else:
+                    self._policy_slots(start, start + steps, stepped)
         finally:
             self._count(start, self.driver.used, stepped)
 

@@ -17,6 +17,7 @@ from tallyroll.collector.drive import make_driver, plan_slab
 from tallyroll.collector.envs.make import CreateEnv, make_env
 from tallyroll.collector.envs.prepare import prepare_env, seed_env
 from tallyroll.collector.exact import ExactCollector
+from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, PolicyFn
@@ -187,7 +188,8 @@ class SyncCollector(ExactCollector):
 
     def _close_source(self) -> None:
         if self._owns_env:
-            self.env.close(raise_if_closed=False)
+            with admitted():
+                self.env.close(raise_if_closed=False)
 
     def _seed_everything(self, seed: int | None) -> None:
         incarnation = self.ledger.incarnation

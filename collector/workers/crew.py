@@ -5,7 +5,7 @@ import signal
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.board import FILLED, HALT
 from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.slab import Layout
 from tallyroll.collector.workers import faults
 from tallyroll.collector.workers import messages as m
@@ -147,12 +148,19 @@ class Crew:
             if descriptor is not None:
                 send_handle(member.connection, descriptor, member.process.pid)
 
-    def events(self, limit: float | None = None, of: Sequence[Member] | None = None) -> list[Event]:
+    def events(
+        self,
+        limit: float | None = None,
+        of: Sequence[Member] | None = None,
+        *,
+        interruptible: bool = True,
+    ) -> list[Event]:
         """What is heard next of the members that were asked; waits for something.
 
         Args:
             limit: seconds, after which nothing was heard and the list is empty.
             of: only these are listened to; None: all.
+            interruptible: signals' handlers may raise while it waits.
         """
         until = None if limit is None else time.monotonic() + limit
         listened = self.members if of is None else of
@@ -163,7 +171,9 @@ class Crew:
             patience = _LOOK_SECONDS
             if until is not None:
                 patience = min(patience, max(0.0, until - time.monotonic()))
-            ready = {sources[source].index for source in wait(list(sources), patience)}
+            with admitted() if interruptible else nullcontext():
+                heard = wait(list(sources), patience)
+            ready = {sources[source].index for source in heard}
             if ready:
                 return [self._heard(member) for member in busy if member.index in ready]
             hung = [member for member in busy if self._hangs(member)]
@@ -288,7 +298,7 @@ class Crew:
         heard: list[Event] = []
         until = time.monotonic() + _SETTLE_SECONDS
         while any(member.asked for member in self.members):
-            events = self.events(max(0.0, until - time.monotonic()))
+            events = self.events(max(0.0, until - time.monotonic()), interruptible=False)
             if not events:
                 for member in self.members:
                     if member.asked:

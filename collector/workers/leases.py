@@ -386,7 +386,7 @@ class Leases:
         if not self._stopping:
             self._crew.go_on()
 
-    def salvage(self, sound: Sound) -> Iterator[Block]:
+    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """After an error: all that came back, each worker's as far as it is ``sound``."""
         self._stopping = True
         self._settle()
@@ -401,7 +401,9 @@ class Leases:
                 good = sound(each.slab, each.used)
                 if good < each.used:
                     broken.add(each.member)
-                yield Block.of(each.slab, each.slab.transitions[:good], each.slab.lanes * good)
+                block = Block.of(each.slab, each.slab.transitions[:good], most)
+                most -= len(block)
+                yield block
 
     def refused(self) -> tuple[Slab, int] | None:
         """Nobody knows whose lanes they were."""

@@ -1,0 +1,117 @@
+"""Ctrl-C, and other signals whose handlers may raise, only where nothing is half done.
+
+Python runs a signal's handler between any two instructions of the main thread. An exception from
+there, between the answer of a worker and the note that it came, would lose transitions in the
+middle of a trajectory whose later ones are stored. So while a batch is made, handlers wait until
+:class:`admitted` code runs: an environment, a policy, the wait for workers.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""The signals that people end, or limit, a computation with."""
+_PATIENCE_SECONDS = 1.0
+"""Who waits for longer than that, and asks again, is heard wherever the program is."""
+
+_Handler = Callable[[int, FrameType | None], object]
+
+_handlers: dict[int, _Handler] = {}
+"""What handles signals when it is not :func:`_arrived`."""
+_waiting: dict[int, float] = {}
+"""When signals arrived that nobody has handled yet."""
+_holder: int | None = None
+"""The thread, always the main one, inside of :class:`held`."""
+_admitting = False
+
+# Every change of these is one instruction, so that what a handler raises finds them as they are.
+
+
+class held:
+    """Handlers wait inside of this, and are called at its end at the latest.
+
+    Handlers run in the main thread only: in another one this does nothing, and inside of itself.
+    """
+
+    def __enter__(self) -> None:
+        """Let them wait."""
+        global _holder, _admitting
+        thread = threading.get_ident()
+        self._first = _holder is None and thread == threading.main_thread().ident
+        if not self._first:
+            return
+        for number in _NUMBERS:
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not _arrived:
+                _handlers[number] = handler
+                signal.signal(number, _arrived)
+        _admitting = False
+        _holder = thread
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Call those of the signals that have arrived."""
+        global _holder
+        if not self._first:
+            return
+        _holder = None
+        for number in _NUMBERS:
+            if signal.getsignal(number) is _arrived:
+                signal.signal(number, _handlers[number])
+        _call_waiting()
+
+
+class admitted:
+    """Handlers are called at once inside of this, those that wait before it begins."""
+
+    def __enter__(self) -> None:
+        """Call them from here on."""
+        global _admitting
+        self._mine = threading.get_ident() == _holder
+        if not self._mine:
+            return
+        self._before = _admitting
+        _admitting = True
+        if _waiting:
+            _call_waiting()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let them wait again."""
+        global _admitting
+        if self._mine:
+            _admitting = self._before
+
+
+def _arrived(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    impatient = now - _waiting.get(number, now) > _PATIENCE_SECONDS
+    if _holder is None or _admitting or impatient:
+        _call(number, frame)
+    else:
+        _waiting.setdefault(number, now)
+
+
+def _call_waiting() -> None:
+    for number in [*_waiting]:
+        _call(number, None)
+
+
+def _call(number: int, frame: FrameType | None) -> None:
+    global _admitting
+    # What it raises ends what was admitted.
+    before, _admitting = _admitting, False
+    _waiting.pop(number, None)
+    _handlers[number](number, frame)
+    _admitting = before
