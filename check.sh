@@ -47,7 +47,8 @@ trap - ERR
 step "ruff format" $bin/ruff format --check .
 step "ruff check" $bin/ruff check .
 step "mypy" $bin/mypy
-step "pytest" $bin/pytest "$@"
+# Many tests wait for other processes: two at a time. More would only take each other's time.
+step "pytest" $bin/pytest --numprocesses 2 --dist worksteal "$@"
 
 if ((${#failed[@]})); then
     printf '\nFAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"

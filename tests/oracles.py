@@ -321,7 +321,9 @@ def make_oracle_vec(
         for lane in range(first_lane, first_lane + num_envs)
     ]
     if cls == "async":
-        return AsyncVectorEnv(env_fns, autoreset_mode=mode, **(vec_kwargs or {}))
+        # torchrl makes spawn the default, which takes seconds.
+        options = {"context": "fork"} | (vec_kwargs or {})
+        return AsyncVectorEnv(env_fns, autoreset_mode=mode, **options)
     return SyncVectorEnv(env_fns, autoreset_mode=mode, **(vec_kwargs or {}))
 
 

@@ -1,7 +1,7 @@
 """Storages under attack: killed writers, forks, bit flips, full disks. Nothing committed is lost.
 
 ``TALLYROLL_KILLS`` says how many kills each format gets at random moments, 50 by default,
-and a fourth of it is at how many lines of each scenario they are killed.
+and an eighth of it is at how many lines of each scenario they are killed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from storage_contract import WAIT_SECONDS
 from storage_damage import make_small_disk
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
-LINES = max(1, KILLS // 4)
+LINES = max(1, KILLS // 8)
 
 
 @pytest.fixture(params=CASES)
