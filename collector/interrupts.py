@@ -8,21 +8,22 @@ middle of a trajectory whose later ones are stored. So while a batch is made, ha
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """The signals that people end, or limit, a computation with."""
 _PATIENCE_SECONDS = 1.0
-"""Who waits for longer than that, and asks again, is heard wherever the program is."""
+"""A signal that has waited for so long is handled wherever the program is."""
 
 _Handler = Callable[[int, FrameType | None], object]
 
 _handlers: dict[int, _Handler] = {}
 """What handles signals when it is not :func:`_arrived`."""
-_waiting: dict[int, float] = {}
-"""When signals arrived that nobody has handled yet."""
+_waiting: dict[int, threading.Timer] = {}
+"""Signals that nobody has handled yet, and what sends them again."""
+_again: set[int] = set()
+"""Signals that were sent again."""
 _holder: int | None = None
 """The thread, always the main one, inside of :class:`held`."""
 _admitting = False
@@ -95,12 +96,23 @@ class admitted:
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
-    now = time.monotonic()
-    impatient = now - _waiting.get(number, now) > _PATIENCE_SECONDS
-    if _holder is None or _admitting or impatient:
+    again = number in _again
+    _again.discard(number)
+    if again and number not in _waiting:
+        return  # it was handled in between
+    if again or _holder is None or _admitting:
         _call(number, frame)
-    else:
-        _waiting.setdefault(number, now)
+    elif number not in _waiting:
+        timer = threading.Timer(_PATIENCE_SECONDS, _send_again, (number, threading.get_ident()))
+        timer.daemon = True
+        _waiting[number] = timer
+        timer.start()
+
+
+def _send_again(number: int, thread: int) -> None:
+    if number in _waiting:
+        _again.add(number)
+        signal.pthread_kill(thread, number)
 
 
 def _call_waiting() -> None:
@@ -112,6 +124,8 @@ def _call(number: int, frame: FrameType | None) -> None:
     global _admitting
     # What it raises ends what was admitted.
     before, _admitting = _admitting, False
-    _waiting.pop(number, None)
+    timer = _waiting.pop(number, None)
+    if timer is not None:
+        timer.cancel()
     _handlers[number](number, frame)
     _admitting = before

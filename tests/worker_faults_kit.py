@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import multiprocessing
 import os
 import re
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -53,6 +54,26 @@ Where = Literal["import", "factory", "reset", "step", "policy", "close"]
 FAULTS: tuple[How, ...] = get_args(How)
 HANGS: tuple[How, ...] = ("sleep", "stop", "regex", "gil")
 EXITCODES = {"exit": 7, "sys.exit": 3, "kill": -signal.SIGKILL, "segfault": -signal.SIGSEGV}
+
+
+IN_SERVER = "TALLYROLL_TEST_FORK_SERVER"
+
+
+def outlive_clients() -> None:
+    """Python's fork server ends when who asks it is killed half-way; this one serves many."""
+    receive = reduction.recvfds
+
+    def recvfds(*args: Any) -> Any:
+        try:
+            return receive(*args)
+        except EOFError as error:
+            raise OSError(errno.ECONNABORTED, "the client was killed") from error
+
+    reduction.recvfds = recvfds
+
+
+if IN_SERVER in os.environ:
+    outlive_clients()
 
 
 class Sabotage(Exception):
@@ -449,6 +470,7 @@ def warm_fork_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        patch.setenv(IN_SERVER, "1")
         SERVER.ensure_running()
 
 
