@@ -94,7 +94,7 @@ class Delivery:
         """
         part = merge(parts)
         rows = self._yielded(part)
-        before = self._ledger.counts()
+        before, head = self._ledger.counts(), self._sink.head
         try:
             self._count(rows)
             if self._postproc is None:
@@ -103,7 +103,8 @@ class Delivery:
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
         except BaseException:
-            self._ledger.load(before)
+            if self._sink.head - head < len(rows[STEP]):  # else it was raised behind the commit
+                self._ledger.load(before)
             raise
         self.batches += 1
         if self._layout == "lanes":

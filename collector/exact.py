@@ -2,7 +2,8 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,9 @@ class ExactCollector(Collector):
 
     @property
     def _random_frames(self) -> int:
-        """Transitions that are still to have random actions."""
+        """Transitions that are still to have random actions, where a policy has others."""
+        if self._policy is None:
+            return 0
         return max(0, self._options.init_random_frames - self.ledger.random)
 
     def _drive(
@@ -143,8 +146,22 @@ class ExactCollector(Collector):
     # --- iteration --------------------------------------------------------------------------------
 
     def _collect(self) -> TensorDictBase | None:
-        with held():
+        with self._undivided():
             return self._batch()
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """What is done inside is done as a whole; else the run is over, and nothing is stored."""
+        with held():
+            try:
+                yield
+            except BaseException as error:
+                if not self._over:
+                    try:
+                        self._finish()
+                    except Exception as again:  # noqa: BLE001  what came first is raised
+                        error.add_note(f"tallyroll: and at the end of the run: {again!r}")
+                raise
 
     def _batch(self) -> TensorDictBase | None:
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
@@ -188,7 +205,7 @@ class ExactCollector(Collector):
         """Take a block, and check it; on an error, what is complete is stored first."""
         try:
             block = self._rollout.fill(want)
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             refused = self._rollout.refused()
             culprit = refused and self._checks.bad_action(*refused, self._state)
             self._rescue(parts)
@@ -257,6 +274,10 @@ class ExactCollector(Collector):
 
     def _rescue(self, parts: list[Part]) -> None:
         """After an error: ``parts``, and what is complete and sound behind them, are stored."""
+        with held():
+            self._store_rest(parts)
+
+    def _store_rest(self, parts: list[Part]) -> None:
         if not self._sink.stores:  # nobody would get them
             self._finish()
             return
@@ -280,6 +301,7 @@ class ExactCollector(Collector):
     def _finish(self) -> None:
         """The run is over: nothing is carried any more, open trajectories are cut."""
         self._over = True
+        self._rollout.stop()
         self._rollout.discard_held()
         ledger = self.ledger
         ledger.discarded = ledger.executed - ledger.stored - ledger.lost
@@ -323,9 +345,10 @@ class ExactCollector(Collector):
         Transitions that wait for the next batch are discarded.
         """
         checked = arguments.seed(seed)
-        self._discard()
-        self.ledger.episodes_cut += self._restart_lanes()
-        self._seed_everything(checked)
+        with self._undivided():
+            self._discard()
+            self.ledger.episodes_cut += self._restart_lanes()
+            self._seed_everything(checked)
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
     @abstractmethod

@@ -20,6 +20,10 @@ _Handler = Callable[[int, FrameType | None], object]
 
 _handlers: dict[int, _Handler] = {}
 """What handles signals when it is not :func:`_arrived`."""
+_former: dict[int, _Handler] = {}
+"""What handled signals before that."""
+_calling: set[int] = set()
+"""Signals whose handlers are running."""
 _waiting: dict[int, threading.Timer] = {}
 """Signals that nobody has handled yet, and what sends them again."""
 _again: set[int] = set()
@@ -34,23 +38,26 @@ _admitting = False
 class held:
     """Handlers wait inside of this, and are called at its end at the latest.
 
-    Handlers run in the main thread only: in another one this does nothing, and inside of itself.
+    Handlers run in the main thread only: in another one this does nothing.
     """
 
     def __enter__(self) -> None:
         """Let them wait."""
         global _holder, _admitting
         thread = threading.get_ident()
-        self._first = _holder is None and thread == threading.main_thread().ident
-        if not self._first:
-            return
-        for number in _NUMBERS:
-            handler = signal.getsignal(number)
-            if callable(handler) and handler is not _arrived:
-                _handlers[number] = handler
-                signal.signal(number, _arrived)
-        _admitting = False
-        _holder = thread
+        self._inner = thread == _holder
+        self._outer = _holder is None and thread == threading.main_thread().ident
+        self._before = _admitting
+        if self._outer:
+            _again.clear()
+            try:
+                _install()
+            except BaseException:
+                _restore()
+                raise
+        if self._inner or self._outer:
+            _admitting = False
+            _holder = thread
 
     def __exit__(
         self,
@@ -59,14 +66,16 @@ class held:
         trace: TracebackType | None,
     ) -> None:
         """Call those of the signals that have arrived."""
-        global _holder
-        if not self._first:
-            return
-        _holder = None
-        for number in _NUMBERS:
-            if signal.getsignal(number) is _arrived:
-                signal.signal(number, _handlers[number])
-        _call_waiting()
+        global _holder, _admitting
+        if self._inner:
+            _admitting = self._before
+        elif self._outer:
+            _holder = None
+            try:
+                _restore()
+            finally:
+                _restore()
+            _call_waiting()
 
 
 class admitted:
@@ -79,9 +88,12 @@ class admitted:
         if not self._mine:
             return
         self._before = _admitting
-        _admitting = True
-        if _waiting:
+        try:
+            _admitting = True
             _call_waiting()
+        except BaseException:
+            _admitting = self._before
+            raise
 
     def __exit__(
         self,
@@ -95,7 +107,28 @@ class admitted:
             _admitting = self._before
 
 
+def _install() -> None:
+    for number in _NUMBERS:
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not _arrived:
+            before = _handlers.get(number)
+            if before is not None and before != handler:
+                _former[number] = before
+            _handlers[number] = handler
+            signal.signal(number, _arrived)
+
+
+def _restore() -> None:
+    for number in _NUMBERS:
+        if signal.getsignal(number) is _arrived:
+            signal.signal(number, _handlers[number])
+
+
 def _arrived(number: int, frame: FrameType | None) -> None:
+    if number in _calling:  # a handler calls the one that it found, which was this
+        if number in _former:
+            _former[number](number, frame)
+        return
     again = number in _again
     _again.discard(number)
     if again and number not in _waiting:
@@ -116,16 +149,28 @@ def _send_again(number: int, thread: int) -> None:
 
 
 def _call_waiting() -> None:
+    """All of them; what the first one raises is raised in the end."""
+    if not _waiting:
+        return
+    raised: BaseException | None = None
     for number in [*_waiting]:
-        _call(number, None)
+        try:
+            _call(number, None)
+        except BaseException as error:  # noqa: BLE001  raised below
+            raised = raised or error
+    if raised is not None:
+        raise raised
 
 
 def _call(number: int, frame: FrameType | None) -> None:
     global _admitting
-    # What it raises ends what was admitted.
     before, _admitting = _admitting, False
     timer = _waiting.pop(number, None)
     if timer is not None:
         timer.cancel()
-    _handlers[number](number, frame)
-    _admitting = before
+    _calling.add(number)
+    try:
+        _handlers[number](number, frame)
+    finally:
+        _calling.discard(number)
+        _admitting = before

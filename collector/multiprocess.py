@@ -296,7 +296,12 @@ class MultiprocessCollector(ExactCollector):
                 "(TensorDictModule)"
             )
         super().update_policy_weights_(weights)
-        self._publish()
+        try:
+            self._publish()
+        except BaseException:
+            if self._policy is not None:  # no worker has them
+                self._policy.version -= 1
+            raise
 
     def _publish(self) -> None:
         if self._policy is not None:

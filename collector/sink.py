@@ -202,6 +202,11 @@ class Sink:
         return self.storage is not None or self.replay_buffer is not None
 
     @property
+    def head(self) -> int:
+        """Rows that were ever committed to the storage."""
+        return 0 if self.storage is None else self.storage.head
+
+    @property
     def ready(self) -> bool:
         """:meth:`open` was called."""
         return self._ready

@@ -111,6 +111,8 @@ def test_out_of_step_the_count_is_exact_and_each_lane_whole(kwargs: dict[str, An
     assert_counted(run)
     version = rows["collector", "policy_version"]
     random = min(kwargs.get("init_random_frames", 0), len(rows))
+    for lane in range(kwargs["lanes"]):
+        assert (version[checked.lane == lane].diff() >= 0).all(), "random again, after the policy"
     if "total_frames" in kwargs:
         assert len(rows) == kwargs["total_frames"]
         assert int((version == -1).sum()) == ledger.random == random

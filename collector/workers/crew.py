@@ -2,12 +2,13 @@
 
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd, send_handle
 from multiprocessing.util import Finalize
@@ -52,6 +53,8 @@ class Member:
     """Its process is no more."""
     ready: bool = False
     """It has all it needs to step."""
+    failed: Exception | None = None
+    """Why it will never answer again."""
     asked: int = 0
     """Questions that it has not answered yet."""
     since: float = 0.0
@@ -124,6 +127,8 @@ class Crew:
             name=f"tallyroll-worker-{index}",
         )
         try:
+            # Python's tracker of resources unblocks signals when it starts.
+            resource_tracker.ensure_running()
             with _threads_limited(self._threads), _signals_blocked():
                 process.start()
             kill_when_closed(end, process.pid)
@@ -143,6 +148,8 @@ class Crew:
         if not member.asked:
             member.since = time.monotonic()
         member.asked += 1
+        if member.failed is not None:
+            return
         with suppress(OSError):
             m.send(member.connection, message)
             if descriptor is not None:
@@ -165,6 +172,10 @@ class Crew:
         until = None if limit is None else time.monotonic() + limit
         listened = self.members if of is None else of
         busy = [member for member in listened if member.asked]
+        for member in busy:
+            if member.failed is not None:  # it was told before, and is again
+                member.asked = 0
+                return [(member, member.failed)]
         sources: dict[Any, Member] = {member.connection: member for member in busy}
         sources |= {member.process.sentinel: member for member in busy}
         while busy:
@@ -174,11 +185,11 @@ class Crew:
             with admitted() if interruptible else nullcontext():
                 heard = wait(list(sources), patience)
             ready = {sources[source].index for source in heard}
-            if ready:
-                return [self._heard(member) for member in busy if member.index in ready]
-            hung = [member for member in busy if self._hangs(member)]
-            if hung:
-                return [(member, self._hung(member)) for member in hung]
+            events = [self._heard(member) for member in busy if member.index in ready]
+            silent = [member for member in busy if member.index not in ready]
+            events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
+            if events:
+                return events
             if until is not None and time.monotonic() >= until:
                 return []
         return []
@@ -191,15 +202,17 @@ class Crew:
                 member.asked -= 1
                 member.since = time.monotonic()
                 if isinstance(answer, m.Raised):
-                    member.asked = 0  # it answers nothing after that
-                    return member, faults.raised(member, answer, self._last_action(member))
+                    member.asked = 0
+                    member.failed = faults.raised(member, answer, self._last_action(member))
+                    return member, member.failed
                 member.state = getattr(answer, "state", None) or member.state
                 return member, answer
         except (EOFError, ConnectionError):
             pass
         wait([member.process.sentinel], _SETTLE_SECONDS)  # it may be about to say its status
         _end(member)
-        return member, faults.died(member, self._last_action(member))
+        member.failed = faults.died(member, self._last_action(member))
+        return member, member.failed
 
     def _hangs(self, member: Member) -> bool:
         """It made no progress for as long as it was given."""
@@ -213,11 +226,12 @@ class Crew:
     def _hung(self, member: Member) -> WorkerError:
         _end(member)
         timeout = self._step_timeout if member.ready else self.start_timeout
-        return faults.hung(member, timeout or 0.0, self._last_action(member))
+        member.failed = error = faults.hung(member, timeout or 0.0, self._last_action(member))
+        return error
 
     def _last_action(self, member: Member) -> NDArray[Any] | None:
         """What the member's lanes executed last, or were about to, ``[lane, ...]``."""
-        if member.board is None or not self._actions:
+        if member.board is None or not member.ready or not self._actions:
             return None
         actions = self._actions[member.index]
         last: NDArray[Any] = actions[min(member.board[FILLED], len(actions) - 1)].copy()
@@ -292,13 +306,17 @@ class Crew:
             if member.board is not None:
                 member.board[HALT] = 0
 
-    def settle(self) -> list[Event]:
-        """Halt, and hear everybody who was asked; who does not answer is killed."""
+    def settle(self, *, patient: bool = False) -> list[Event]:
+        """Halt, and hear everybody who was asked; who does not answer soon is killed.
+
+        ``patient``: who may take as long as for any step.
+        """
         self.halt()
         heard: list[Event] = []
         until = time.monotonic() + _SETTLE_SECONDS
         while any(member.asked for member in self.members):
-            events = self.events(max(0.0, until - time.monotonic()), interruptible=False)
+            limit = None if patient else max(0.0, until - time.monotonic())
+            events = self.events(limit, interruptible=patient)
             if not events:
                 for member in self.members:
                     if member.asked:
@@ -316,7 +334,7 @@ class Crew:
             fresh.alive,
         )
         member.asked, member.since, member.ended = fresh.asked, fresh.since, False
-        member.board, member.ready = None, False
+        member.ready, member.failed = False, None
 
     def kill(self) -> None:
         """End all workers at once. Idempotent."""
@@ -332,8 +350,11 @@ class Crew:
             # Not joined: while it is a zombie, its number is nobody else's.
             going = {each.process.sentinel for each in idle}
             until = time.monotonic() + _CLOSE_SECONDS
-            while going and time.monotonic() < until:
-                going -= set(wait(list(going), max(0.0, until - time.monotonic())))
+            try:
+                while going and time.monotonic() < until:
+                    going -= set(wait(list(going), max(0.0, until - time.monotonic())))
+            finally:
+                self.kill()
         self.kill()
 
 
@@ -418,19 +439,24 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+_environment = threading.Lock()
+"""Held by the thread that changes the environment for the processes that it starts."""
+
+
 @contextmanager
 def _threads_limited(threads: int) -> Iterator[None]:
     """A process started inside has so many threads in its numerical libraries."""
-    before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _environment:
+        before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 @contextmanager

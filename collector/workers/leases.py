@@ -12,7 +12,7 @@ from tallyroll.collector.board import COUNTED, FILLED, LEASE
 from tallyroll.collector.drive import SlabPlan
 from tallyroll.collector.driver import ended_in
 from tallyroll.collector.errors import LedgerError
-from tallyroll.collector.keys import Key
+from tallyroll.collector.keys import RANDOM_VERSION, Key
 from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.rollout import Block, Sound
 from tallyroll.collector.slab import Slab
@@ -123,6 +123,7 @@ class Leases:
             for worker in range(len(share.lanes))
         ]
         self.random_frames = random_frames
+        self._opens = random_frames > 0
         self._stopping = False
         self._taken: tuple[Segment, Mask] | None = None
         self._kept: list[Segment] = []
@@ -135,6 +136,9 @@ class Leases:
         self._pool = 0 if self._episodes is None else self._episodes()
         self._unfinished = self._pool
         self._tallies = [Tally() for _ in self._crew.members]
+        for member in self._crew.members:
+            if member.board is not None:  # leases are numbered anew
+                member.board[LEASE] = 0
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -165,8 +169,11 @@ class Leases:
         reserved = frames + self._surplus_of(member)
         if self._unleased is not None:
             reserved = min(reserved, self._unleased)
-            self._unleased -= reserved
         drawn = min(self.random_frames, reserved)
+        if drawn < reserved and self._drawing:
+            return  # what those leave over comes first: no lane acts at random after its policy did
+        if self._unleased is not None:
+            self._unleased -= reserved
         self.random_frames -= drawn
         self._pool -= tickets
         tally.tickets += tickets
@@ -199,6 +206,11 @@ class Leases:
     def _complete(self) -> bool:
         """Every episode of the budget has ended."""
         return self._episodes is not None and self._unfinished <= 0
+
+    @property
+    def _drawing(self) -> bool:
+        """Some leases with random actions have not come back."""
+        return any(lease.random_frames for tally in self._tallies for lease in tally.leases)
 
     @property
     def _out(self) -> bool:
@@ -372,6 +384,9 @@ class Leases:
                 first = each.slab.first_lane
                 lanes[first : first + each.slab.lanes] |= each.transitions.any(axis=0)
                 self._ledger.discarded += int(each.transitions.sum())
+                if self._opens:
+                    drawn = each.slab.version[: each.used] == RANDOM_VERSION
+                    self.random_frames += int((each.transitions & drawn).sum())
                 each.free = True
         self._queue.clear()
         self._ledger.carried = 0
@@ -418,7 +433,7 @@ class Leases:
         """Halt, and hear of all leases."""
         if not self._out:
             return
-        for member, answer in self._crew.settle():
+        for member, answer in self._crew.settle(patient=not self._stopping):
             if isinstance(answer, m.Filled):
                 self._came_back(member, answer)
             else:

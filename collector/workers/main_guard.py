@@ -38,9 +38,15 @@ def require_guard(frame: FrameType | None) -> None:
         frame: of the caller.
 
     Raises:
-        ArgumentError: the line of the main module is not guarded.
+        ArgumentError: the line of the main module is not guarded, or it came by a pipe.
     """
     main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if file is not None and getattr(main, "__spec__", None) is None and not Path(file).exists():
+        raise ArgumentError(
+            f"wanted a program that worker processes can import, got one that came by {file}; save "
+            "it in a file, and run that"
+        )
     if main is None or not runs_again(main):
         return
     found = _frame_of(main, frame)

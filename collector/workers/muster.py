@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tallyroll.collector.board import FILLED, HALT, LEASE
+from tallyroll.collector.board import FILLED, LEASE
 from tallyroll.collector.checks import Range
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
 from tallyroll.collector.keys import dotted
@@ -145,7 +145,7 @@ class Muster:
             member.state = state
         bind = self._bind(member)
         assert member.board is not None
-        member.board[HALT] = member.board[LEASE] = 0
+        member.board[LEASE] = 0
         crew.answer(member, bind, self._bound[0].fd)
         member.ready = True
 

@@ -162,13 +162,14 @@ class RemoteDriver(Driver):
         alive = [slots for index, slots in filled.items() if index not in gone]
         self._cuts = np.zeros(self.slab.lanes, np.bool_)
         begin_at = min(alive, default=at_least)
+        for member, _ in failed:  # whether others take their places or not
+            self._died[member.index] = filled[member.index]
+            self._cuts[member.lanes.start : member.lanes.stop] = True
         for member, error in failed:
             if self.stopping:  # nobody is going to step any more
                 self._set_filled(member, begin_at)
             else:
                 self._replace.replace(member, error, begin_at)
-            self._died[member.index] = filled[member.index]
-            self._cuts[member.lanes.start : member.lanes.stop] = True
 
     def _set_filled(self, member: Member, slots: int) -> None:
         if member.board is not None:
