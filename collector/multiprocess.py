@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import cloudpickle
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
@@ -354,13 +355,13 @@ def _per_worker(
     env_kwargs: Mapping[str, Any] | None,
 ) -> list[tuple[Any, int | None]]:
     """What each worker makes its environment from, and of how many lanes where it is an id."""
-    if isinstance(create, (list, tuple)):
-        if workers is not None and workers != len(create):
-            raise ArgumentError(
-                f"num_workers: wanted {len(create)}, as many as there are factories, got {workers}"
-            )
-        if not create:
-            raise ArgumentError("create_env_fn: wanted at least one factory, got an empty list")
+    _check_create(create)
+    if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
+        raise ArgumentError(f"env_kwargs: wanted keywords by name, got {env_kwargs!r}")
+    if isinstance(create, (list, tuple)) and workers is not None and workers != len(create):
+        raise ArgumentError(
+            f"num_workers: wanted {len(create)}, as many as there are factories, got {workers}"
+        )
     count = len(create) if isinstance(create, (list, tuple)) else workers
     count = arguments.positive("num_workers", count)
     if isinstance(create, str):
@@ -376,16 +377,28 @@ def _per_worker(
             "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
             "in the factory"
         )
-    for each in create if isinstance(create, (list, tuple)) else [create]:
-        if isinstance(each, (EnvBase, VectorEnv)) or not callable(each):
-            raise ArgumentError(
-                "create_env_fn: wanted a Gymnasium id, a factory or a list of factories, got "
-                f"{type(each).__name__}; an environment that was made here cannot be stepped in "
-                "another process: pass what makes it"
-            )
     return [
         (each, None) for each in (create if isinstance(create, (list, tuple)) else [create] * count)
     ]
+
+
+def _check_create(create: Any) -> None:
+    if isinstance(create, str):
+        return
+    factories = create if isinstance(create, (list, tuple)) else [create]
+    if not factories:
+        raise ArgumentError("create_env_fn: wanted at least one factory, got an empty list")
+    for each in factories:
+        wanted = "create_env_fn: wanted a Gymnasium id, a factory or a list of factories, got "
+        if isinstance(each, str):
+            raise ArgumentError(f"{wanted}a list of ids; pass one id, and num_workers")
+        if isinstance(each, (EnvBase, VectorEnv, gymnasium.Env)):
+            raise ArgumentError(
+                f"{wanted}{type(each).__name__}; an environment that was made here cannot be "
+                "stepped in another process: pass what makes it"
+            )
+        if not callable(each):
+            raise ArgumentError(f"{wanted}{type(each).__name__}")
 
 
 def _check_mode(mode: str, options: Options) -> None:

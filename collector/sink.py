@@ -19,7 +19,7 @@ from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.slab import Column
 from tallyroll.storage import Schema
 from tallyroll.storage.base import DiskStorage
-from tallyroll.storage.errors import NotInitialised
+from tallyroll.storage.errors import NotInitialised, StorageExists, StorageMissing
 from tallyroll.storage.formats import storage_class
 from tallyroll.storage.gathered import Gathered
 
@@ -273,7 +273,19 @@ class Sink:
 
 def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:
     kind = storage_class(path)
-    storage = kind(path, mode="append" if resume else "create")
+    try:
+        storage = kind(path, mode="append" if resume else "create")
+    except StorageExists as error:
+        raise StorageExists(
+            f"storage: {path} holds a storage already; pass resume=True to continue its run, "
+            f'storage={kind.__name__}(path, mode="append") to add another run to it, or another '
+            "path"
+        ) from error
+    except StorageMissing as error:
+        raise StorageMissing(
+            f"storage: resume=True wants the storage of the run to be continued, and there is none "
+            f"at {path}; leave resume out to begin one"
+        ) from error
     if frames is None and not storage.grows:
         storage.close()
         raise ArgumentError(

@@ -288,8 +288,10 @@ def _check_versions(
 ) -> None:
     series.chunk.report(
         findings, "versions", "the policy's version goes back within a lane",
-        # Random actions, -1, may come again where lanes began anew.
-        known & (series.version >= 0) & (series.version < before.version),
+        # Random actions, -1, may come again where a lane began anew.
+        known
+        & (series.version < before.version)
+        & ((series.version >= 0) | (series.ids == before.ids)),
         lambda i: f"version {series.version[i]} behind version {before.version[i]}",
         series.order.at,
     )  # fmt: skip

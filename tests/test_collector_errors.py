@@ -245,7 +245,7 @@ def snapshot(path: Path) -> dict[str, bytes]:
 def test_an_existing_storage_is_not_written_over(tmp_path: Path) -> None:
     collect(torch_env(), storage=tmp_path / "s", **BUDGET)
     before = snapshot(tmp_path)
-    with pytest.raises(StorageExists, match=r'holds a storage already. Open it with mode="append"'):
+    with pytest.raises(StorageExists, match="holds a storage already; pass resume=True"):
         SyncCollector(torch_env(), storage=tmp_path / "s", **BUDGET)
     assert snapshot(tmp_path) == before
 
@@ -281,7 +281,7 @@ def test_a_place_that_cannot_be_written() -> None:
 
 
 def test_resuming_what_is_not_there(untouched: Path) -> None:
-    with pytest.raises(StorageMissing, match=r"does not exist. Give the path of a storage, or use"):
+    with pytest.raises(StorageMissing, match="resume=True wants the storage of the run"):
         SyncCollector(torch_env(), storage=untouched, resume=True, **BUDGET)
 
 

@@ -234,3 +234,63 @@ def test_ctrl_c_ends_what_takes_for_ever(where: str, tmp_path: Path) -> None:
             hanging = True
     assert time.monotonic() < began + 30
     assert collector.ledger.stored == 8
+
+
+def test_an_environment_that_limits_its_own_steps() -> None:
+    """It catches what its handler raises, each time."""
+    caught = []
+
+    def act(td: Any) -> Any:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            time.sleep(0.5)
+        except Interruption:
+            caught.append(time.monotonic())
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return Telling()(td)
+
+    began = time.monotonic()
+    with (
+        handler(signal.SIGALRM, Interruption),
+        alone(DISABLED, act, frames_per_batch=10, total_frames=20) as collector,
+    ):
+        assert sum(len(batch) for batch in collector) == 20
+    assert len(caught) > 3
+    assert time.monotonic() - began < 0.4 * len(caught)
+
+
+def test_a_handler_that_calls_the_one_that_it_found() -> None:
+    with handler(signal.SIGINT, Interruption) as calls:
+        with held(), admitted():
+            found = signal.getsignal(signal.SIGINT)
+            assert callable(found)
+
+            def chained(number: int, frame: Any) -> None:
+                found(number, frame)
+
+            signal.signal(signal.SIGINT, chained)
+        for _ in range(3):
+            with pytest.raises(Interruption), held(), admitted():
+                signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interruption):
+            signal.raise_signal(signal.SIGINT)
+        assert len(calls) == 4
+
+
+def test_two_that_wait_are_both_handled_once() -> None:
+    with (
+        handler(signal.SIGINT, Interruption) as one,
+        handler(signal.SIGTERM, Interruption) as other,
+    ):
+        with pytest.raises(Interruption), held():  # noqa: PT012
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        assert (len(one), len(other)) == (1, 1)
+        with pytest.raises(Interruption), held(), admitted():
+            signal.raise_signal(signal.SIGTERM)
+        assert (len(one), len(other)) == (1, 2)
+        with pytest.raises(Interruption), held(), admitted(), held():  # noqa: PT012
+            signal.raise_signal(signal.SIGINT)
+            assert len(one) == 1
+        assert len(one) == 2

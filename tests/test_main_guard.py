@@ -205,7 +205,7 @@ def test_modules_that_a_script_imports_are_not_what_is_asked(tmp_path: Path) -> 
 
 
 def test_what_no_worker_runs_again_is_not_told(tmp_path: Path) -> None:
-    """Packages, folders and archives, ``-c``, stdin: no file of theirs is imported again."""
+    """Packages, folders and archives, ``-c``: no file of theirs is imported again."""
     for package in (tmp_path / "package", tmp_path / "folder"):
         package.mkdir()
         (package / "__main__.py").write_text("from asking import ask\nask()\n")
@@ -215,8 +215,13 @@ def test_what_no_worker_runs_again_is_not_told(tmp_path: Path) -> None:
     code = "from asking import ask; ask()"
     for command in (["-m", "package"], ["folder"], ["app.pyz"], ["-c", code]):
         assert asked(tmp_path, *command) == ["once"], command
-    # Python looks for a file "<stdin>" then.
-    assert asked(tmp_path, "-", stdin=code) == ["failed"]
+
+
+def test_a_program_from_stdin_is_told(tmp_path: Path) -> None:
+    """Workers would look for a file "<stdin>"."""
+    told, status = asked(tmp_path, "-", stdin="from asking import ask; ask()")
+    assert "read from stdin; save it in a file" in told
+    assert status == "told failed"
 
 
 @pytest.mark.parametrize("tool", ["cProfile", "trace", "runpy", "pdb", "timeit"])

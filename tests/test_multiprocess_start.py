@@ -80,6 +80,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {"num_workers": 3},
         "num_workers: wanted 2, as many as there are factories, got 3",
     ),
+    "a number": ((5,), {"num_envs": 4}, "create_env_fn: wanted a Gymnasium id, .*got int"),
+    "ids": ((["CartPole-v1"],), {}, "got a list of ids; pass one id, and num_workers"),
+    "no mapping": (("CartPole-v1",), {"env_kwargs": "x"}, "env_kwargs: wanted keywords by name"),
     "no factory": (([],), {}, "create_env_fn: wanted at least one factory, got an empty list"),
     "few lanes": (
         ("CartPole-v1",),

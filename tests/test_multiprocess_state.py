@@ -167,11 +167,11 @@ def test_a_state_is_there_at_once_while_a_worker_is_in_a_slow_step(mode: str) ->
 
 
 def test_random_frames_that_were_not_delivered_are_drawn_again() -> None:
-    """A slow worker holds some of the first leases, of random frames, when the state is saved."""
+    """Some of the first leases, of random frames, are not delivered when the state is saved."""
     options = {**BUDGET, "init_random_frames": 30}
     slow = slow_factories(2, seconds=1.0, slow=[0])
     with start(slow, ByObservation(), **options, mode="async") as one:
-        first = [batch for _, batch in zip(range(6), one, strict=False)]
+        first = [batch for _, batch in zip(range(2), one, strict=False)]
         saved = through_a_file(one.state_dict())
     random = int((joined(first)["collector", "policy_version"] == -1).sum())
     assert random < 30

@@ -38,14 +38,13 @@ def require_guard(frame: FrameType | None) -> None:
         frame: of the caller.
 
     Raises:
-        ArgumentError: the line of the main module is not guarded, or it came by a pipe.
+        ArgumentError: the line of the main module is not guarded, or came from stdin.
     """
     main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    if file is not None and getattr(main, "__spec__", None) is None and not Path(file).exists():
+    if getattr(main, "__file__", None) == "<stdin>":
         raise ArgumentError(
-            f"wanted a program that worker processes can import, got one that came by {file}; save "
-            "it in a file, and run that"
+            "wanted a program that worker processes can import, got one that was read from stdin; "
+            "save it in a file, and run that"
         )
     if main is None or not runs_again(main):
         return
