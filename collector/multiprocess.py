@@ -73,7 +73,7 @@ class MultiprocessCollector(ExactCollector):
         max_respawns: so many times in all; then it raises.
         step_timeout: seconds without a completed step after which a worker counts as hung; None
             waits for ever.
-        start_timeout: seconds that a worker may take to be ready.
+        start_timeout: seconds that a worker may take to be ready; None: 120.
         mp_start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly (its socket
             in the temporary directory is left there where this process is killed).
 

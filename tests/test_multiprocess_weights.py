@@ -281,3 +281,18 @@ def test_episodes_know_the_versions_of_their_first_and_last_action() -> None:
         runs += [each.policy_versions for each in collector.episodes]
     assert one == many
     assert any(first < last for first, last in one)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_policy_on_a_gpu_acts_in_workers_on_the_cpu(mode: str) -> None:
+    policy = Versioned().to("cuda")
+    with spread(NEXT, 2, policy, mode=mode, frames_per_batch=20, total_frames=200) as collector:
+        for number, batch in enumerate(collector, 1):
+            version = batch["collector", "policy_version"]
+            assert torch.equal(batch["low"], version.float())
+            assert torch.equal(batch["high"], version.float())
+            assert torch.equal(batch["action"], chosen_by(batch, version))
+            policy.set_to(number)
+            collector.update_policy_weights_()
+    assert next(policy.parameters()).is_cuda
