@@ -75,7 +75,7 @@ class Capacity(Ours):
         """
         engine = self.storage._engine
         engine._header.head = engine._header.reserve = 0
-        engine._warm = True
+        engine._columns.warm = True
 
 
 class Growing(Ours):

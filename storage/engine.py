@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDictBase
 
+from .columns import Columns
 from .commit import Header, check_record
 from .errors import (
     BatchTooLong,
@@ -27,7 +28,6 @@ from .errors import (
     WriterForked,
 )
 from .format import Access, Format
-from .gathered import LARGE_NBYTES, Gathered
 from .intake import Intake
 from .lock import ReaderLock, WriterLock, is_held
 from .pool import BufferPool
@@ -47,13 +47,6 @@ LOOK_SECONDS = 0.01
 """How often a writer looks whether its lock file still stands."""
 _PATIENCE_SECONDS = 1.0
 _LOOKS = 100
-_WRITE_NBYTES = 2**14
-"""Arrays of this size are written through the file. Through the map every new page costs a
-fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
-
-
-_GATHER_NBYTES = 2**18
-"""Gathered rows are written through the file in pieces that stay in the processor's cache."""
 
 
 class Engine:
@@ -87,7 +80,6 @@ class Engine:
         self._mutex = threading.RLock()
         self.keys = schema.keys
         """The columns' keys, in order."""
-        self._widest = max(column.row_nbytes for column in schema.columns)
         self._intake = Intake(schema, format.path)
         self._views: list[np.ndarray] | None = None
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
@@ -97,9 +89,7 @@ class Engine:
         """Commits of rows made through this engine."""
         self._reader = ReaderLock(format.lock_path) if lock is None and self.ring else None
         self._opened_at = header.head
-        self._warm = False
-        """Every slot was written by this process, so that its pages are mapped."""
-        self._remap(self._slots(header.head))
+        self._columns = self._mapped(self._slots(header.head), warm=False)
         if lock is not None:
             header.forget_uncommitted()
             lock.when_lost = self._follow
@@ -142,7 +132,7 @@ class Engine:
     @property
     def room(self) -> int:
         """Slots that there is space for."""
-        return self._room
+        return self._columns.room
 
     def _slots(self, rows: int) -> int:
         """How many slots ``rows`` rows take."""
@@ -171,8 +161,7 @@ class Engine:
 
         Returns the rows' numbers. Raises a `WriteError` with nothing changed.
         """
-        # Before the mutex: a thread that held it may not exist in a forked child.
-        self._require_writer_soon()
+        self._admit(record)
         with self._mutex:
             return self._append(self._intake.arrays(rows), record)
 
@@ -183,34 +172,38 @@ class Engine:
 
         ``without`` is a column that may be there and is left out.
         """
-        self._require_writer_soon()
+        self._admit(record)
         with self._mutex:
-            arrays = self._intake.tensors(rows, without)
+            leaves = self._intake.leaves(rows, without)
+            if leaves is None:
+                return None
+            addresses, count = self._intake.addresses(leaves), self._intake.count
+            start = self._header.head
+            slot = slots_of(start, self.ring)
+            if addresses is not None and self._columns.take_memory(slot, count):
+                self._reserve(start, start + count)
+                self._columns.copy_memory(slot, count, addresses)
+                return self._commit(start, start + count, record)
+            arrays = self._intake.tensors(leaves)
             return None if arrays is None else self._append(arrays, record)
 
     def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
-        if record is not None:
-            check_record(record)
-        header = self._header
-        start, count = header.head, len(arrays[0])
+        start, count = self._header.head, len(arrays[0])
         stop = start + count
         if not count:
             if record is not None:
                 self.put_record(record)
             return range(start, stop)
         slot = slots_of(start, self.ring)
-        if slot + count <= self._room:
+        if slot + count <= self._columns.room:
             self._reserve(start, stop)
-            self._copy(slot, arrays, 0, count)
+            self._columns.copy(slot, arrays, 0, count)
         else:
             self._make_room_for(count, stop)
             self._reserve(start, stop)
             for slot, at, length in pieces(start, stop, self.ring):
-                self._copy(slot, arrays, at, length)
-        if record is not None:
-            header.write_record(record, stop)
-        self._commit(stop)
-        return range(start, stop)
+                self._columns.copy(slot, arrays, at, length)
+        return self._commit(start, stop, record)
 
     def _reserve(self, start: int, stop: int) -> None:
         header = self._header
@@ -220,41 +213,6 @@ class Engine:
             header.reserve = stop
         if self._power and self.ring and stop > self.ring:
             header.sync()
-
-    def _copy(self, slot: int, arrays: list[np.ndarray], at: int, count: int) -> None:
-        """Copy rows ``[at, at + count)`` of the arrays to slots from ``slot`` on."""
-        if len(arrays[0]) != count:
-            arrays = [array[at : at + count] for array in arrays]
-        if self._widest >= LARGE_NBYTES:
-            self._copy_large(slot, arrays, count)
-            return
-        to = slice(slot, slot + count)
-        if self._warm or count * self._widest < _WRITE_NBYTES:
-            for column, array in zip(self._columns, arrays, strict=False):
-                column[to] = array
-            return
-        for index, array in enumerate(arrays):
-            if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
-                self._columns[index][to] = array
-            else:
-                self._format.write(index, slot, array)
-
-    def _copy_large(self, slot: int, arrays: Sequence[np.ndarray | Gathered], count: int) -> None:
-        """As `_copy`, where some rows are large and may still lie elsewhere."""
-        to = slice(slot, slot + count)
-        for index, (column, array) in enumerate(zip(self._columns, arrays, strict=False)):
-            mapped = self._warm or array.nbytes < _WRITE_NBYTES
-            if isinstance(array, Gathered):
-                if mapped:
-                    array.copy_to(column[to])
-                    continue
-                step = max(1, _GATHER_NBYTES // self._widest)
-                for at in range(0, count, step):
-                    self._format.write(index, slot + at, np.asarray(array[at : at + step]))
-            elif mapped or not array.flags.c_contiguous:
-                column[to] = array
-            else:
-                self._format.write(index, slot, array)
 
     def put_record(self, record: bytes) -> None:
         """Commit a record without rows."""
@@ -267,7 +225,9 @@ class Engine:
             if self._power:
                 header.sync()
 
-    def _commit(self, head: int) -> None:
+    def _commit(self, start: int, head: int, record: bytes | None) -> range:
+        if record is not None:
+            self._header.write_record(record, head)
         if self._power:
             self._format.sync(self._slots(self._header.head))
         if (now := time.monotonic()) >= self._look_at:  # it took long: another may write by now
@@ -277,10 +237,11 @@ class Engine:
         if self._power:
             self._header.sync()
         self.commits += 1
-        if self.ring:
-            self._warm = self._warm or head - self._opened_at >= self.ring
+        if self.ring and head - self._opened_at >= self.ring:
+            self._columns.warm = True
         if now >= self._refresh_at:
             self._refresh(head)
+        return range(start, head)
 
     def _refresh(self, head: int) -> None:
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
@@ -289,11 +250,14 @@ class Engine:
         with suppress(StorageError, OSError):
             self._format.publish(self._slots(head))
 
-    def _require_writer_soon(self) -> None:
-        # A look at the lock file costs as much as copying five columns: not with every commit.
+    def _admit(self, record: bytes | None) -> None:
+        # Before the mutex: a thread that held it may not exist in a forked child. And a look at
+        # the lock file costs as much as copying five columns: not with every commit.
         if (now := time.monotonic()) >= self._look_at or self._lock is None or self._lock.lost:
             self.require_writer()
             self._look_at = now + LOOK_SECONDS
+        if record is not None:
+            check_record(record)
 
     def require_writer(self) -> None:
         """Raise a `WriteError` unless this process may write."""
@@ -322,13 +286,13 @@ class Engine:
                 f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
                 "that the first of them would be lost. Nothing was written; write fewer at a time."
             )
-        if self._slots(stop) > self._room:
+        if self._slots(stop) > self.room:
             self._make_room(self._slots(stop))
 
     def _make_room(self, rows: int) -> None:
         row_nbytes = self.schema.row_nbytes
-        step = min(max(self._room, _FIRST_ROOM_NBYTES // row_nbytes), self._largest_step)
-        comfortable = self._slots(max(rows, self._room + step))
+        step = min(max(self.room, _FIRST_ROOM_NBYTES // row_nbytes), self._largest_step)
+        comfortable = self._slots(max(rows, self.room + step))
         try:
             self._format.grow(comfortable)
         except StorageFull:
@@ -349,25 +313,26 @@ class Engine:
         """
         rows = self._slots(rows)
         with self._mutex:
-            if rows > self._room:
-                require_room(self._format, self.schema, rows, there=self._room)
+            if rows > self.room:
+                require_room(self._format, self.schema, rows, there=self.room)
                 self._format.grow(rows)
                 self._remap(rows)
 
     def _remap(self, rows: int) -> None:
-        columns = self._format.arrays(rows, self._access)
-        self._columns = columns
-        # After the arrays: another thread may look at the room first.
-        self._room = len(columns[0])
+        self._columns = self._mapped(rows, warm=self._columns.warm)
+
+    def _mapped(self, rows: int, *, warm: bool) -> Columns:
+        arrays = self._format.arrays(rows, self._access)
+        return Columns(self._format, self.schema, arrays, warm=warm)
 
     def columns(self) -> list[np.ndarray]:
         """One array [room, ...] a column, slot by slot; room holds all that is committed."""
         slots = self._slots(self._header.head)
-        if slots > self._room:
+        if slots > self.room:
             with self._mutex:  # one thread at a time
-                if slots > self._room:
+                if slots > self.room:
                     self._remap(slots)
-        return self._columns
+        return self._columns.arrays
 
     def committed(self) -> list[np.ndarray]:
         """One read-only array [slots, ...] a column, without a copy, of all slots in use."""
@@ -438,7 +403,7 @@ class Engine:
                 )
             slots[torn] = self._slots_in_time(flat[torn])
             rows[torn] = rows_in(slots[torn], self._header.head, self.ring)
-            for column, out in zip(self._columns, found, strict=True):
+            for column, out in zip(self._columns.arrays, found, strict=True):
                 out[torn] = column[slots[torn]]
         return [array.reshape(*index.shape, *array.shape[1:]) for array in found]
 
@@ -465,7 +430,7 @@ class Engine:
             self._make_room(len(columns[0]))
             # Until all are there none is.
             self._header.reserve = reserve + self.ring
-            for mine, theirs in zip(self._columns, columns, strict=True):
+            for mine, theirs in zip(self._columns.arrays, columns, strict=True):
                 mine[: len(theirs)] = theirs
             self._header.head = head
             self._header.reserve = reserve

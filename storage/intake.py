@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from .errors import RowsMismatch
+from .looks import Looks
 from .rows import Key, spell
 from .schema import Schema
-from .staging import Staging
 
 __all__ = ["Intake"]
 
@@ -40,11 +40,13 @@ class Intake:
         self._schema, self._path = schema, path
         self._keys = schema.keys
         self._numpy_dtypes = [column.numpy_dtype for column in schema.columns]
+        self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
         self._levels = _levels_of(schema)
-        self._count = -1
+        self.count = -1
+        """Rows of the batch that was looked at last."""
         self._shapes: list[tuple[int, ...]] = []
         self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
-        self._staging: Staging | None = None
+        self._seen = Looks()
 
     def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
         """The arrays of a batch in the order of the columns, each [count, ...].
@@ -65,32 +67,39 @@ class Intake:
             self._refuse(rows)
         return found
 
-    def tensors(self, rows: TensorDictBase, without: Key | None) -> list[np.ndarray] | None:
-        """The leaves of a batch as arrays in the order of the columns, if that is simple.
+    def leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
+        """What a TensorDict [count, ...] holds, in the order of the columns, unchecked.
+
+        None where it holds something else than the columns, and perhaps ``without``.
+        """
+        try:
+            self._prepare(rows.batch_size[0])
+            return self._leaves(rows, without)
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return None
+
+    def addresses(self, leaves: list[torch.Tensor]) -> list[int] | None:
+        """Where the values of ``leaves`` lie, if they look like those before that became arrays."""
+        return self._seen.addresses(leaves)
+
+    def tensors(self, leaves: list[torch.Tensor]) -> list[np.ndarray] | None:
+        """Arrays [count, ...] over the memory of ``leaves``, if that is simple; bfloat16 as bits.
 
         It is if all leaves are dense tensors of the columns' dtypes and shapes that autograd
-        does not follow, and large ones lie in the memory of the CPU. None where one is not:
-        whoever takes the longer way converts it, or finds out what is wrong. Small ones are
-        copies, which the next call overwrites.
-
-        Args:
-            rows: a TensorDict [count, ...].
-            without: a column that may be there and is left out.
+        does not follow, in the memory of the CPU. None where one is not: whoever takes the longer
+        way converts it, or finds out what is wrong.
         """
-        # Most of the time of a small append is spent here: no check too many.
         try:
-            count = rows.batch_size[0]
-            again = self._prepare(count)
-            leaves = self._leaves(rows, without)
-            if leaves is None or list(map(_LOOKS, leaves)) != self._looks:
+            if list(map(_LOOKS, leaves)) != self._looks:
                 return None
-            if not again:  # memory for sizes that come once would cost more than it saves
-                return list(map(torch.Tensor.numpy, leaves))
-            if self._staging is None:
-                self._staging = Staging(self._schema.columns, count)
-            return self._staging.arrays(leaves)
-        except (KeyError, IndexError, AttributeError, RuntimeError, TypeError):
+            values = leaves.copy()
+            for index in self._bits:
+                values[index] = values[index].view(torch.uint16)
+            arrays = list(map(torch.Tensor.numpy, values))
+        except (AttributeError, RuntimeError, TypeError):
             return None
+        self._seen.remember(leaves, arrays)
+        return arrays
 
     def _leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
         """The leaves in the order of the columns, None if there are other ones too."""
@@ -105,17 +114,16 @@ class Intake:
                 found[column] = entries[name]
         return found
 
-    def _prepare(self, count: int) -> bool:
-        """Know what batches of ``count`` rows look like; whether the last one had as many."""
-        if count == self._count:
-            return True
+    def _prepare(self, count: int) -> None:
+        """Know what batches of ``count`` rows look like."""
+        if count == self.count:
+            return
         columns = self._schema.columns
         self._shapes = [(count, *column.shape) for column in columns]
         self._looks = [
             (c.dtype, shape, False) for c, shape in zip(columns, self._shapes, strict=True)
         ]
-        self._count, self._staging = count, None
-        return False
+        self.count, self._seen = count, Looks()
 
     def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
         found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]

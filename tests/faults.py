@@ -23,6 +23,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 import zarr
 from tensordict import TensorDict
 
@@ -30,6 +31,7 @@ import tallyroll.storage
 from tallyroll.storage import H5Storage, MemmapStorage, StorageFull, ZarrStorage, engine
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.errors import NotAStorage, StorageMissing
+from tallyroll.storage.rows import nest
 
 from storage_contract import WAIT_SECONDS, process
 
@@ -85,6 +87,12 @@ CASES = {
 def oracle(start: int, count: int) -> dict[Key, np.ndarray]:
     """Rows ``[start, start + count)``."""
     return at(np.arange(start, start + count))
+
+
+def tensors(start: int, count: int) -> TensorDict:
+    """The same rows, as tensors."""
+    columns = oracle(start, count).items()
+    return nest(((key, torch.from_numpy(array)) for key, array in columns), [count])
 
 
 def at(numbers: np.ndarray) -> dict[Key, np.ndarray]:
@@ -271,15 +279,19 @@ def write_for_ever(
 ) -> None:
     """Append batches of up to ``most`` rows, each with its record, until killed.
 
+    They are arrays or tensors, which are copied in another way from the second of a size on.
     Now and then the storage is closed and opened again, if ``close``; ``pause`` is in seconds.
     """
     pick = random.Random(seed)
+    count = 1
     storage = case.open_or_create(path)
     told.head = head = storage.head
     for step in itertools.count(1):
-        count = pick.choice([1, 2, most // 9, most, most, pick.randrange(1, most)])
+        if step % 3 == 0:
+            count = pick.choice([1, 2, most // 9, most, most, pick.randrange(1, most)])
+        batch = pick.choice([oracle, tensors, tensors])(head, count)
         try:
-            storage.extend(oracle(head, count), record=record_of(head + count))
+            storage.extend(batch, record=record_of(head + count))
         except StorageFull:
             assert case.kind is H5Storage
             storage.reserve(head + 2000)
@@ -356,8 +368,9 @@ def scenario_append(case: Case, path: Path, told: Told) -> None:
     """Reopen, append, grow, show rows to others, write a record alone, and close."""
     with case.kind(path, mode="append") as storage:
         head = storage.head
-        for count in (2, MOST, 1, MOST):
-            storage.extend(oracle(head, count), record=record_of(head + count))
+        sizes = [(oracle, count) for count in (2, MOST, 1, MOST)]
+        for make, count in [*sizes, (tensors, 3), (tensors, 3)]:
+            storage.extend(make(head, count), record=record_of(head + count))
             told.head = head = head + count
         storage.put_record(record_of(head))
 

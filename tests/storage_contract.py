@@ -670,7 +670,7 @@ class StorageContract:
             elif step == "record":
                 patch.setattr(engine._header, "write_record", interrupt)
             else:
-                patch.setattr(engine, "_columns", [*engine._columns[:2], None, None])
+                patch.setattr(engine._columns, "arrays", [*engine._columns.arrays[:2], None, None])
             with pytest.raises((KeyboardInterrupt, TypeError)):
                 storage.extend(arrays(100, 3), record=b"bad")
         assert storage.record == (6, b"good")

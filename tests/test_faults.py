@@ -31,6 +31,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.columns import Columns
 from tallyroll.storage.engine import LOOK_SECONDS, Engine
 from tallyroll.storage.errors import WriterForked
 from tallyroll.storage.lock import WriterLock
@@ -186,17 +187,17 @@ def test_who_removes_the_lock_file_stops_the_first_writer(case: Case, tmp_path: 
 def test_a_lock_file_removed_in_the_middle_of_a_long_append(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, copy = tmp_path / "rows", Engine._copy
+    path, copy = tmp_path / "rows", Columns.copy
     with case.create(path) as first:
         first.extend(oracle(0, 300), record=record_of(300))
 
-        def long(self: Engine, *args: Any) -> None:
+        def long(self: Columns, *args: Any) -> None:
             copy(self, *args)
             first.lock_path.unlink(missing_ok=True)
             time.sleep(2 * LOOK_SECONDS)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_copy", long)
+            patch.setattr(Columns, "copy", long)
             with pytest.raises(StorageLocked, match="was removed while this process writes"):
                 first.extend(oracle(300, 100))
     with case.kind(path, mode="append") as second:
@@ -294,10 +295,10 @@ def test_power_durability_syncs_in_order(
             inode = os.fstat(file).st_ino
             note("header" if inode == header_file else names.setdefault(inode, "rows"))
 
-        copy, flush = Engine._copy, Region.sync
+        copy, flush = Columns.copy, Region.sync
         monkeypatch.setattr(os, "fdatasync", synced)
         monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(Engine, "_copy", lambda self, *args: (note("copy"), copy(self, *args)))
+        monkeypatch.setattr(Columns, "copy", lambda self, *args: (note("copy"), copy(self, *args)))
         monkeypatch.setattr(Region, "sync", lambda self, start: (note("rows"), flush(self, start)))
         storage.extend(oracle(500, 200), record=record_of(700))
         monkeypatch.undo()

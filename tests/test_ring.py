@@ -17,8 +17,8 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage import ring as ring_
+from tallyroll.storage.columns import Columns
 from tallyroll.storage.commit import word_of
-from tallyroll.storage.engine import Engine
 from tallyroll.storage.errors import (
     BatchTooLong,
     IndexOutOfRange,
@@ -106,7 +106,7 @@ def test_a_ring_holds_the_newest_rows(
     reopen: set[int],
     write_nbytes: int,
 ) -> None:
-    monkeypatch.setattr("tallyroll.storage.engine._WRITE_NBYTES", write_nbytes)
+    monkeypatch.setattr("tallyroll.storage.columns._WRITE_NBYTES", write_nbytes)
     path = tmp_path / "ring"
     shutil.rmtree(path, ignore_errors=True)
     storage = MemmapStorage(path, max_size=size)
@@ -163,14 +163,14 @@ def test_a_ring_is_opened_as_the_ring_that_it_is(path: Path) -> None:
 
 def interrupted(storage: MemmapStorage, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append 6 rows of noise and stop when half the columns are overwritten."""
-    copy = Engine._copy
+    copy = Columns.copy
 
-    def half(self: Engine, slot: int, sources: list[Any], at: int, count: int) -> None:
+    def half(self: Columns, slot: int, sources: list[Any], at: int, count: int) -> None:
         copy(self, slot, sources[: len(sources) // 2], at, count)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_copy", half)
+        patch.setattr(Columns, "copy", half)
         with pytest.raises(KeyboardInterrupt):
             storage.extend(rows(at + 1000, 6))
 

@@ -1,11 +1,14 @@
 """Tensors of any kind reach a storage bit for bit, in the first batch of a size and in those after.
 
-Small tensors of batches of one size go through memory that is used again: nothing of one batch
-may be seen in another, and nothing may pass that would have been refused alone.
+Tensors that look like those of the batch before are copied as the memory that they are: nothing
+may be taken for such memory that is none, and nothing may pass that would have been refused alone.
+All of it holds as well where torch does not offer to compare looks.
 """
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +16,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, TensorDict
 from torch.autograd import forward_ad
 
 from tallyroll.storage import MemmapStorage, RowsMismatch
+from tallyroll.storage.columns import Columns
 from tallyroll.storage.schema import _NUMPY
 from tallyroll.storage.store import RowStore
 
 BATCHES = 4
-"""The second of a size is the first that goes through the memory."""
+"""The third is the first that is copied by address, the second where the files are there."""
 ROWS = 5
 WIDE = 9000
-"""Bytes a row: more than what goes through it."""
+"""Bytes a row that are too many for a small copy."""
+
+
+@pytest.fixture(autouse=True, params=["looks", "no looks"])
+def compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether torch offers to compare looks."""
+    there: bool = request.param == "looks"
+    if not there:
+        monkeypatch.setattr("tallyroll.storage.looks.TensorGuards", None)
+    return there
 
 
 @pytest.fixture
@@ -54,7 +69,8 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.
 
 def bits(tensor: torch.Tensor) -> bytes:
     """What the tensor holds, byte by byte."""
-    return bytes(tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy())
+    values = tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    return bytes(values.numpy(force=True))
 
 
 def stored(storage: MemmapStorage, key: str, start: int, stop: int) -> bytes:
@@ -147,14 +163,15 @@ QUICK: dict[str, Callable[[int], torch.Tensor]] = {
     "of inference mode": in_inference_mode,
     "detached": lambda number: computed(number).detach(),
     "on disk": on_disk,
-    "a conjugate": lambda number: torch.complex(base(number), base(number)).conj(),
-    "a negative view": lambda number: torch.complex(base(number), base(number)).conj().imag,
     "bfloat16": lambda number: base(number).bfloat16(),
 }
 LONGER: dict[str, Callable[[int], torch.Tensor]] = {
     "tracked": tracked,
     "computed": computed,
     "a parameter": lambda number: torch.nn.Parameter(base(number)),
+    "a conjugate": lambda number: torch.complex(base(number), base(number)).conj(),
+    "a negative view": lambda number: torch.complex(base(number), base(number)).conj().imag,
+    "zeros without memory": lambda number: torch._efficientzerotensor((ROWS, 4)),
 }
 
 
@@ -215,10 +232,58 @@ def test_autograd_follows_nothing_into_the_storage(
     quick()
     storage.extend(TensorDict({"x": base(4)}, [ROWS]))
     assert storage.column("x")[-2 * ROWS :].tobytes() == bits(torch.cat([base(2), base(4)]))
-    assert storage._engine is not None
-    kept = storage._engine._intake._staging
-    assert kept is not None
-    assert not any(tensor.requires_grad for tensor in kept._tensors), "it holds what made them"
+
+
+KINDS: dict[str, Callable[[int], torch.Tensor]] = {
+    kind: make for kind, make in (QUICK | LONGER).items() if make(0).dtype is torch.float32
+}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=12))
+def test_tensors_of_all_kinds_take_turns(tmp_path: Path, kinds: list[str]) -> None:
+    shutil.rmtree(tmp_path / "turns", ignore_errors=True)
+    with MemmapStorage(tmp_path / "turns") as storage:
+        for number, kind in enumerate(kinds):
+            leaf = KINDS[kind](number)
+            storage.extend(TensorDict({"x": leaf, "n": {"y": base(-number)}}, [ROWS]))
+            start = number * ROWS
+            assert stored(storage, "x", start, start + ROWS) == bits(leaf.detach())
+            assert storage.column(("n", "y"))[start:].tobytes() == bits(base(-number))
+
+
+@pytest.mark.parametrize("count", [1, ROWS, 3000])
+def test_what_looks_alike_is_copied_by_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: bool, count: int
+) -> None:
+    """Where rows go through the map: small batches, and all in a ring that is full."""
+    copies = []
+
+    def copy_memory(self: Columns, slot: int, count: int, addresses: Any) -> None:
+        copies.append((slot, count))
+        copied(self, slot, count, addresses)
+
+    copied = Columns.copy_memory
+    monkeypatch.setattr(Columns, "copy_memory", copy_memory)
+    given = [torch.randn(count, 4) for _ in range(7)]
+    with MemmapStorage(tmp_path / "ring", max_size=3 * count) as ring:
+        for rows in given:
+            ring.extend(TensorDict({"x": rows}, [count]))
+        np.testing.assert_array_equal(
+            ring.column("x"), torch.cat([given[6], given[4], given[5]]).numpy()
+        )
+    # The first batch makes the files, the second is the first to be looked at.
+    small = [(count * slot, count) for slot in (2, 0, 1, 2, 0)]
+    assert copies == ([] if not compared else small if count < 3000 else small[1:])
+
+
+def test_nothing_of_a_batch_is_held_on_to(storage: MemmapStorage) -> None:
+    for number in range(BATCHES):
+        leaf = base(number)
+        gone = weakref.ref(leaf)
+        storage.extend(TensorDict({"x": leaf}, [ROWS]))
+        del leaf
+        assert gone() is None
 
 
 # --- what does not fit ----------------------------------------------------------------------------

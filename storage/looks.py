@@ -1,0 +1,48 @@
+"""Tensors that are known by their looks, so that their values can be copied by address.
+
+To make an array of a tensor costs more than to copy the bytes of a small one. So the tensors of
+the first batch are made arrays, which tells all that is to be known of their memory, and tensors
+that look exactly like them are taken for the memory that they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+TensorGuards: Any = None  # torch does not promise it; without it every batch is made arrays
+with contextlib.suppress(ImportError):
+    from torch._C._dynamo.guards import TensorGuards
+
+__all__ = ["Looks"]
+
+
+class Looks:
+    """How the tensors of a batch looked that are, one by one, contiguous arrays in memory."""
+
+    def __init__(self) -> None:
+        self._same: Callable[..., bool] | None = None
+
+    def remember(self, leaves: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
+        """Learn from tensors, and the arrays that share their memory."""
+        self._same = None
+        # Of other classes nobody knows what they do when they are made an array.
+        plain = all(type(leaf) is torch.Tensor for leaf in leaves)
+        if TensorGuards is not None and plain and all(a.flags.c_contiguous for a in arrays):
+            guards = TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._same = guards.check
+
+    def addresses(self, leaves: Sequence[torch.Tensor]) -> list[int] | None:
+        """Where the values of ``leaves`` lie, if they look like those; else None.
+
+        Alike are class, dtype, device, shape, strides, what autograd does, and all else that
+        decides what the memory means.
+        """
+        if self._same is None or not self._same(*leaves):
+            return None
+        found = list(map(torch.Tensor.data_ptr, leaves))
+        return found if all(found) else None  # 0: without memory
