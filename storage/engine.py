@@ -123,10 +123,11 @@ class Engine:
     def _counts(self) -> tuple[int, int]:
         """``head`` and ``reserve`` of one moment, or a head too old, which hides rows."""
         header = self._header
-        for _ in range(_LOOKS):
-            head, reserve = header.head, header.reserve
+        head, reserve = header.head, header.reserve
+        for _ in range(_LOOKS if self._follows else 0):
             if header.head == head:
                 break
+            head, reserve = header.head, header.reserve
         return head, reserve
 
     @property

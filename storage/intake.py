@@ -38,7 +38,7 @@ class Intake:
 
     def __init__(self, schema: Schema, path: Path) -> None:
         self._schema, self._path = schema, path
-        self._keys = schema.keys
+        self._keys = list(schema.keys)
         self._numpy_dtypes = [column.numpy_dtype for column in schema.columns]
         self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
         self._levels = _levels_of(schema)
@@ -55,7 +55,9 @@ class Intake:
             RowsMismatch: not exactly the schema's columns, or another dtype or shape.
         """
         try:
-            found: list[np.ndarray] = [rows[key] for key in self._keys]
+            # In the order of the columns, as most are, they need not be looked up one by one.
+            in_order = list(rows) == self._keys
+            found = list(rows.values() if in_order else map(rows.__getitem__, self._keys))
             self._prepare(len(found[0]))
             if [array.dtype for array in found] != self._numpy_dtypes:
                 self._refuse(rows)

@@ -104,7 +104,7 @@ def _filled(
         for name, it in plan.items()
     }
     # The shapes are known: a check of each would cost five times as much as the rest.
-    return TensorDict._new_unsafe(source=source, batch_size=batch_size)
+    return TensorDict._new_unsafe(source=source, batch_size=batch_size, nested=False)
 
 
 def nest(columns: Iterable[tuple[Key, torch.Tensor]], batch_size: Iterable[int]) -> TensorDict:

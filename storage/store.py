@@ -367,7 +367,7 @@ class RowStore:
         if self._ring:
             self._index.make_way(self, rows)
         span = None
-        if self._engine is not None and isinstance(rows, TensorDictBase):
+        if self._engine is not None and type(rows) is not dict and isinstance(rows, TensorDictBase):
             span = self._engine.append_tensors(rows, record, without)
         if span is None:
             span = self._append(self._arrays(rows, without), record)
