@@ -31,6 +31,7 @@ from common import (
 )
 from storage_work import (
     READ_ROWS,
+    BareTensorDict,
     Calls,
     Floor,
     GrowingFloor,
@@ -71,7 +72,9 @@ RANDOM = f"{READ_ROWS} random rows of {{room}} a call"
 LIBRARIES = " (libraries for files)"
 JOBS = {
     "write": Job(ROUND, writing, [Floor, *storage_ours.WRITERS], storage_peers.WRITERS),
-    "read": Job(RANDOM, reading, [Floor, *storage_ours.READERS], storage_peers.READERS),
+    "read": Job(
+        RANDOM, reading, [Floor, BareTensorDict, *storage_ours.READERS], storage_peers.READERS
+    ),
     "grow": Job(
         "{batch} a call into files that grow",
         growing,

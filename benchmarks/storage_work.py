@@ -18,6 +18,7 @@ from common import Contender, Tally, play_round
 from tensordict import TensorDict
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.storage.rows import Nest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -329,10 +330,29 @@ class Floor(Store):
             self.outs = [np.empty((len(index), *c.shape[1:]), c.dtype) for c in self.columns]
         return index
 
-    def read(self, asked: np.ndarray) -> None:
+    def read(self, asked: np.ndarray) -> Any:
         """Gather column by column; ``clip`` is the mode in which NumPy needs no copy in between."""
         for column, out in zip(self.columns, self.outs, strict=True):
             column.take(asked, axis=0, out=out, mode="clip")
+
+
+class BareTensorDict(Floor):
+    """The floor, and a TensorDict over its arrays, made in the quickest way that is known.
+
+    No index is checked, and the next read overwrites what this one has returned.
+    """
+
+    name = "the floor and a TensorDict of it"
+
+    def __init__(self, spec: Spec) -> None:
+        """Plan the levels of the TensorDict."""
+        super().__init__(spec)
+        self.nest = Nest([(key, torch.from_numpy(a).dtype) for key, a in spec.rows.items()])
+
+    def read(self, asked: np.ndarray) -> TensorDict:
+        """Gather, and nest."""
+        super().read(asked)
+        return self.nest(self.outs, asked.shape)
 
 
 class GrowingFloor(Store):
