@@ -73,7 +73,7 @@ class held:
             _holder = None
             try:
                 _restore()
-            finally:
+            finally:  # a handler that was restored first may raise before the others are
                 _restore()
             _call_waiting()
 

@@ -32,6 +32,7 @@ from tallyroll.collector.trajectories import Layout
 from tallyroll.collector.workers.crew import Crew
 from tallyroll.collector.workers.layout import Blocks, Share, evenly
 from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
+from tallyroll.collector.workers.limits import limits_named
 from tallyroll.collector.workers.main_guard import in_bootstrap, require_guard
 from tallyroll.collector.workers.memory import Arena, Measure, require
 from tallyroll.collector.workers.messages import Job
@@ -166,13 +167,14 @@ class MultiprocessCollector(ExactCollector):
         pickled = [_pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            self._crew = Crew(
-                pickled,
-                start_method=mp_start_method,
-                threads=threads,
-                step_timeout=arguments.seconds("step_timeout", step_timeout),
-                start_timeout=arguments.seconds("start_timeout", start_timeout) or 120.0,
-            )
+            with limits_named(self.num_workers):
+                self._crew = Crew(
+                    pickled,
+                    start_method=mp_start_method,
+                    threads=threads,
+                    step_timeout=arguments.seconds("step_timeout", step_timeout),
+                    start_timeout=arguments.seconds("start_timeout", start_timeout) or 120.0,
+                )
         except BaseException:
             self._sink.close()
             raise

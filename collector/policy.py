@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import ArgumentError, PolicyError
@@ -109,16 +110,36 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
     state: Any = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(state, TensorDictBase):
         state = dict(state.flatten_keys(".").items())
+    if not isinstance(state, Mapping):
+        raise ArgumentError(
+            "weights: wanted a TensorDict of parameters, a state dict or a module, got "
+            f"{type(weights).__name__}"
+        )
+    now = module.state_dict()
     wanted = {name for name, _ in module.named_parameters()}
-    known = wanted | {name for name, _ in module.named_buffers()} | set(module.state_dict())
+    known = wanted | {name for name, _ in module.named_buffers()} | set(now)
     unknown, missing = sorted(set(state) - known), sorted(wanted - set(state))
     if unknown or missing:
         raise ArgumentError(
             "weights: wanted the parameters of the policy; "
             f"missing are {missing}, unknown are {unknown}"
         )
-    persistent = module.state_dict().keys() & state.keys()
+    persistent = now.keys() & state.keys()
+    # Torch would load those that fit, and raise then.
+    if wrong := [each for name in sorted(persistent) if (each := _misfit(name, now, state))]:
+        raise ArgumentError(f"weights: {'; '.join(wrong)}")
     module.load_state_dict({name: state[name] for name in persistent}, strict=False)
+
+
+def _misfit(name: str, now: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    mine, theirs = now[name], new[name]
+    if not isinstance(mine, torch.Tensor) or is_lazy(mine):
+        return None
+    if not isinstance(theirs, torch.Tensor):
+        return f"{name}: wanted a tensor, got {type(theirs).__name__}"
+    if mine.shape != theirs.shape:
+        return f"{name}: wanted shape {list(mine.shape)}, got {list(theirs.shape)}"
+    return None
 
 
 def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:

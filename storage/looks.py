@@ -7,18 +7,33 @@ that look exactly like them are taken for the memory that they are.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-TensorGuards: Any = None  # torch does not promise it; without it every batch is made arrays
-with contextlib.suppress(ImportError):
-    from torch._C._dynamo.guards import TensorGuards
-
 __all__ = ["Looks"]
+
+
+def _guards() -> Any:
+    """What compares the looks of tensors for torch's compiler, if it does what we rely on.
+
+    torch promises neither that nor that it stays. Without it every batch is made arrays.
+    """
+    try:
+        from torch._C._dynamo import guards
+
+        kind: Any = guards.TensorGuards
+        one = torch.zeros(2, 2, device="cpu")
+        same = kind(one, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        others = (one[:1], one.T, one.double(), one.to("meta"), one.clone().requires_grad_())
+        return kind if same(one.clone()) and not any(map(same, others)) else None
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+
+
+TensorGuards = _guards()
 
 
 class Looks:

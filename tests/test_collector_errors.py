@@ -117,7 +117,8 @@ def test_numpy_integers_are_integers() -> None:
             {"info_keys": ["lives"]},
             "info key 'lives' is in no info of a reset or of",
         ),
-        (lambda: 7, {}, "create_env_fn: wanted a Gymnasium id, a TorchRL EnvBase, .* got int"),
+        (lambda: 7, {}, "wanted a Gymnasium id, a TorchRL EnvBase, .* got a factory of int"),
+        (lambda: None, {}, "create_env_fn: wanted a Gymnasium id, .* got a factory of NoneType"),
         (None, {}, "create_env_fn: wanted a Gymnasium id, .* got NoneType"),
         (
             partial(gym.make, "CartPole-v1"),

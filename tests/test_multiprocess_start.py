@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import resource
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from gymnasium.spaces import Discrete
@@ -334,6 +337,24 @@ def test_too_little_shared_memory_is_told_with_the_numbers(
     assert found
     assert 1 < int(found[1]) < 300
     assert not list(tmp_path.iterdir())
+
+
+def test_more_workers_than_the_system_allows(tmp_path: Path) -> None:
+    """Spawned ones: Python's fork server does not survive a limit of whoever asks it."""
+    here, (soft, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()
+    before = here.num_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 12, hard))
+    try:
+        with pytest.raises(ArgumentError, match=r"^num_workers: 30 workers .*Too many open files"):
+            MultiprocessCollector(
+                factory(SAME, 0, 1), num_workers=30, storage=tmp_path / "data", **BUDGET
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    gc.collect()
+    assert here.num_fds() == before
+    assert not (tmp_path / "data").exists()
 
 
 def test_memory_that_suffices_is_as_much_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:

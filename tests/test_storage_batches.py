@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, TensorDict
 from torch.autograd import forward_ad
 
-from tallyroll.storage import MemmapStorage, RowsMismatch
+from tallyroll.storage import MemmapStorage, RowsMismatch, looks
 from tallyroll.storage.columns import Columns
 from tallyroll.storage.schema import _NUMPY
 from tallyroll.storage.store import RowStore
@@ -284,6 +284,40 @@ def test_nothing_of_a_batch_is_held_on_to(storage: MemmapStorage) -> None:
         storage.extend(TensorDict({"x": leaf}, [ROWS]))
         del leaf
         assert gone() is None
+
+
+class Alike:
+    """Says of all tensors the same."""
+
+    said = True
+
+    def __init__(self, *leaves: torch.Tensor, **dynamic: Any) -> None:
+        pass
+
+    def check(self, *leaves: torch.Tensor) -> bool:
+        return self.said
+
+
+class Unlike(Alike):
+    said = False
+
+
+class Renamed:
+    def __init__(self, *leaves: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("other", [Alike, Unlike, Renamed, None])
+def test_a_torch_that_compares_otherwise_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, other: Any
+) -> None:
+    module = torch._C._dynamo.guards
+    assert looks._guards() is module.TensorGuards
+    if other is None:
+        monkeypatch.delattr(module, "TensorGuards")
+    else:
+        monkeypatch.setattr(module, "TensorGuards", other)
+    assert looks._guards() is None
 
 
 # --- what does not fit ----------------------------------------------------------------------------

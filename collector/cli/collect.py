@@ -92,6 +92,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, target: Target) -> None:
         self.out: str = args.out
         self.target, self.resume = target, args.resume and target.run is not None
+        self.anew: bool = args.resume and target.run is None
         self.quiet: bool = args.quiet
         self.finalize: bool = args.finalize
         self.options = ["--format", args.format] if args.format else []
@@ -99,7 +100,8 @@ class Run:
         self.options += ["--finalize"] if args.finalize else []
         self.plan = self._planned(args)
         self._require_capacity()
-        self._require_workers(args)
+        if wrong := _wrong_workers(self.plan, args):
+            raise CommandError(wrong)
         self.began = 0
         """Rows of this run that were there before."""
         self.done, self.report = False, ""
@@ -107,8 +109,6 @@ class Run:
     def _planned(self, args: argparse.Namespace) -> Plan:
         given = Plan.of(args)
         if self.target.run is None:
-            if args.resume:
-                self.note(f"{self.out} holds no run to resume: starting anew")
             self._require_complete(given)
             return given
         before = Plan.of_run(self.target.run)
@@ -164,18 +164,6 @@ class Run:
                 f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
                 "give; use --frames, or --format memmap or zarr"
             )
-
-    def _require_workers(self, args: argparse.Namespace) -> None:
-        plan = self.plan
-        if (plan.workers or 0) > plan.lanes:
-            raise CommandError(
-                f"--workers: wanted at most as many as there are lanes, {plan.lanes}, got "
-                f"{plan.workers}; give fewer, or a larger --num-envs"
-            )
-        for name in ("mode", "respawns", "step_timeout"):
-            if not plan.workers and getattr(args, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise CommandError(f"{option} is for workers, and there are none; give --workers")
 
     def note(self, text: str) -> None:
         """One line to whoever watches."""
@@ -286,6 +274,8 @@ class Run:
 
     def _say_what_it_takes(self, collector: ExactCollector) -> None:
         storage, plan = self.target.storage, self.plan
+        if self.anew:
+            self.note(f"{self.out} held no run to resume: starting anew")
         row_nbytes = storage.schema.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
         if plan.frames is not None:
@@ -360,6 +350,20 @@ class Run:
         sys.stderr.write(f"tallyroll: stopped by {name}; {kept}. Go on with\n    {how}\n")
 
 
+def _wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
+    """What is wrong with the options for workers, where something is."""
+    if (plan.workers or 0) > plan.lanes:
+        return (
+            f"--workers: wanted at most as many as there are lanes, {plan.lanes}, got "
+            f"{plan.workers}; give fewer, or a larger --num-envs"
+        )
+    for name in ("mode", "respawns", "step_timeout"):
+        if not plan.workers and getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            return f"{option} is for workers, and there are none; give --workers"
+    return None
+
+
 def default_batch(plan: Plan, ring: int = 0) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
     lanes = plan.lanes
@@ -375,6 +379,9 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
         args.usage_error("one of the arguments --frames --episodes is required")
+    # What a resumed run leaves out stands in its manifest.
+    if not args.resume and (wrong := _wrong_workers(Plan.of(args), args)):
+        args.usage_error(wrong)
     with Signals() as signals:
         try:
             target = open_target(place_of(args), append=args.append, resume=args.resume)

@@ -54,7 +54,8 @@ def make_env(
             "in the factory"
         )
     owned = not isinstance(create, (EnvBase, VectorEnv))
-    env = create() if callable(create) and owned else create
+    made = owned and callable(create)
+    env = create() if made else create  # type: ignore[operator]
     if isinstance(env, VectorEnv):
         env = GymnasiumVectorEnv(env, reset_slots=reset_slots, info_keys=info_keys)
     elif isinstance(env, gymnasium.Env):
@@ -65,7 +66,7 @@ def make_env(
     elif not isinstance(env, EnvBase):
         raise ArgumentError(
             "create_env_fn: wanted a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
-            f"factory of one of them, got {type(env).__name__}"
+            f"factory of one of them, got {'a factory of ' if made else ''}{type(env).__name__}"
         )
     elif missing := [name for name in info_keys if name not in env.observation_spec.keys()]:
         raise ArgumentError(

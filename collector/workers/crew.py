@@ -342,20 +342,24 @@ class Crew:
 
     def close(self) -> None:
         """Let idle workers close their environments; end them all. Idempotent."""
-        if self._finalize.still_active() and os.getpid() == self._owner:
-            idle = [each for each in self.members if not each.asked and not each.ended]
-            for member in idle:
-                with suppress(OSError):
-                    m.send(member.connection, m.Close())
-            # Not joined: while it is a zombie, its number is nobody else's.
-            going = {each.process.sentinel for each in idle}
-            until = time.monotonic() + _CLOSE_SECONDS
-            try:
-                while going and time.monotonic() < until:
-                    going -= set(wait(list(going), max(0.0, until - time.monotonic())))
-            finally:
-                self.kill()
-        self.kill()
+        try:
+            if self._finalize.still_active() and os.getpid() == self._owner:
+                self._let_close(
+                    [each for each in self.members if not each.asked and not each.ended]
+                )
+        finally:
+            self.kill()
+
+    @staticmethod
+    def _let_close(idle: list[Member]) -> None:
+        for member in idle:
+            with suppress(OSError):
+                m.send(member.connection, m.Close())
+        # Not joined: while it is a zombie, its number is nobody else's.
+        going = {each.process.sentinel for each in idle}
+        until = time.monotonic() + _CLOSE_SECONDS
+        while going and time.monotonic() < until:
+            going -= set(wait(list(going), max(0.0, until - time.monotonic())))
 
 
 class Parcel:
