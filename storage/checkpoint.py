@@ -52,8 +52,9 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with type(storage)(path, mode="read") as copy:
             if storage._engine is not None:
                 _require_same(storage, copy)
-            if storage._engine is None or _behind(storage, copy):
-                _bring_up(storage, copy)
+            with storage._turn:
+                if storage._engine is None or _behind(storage, copy):
+                    _bring_up(storage, copy)
 
 
 def _bring_up(target: DiskStorage, source: DiskStorage) -> None:
@@ -89,7 +90,7 @@ def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
     step = max(1, _CHUNK_NBYTES // engine.schema.row_nbytes)
     for start in range(target.head, head, step):
         stop = min(start + step, head)
-        target._append({k: c[start:stop] for k, c in zip(keys, columns, strict=True)})
+        target._running().append({k: c[start:stop] for k, c in zip(keys, columns, strict=True)})
 
 
 def _behind(target: DiskStorage, source: DiskStorage) -> bool:

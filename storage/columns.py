@@ -108,6 +108,7 @@ class Columns:
             move(base + slot * row_nbytes, address, nbytes)
 
     def _plan(self, count: int) -> None:
+        self._count = -1  # an interrupt leaves what is to be planned anew
         assert all(array.flags.c_contiguous for array in self.arrays)
         self._moves = [
             (array.ctypes.data, nbytes, ctypes.c_size_t(count * nbytes))

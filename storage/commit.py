@@ -21,7 +21,6 @@ import mmap
 import os
 import struct
 import zlib
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +56,6 @@ HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
 
-@lru_cache(maxsize=2)  # a count is stored as reserve first, then as head
 def word_of(count: int) -> int:
     """A count with its check bits."""
     return count | binascii.crc_hqx(count.to_bytes(6, "little"), 0) << _COUNT_BITS
@@ -99,6 +97,8 @@ class Header:
             ) from error
         self._reserve: int | None = None
         self._head: int | None = None
+        self._spelt = (0, word_of(0))
+        """The count stored last as reserve, and its word: most are stored as head next."""
         try:
             self._map = self._mapped(writable)
             self.ring = self._check(schema_crc)
@@ -177,8 +177,9 @@ class Header:
 
     @reserve.setter
     def reserve(self, rows: int) -> None:
-        self._words[_RESERVE] = word_of(rows)
-        self._reserve = rows
+        word = word_of(rows)
+        self._words[_RESERVE] = word
+        self._reserve, self._spelt = rows, (rows, word)
 
     @property
     def head(self) -> int:
@@ -187,7 +188,8 @@ class Header:
 
     @head.setter
     def head(self, rows: int) -> None:
-        self._words[_HEAD] = word_of(rows)
+        count, word = self._spelt
+        self._words[_HEAD] = word if count == rows else word_of(rows)
         self._head = rows
 
     def sync(self) -> None:

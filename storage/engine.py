@@ -29,6 +29,7 @@ from .errors import (
 )
 from .format import Access, Format
 from .intake import Intake
+from .lent import Lent
 from .lock import ReaderLock, WriterLock, is_held
 from .pool import BufferPool
 from .preflight import require_room
@@ -82,6 +83,7 @@ class Engine:
         """The columns' keys, in order."""
         self._intake = Intake(schema, format.path)
         self._views: list[np.ndarray] | None = None
+        self._lent = Lent()
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self._look_at = 0.0
@@ -178,10 +180,14 @@ class Engine:
             leaves = self._intake.leaves(rows, without)
             if leaves is None:
                 return None
-            addresses, count = self._intake.addresses(leaves), self._intake.count
+            addresses, count = self._intake.seen.addresses(leaves), self._intake.count
             start = self._header.head
             slot = slots_of(start, self.ring)
-            if addresses is not None and self._columns.take_memory(slot, count):
+            if (
+                addresses is not None
+                and self._columns.take_memory(slot, count)
+                and not (self._lent and self._lent.hold(addresses).any())
+            ):
                 self._reserve(start, start + count)
                 self._columns.copy_memory(slot, count, addresses)
                 return self._commit(start, start + count, record)
@@ -195,6 +201,8 @@ class Engine:
             if record is not None:
                 self.put_record(record)
             return range(start, stop)
+        if self._lent:
+            arrays = self._lent.copied(arrays)
         slot = slots_of(start, self.ring)
         if slot + count <= self._columns.room:
             self._reserve(start, stop)
@@ -338,7 +346,10 @@ class Engine:
     def committed(self) -> list[np.ndarray]:
         """One read-only array [slots, ...] a column, without a copy, of all slots in use."""
         slots = self._slots(self.head)
-        arrays = [column[:slots] for column in self.columns()]
+        columns = self.columns()
+        if self.ring:
+            self._lent.add(columns)
+        arrays = [column[:slots] for column in columns]
         for array in arrays:
             array.flags.writeable = False
         return arrays
@@ -349,6 +360,8 @@ class Engine:
         with self._mutex:
             if self._views is None or len(self._views[0]) < slots:
                 self._views = self._format.arrays(slots, "private")
+            if self.ring:
+                self._lent.add(self._views)
             return [view[:slots] for view in self._views]
 
     def shows_slots(self, span: range) -> bool:

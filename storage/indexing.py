@@ -37,7 +37,9 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
     if isinstance(index, range):
         index = np.arange(index.start, index.stop, index.step)
     elif isinstance(index, torch.Tensor):
-        index = index.numpy(force=True)
+        index = _array_of(index)
+    elif type(index) is int and not -length <= index < length:  # of any size
+        raise _out_of_range(index, length)
     array = np.asarray(index if not isinstance(index, list) or index else np.empty(0, np.int64))
     if array.dtype == np.bool_:
         array = _selected(array, length)
@@ -45,14 +47,30 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
         raise TypeError(
             f"rows are indexed by whole numbers, got {type(index).__name__}: {index!r}."
         )
+    if array.dtype == np.uint64 and array.size and (high := int(array.max())) >= length:
+        raise _out_of_range(high, length)  # which int64 might not hold
     rows = _within(array.astype(np.int64, copy=False), length)
     return int(rows) if rows.ndim == 0 else rows
 
 
+def _array_of(index: torch.Tensor) -> np.ndarray:
+    try:
+        array: np.ndarray = index.numpy(force=True)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"rows are indexed by whole numbers, got a tensor of {index.dtype} on {index.device}, "
+            f"{index.layout}: {error}"
+        ) from error
+    return array
+
+
 def _plain(index: Any, length: int) -> np.ndarray | None:
     """What samplers draw: int64 row numbers from 0, of one dimension; None if it is not that."""
-    if isinstance(index, torch.Tensor) and index.is_cpu:
-        index = index.numpy()
+    if isinstance(index, torch.Tensor) and index.is_cpu and index.dtype is torch.int64:
+        try:
+            index = index.numpy()
+        except (RuntimeError, TypeError):  # not dense
+            return None
     if type(index) is not np.ndarray or index.dtype != np.int64 or index.ndim != 1:
         return None
     # Seen without their sign, negative numbers are the largest; argmax takes half as long as max.
@@ -82,8 +100,12 @@ def _within(rows: np.ndarray, length: int) -> np.ndarray:
     low, high = int(rows.min()), int(rows.max())
     if low < -length or high >= length:
         wrong = low if low < -length else high
-        raise IndexOutOfRange(f"row {wrong} is not there: the storage has {length} rows.")
+        raise _out_of_range(wrong, length)
     return np.where(rows < 0, rows + length, rows) if low < 0 else rows
+
+
+def _out_of_range(row: int, length: int) -> IndexOutOfRange:
+    return IndexOutOfRange(f"row {row} is not there: the storage has {length} rows.")
 
 
 def consecutive(cursor: Any, ring: int = 0) -> range:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,13 +22,12 @@ _LOOKS = attrgetter("dtype", "shape", "requires_grad")
 """What a tensor looks like."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """One level of a nested TensorDict: which level holds it, and the columns in it."""
+class _Level(NamedTuple):
+    """One level of a nested TensorDict: which level holds it under which name, and its leaves."""
 
     parent: int
     name: str
-    leaves: tuple[tuple[str, int], ...]
+    leaves: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     entries: int
 
 
@@ -41,12 +39,13 @@ class Intake:
         self._keys = list(schema.keys)
         self._numpy_dtypes = [column.numpy_dtype for column in schema.columns]
         self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
-        self._levels = _levels_of(schema)
+        self._levels, self._places = _levels_of(schema.keys)
         self.count = -1
         """Rows of the batch that was looked at last."""
         self._shapes: list[tuple[int, ...]] = []
         self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
-        self._seen = Looks()
+        self.seen = Looks()
+        """Of the tensors of a batch of so many rows that became arrays."""
 
     def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
         """The arrays of a batch in the order of the columns, each [count, ...].
@@ -58,7 +57,8 @@ class Intake:
             # In the order of the columns, as most are, they need not be looked up one by one.
             in_order = list(rows) == self._keys
             found = list(rows.values() if in_order else map(rows.__getitem__, self._keys))
-            self._prepare(len(found[0]))
+            if len(found[0]) != self.count:
+                self._prepare(len(found[0]))
             if [array.dtype for array in found] != self._numpy_dtypes:
                 self._refuse(rows)
             if [array.shape for array in found] != self._shapes:
@@ -74,15 +74,24 @@ class Intake:
 
         None where it holds something else than the columns, and perhaps ``without``.
         """
+        # Most of the time of a small append is spent here and in `looks`: no step too many.
+        found: list[Any] = []
+        levels: list[Mapping[str, Any]] = []
         try:
-            self._prepare(rows.batch_size[0])
-            return self._leaves(rows, without)
-        except (KeyError, IndexError, AttributeError, TypeError):
+            if rows.batch_size[0] != self.count:
+                self._prepare(rows.batch_size[0])
+            for parent, name, leaves, wanted in self._levels:
+                level = levels[parent][name] if levels else rows
+                # A plain TensorDict's own dictionary: another one costs as much as ten lookups.
+                plain = type(level) is TensorDict
+                entries = level._tensordict if plain else dict(level.items())
+                if len(entries) != wanted and not _extra(entries, wanted, without, levels):
+                    return None
+                levels.append(entries)
+                found += leaves(entries)
+        except (KeyError, IndexError, AttributeError, RuntimeError, TypeError):
             return None
-
-    def addresses(self, leaves: list[torch.Tensor]) -> list[int] | None:
-        """Where the values of ``leaves`` lie, if they look like those before that became arrays."""
-        return self._seen.addresses(leaves)
+        return [found[place] for place in self._places] if self._places else found
 
     def tensors(self, leaves: list[torch.Tensor]) -> list[np.ndarray] | None:
         """Arrays [count, ...] over the memory of ``leaves``, if that is simple; bfloat16 as bits.
@@ -98,34 +107,23 @@ class Intake:
             for index in self._bits:
                 values[index] = values[index].view(torch.uint16)
             arrays = list(map(torch.Tensor.numpy, values))
+            if self.count and not all(map(torch.Tensor.data_ptr, leaves)):
+                return None
         except (AttributeError, RuntimeError, TypeError):
             return None
-        self._seen.remember(leaves, arrays)
+        self.seen.remember(leaves, arrays)
         return arrays
-
-    def _leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
-        """The leaves in the order of the columns, None if there are other ones too."""
-        found: list[Any] = [None] * len(self._keys)
-        levels: list[Mapping[str, Any]] = []
-        for level in self._levels:
-            entries = _entries(levels[level.parent][level.name] if levels else rows)
-            if len(entries) != level.entries and not _extra(entries, level, without, levels):
-                return None
-            levels.append(entries)
-            for name, column in level.leaves:
-                found[column] = entries[name]
-        return found
 
     def _prepare(self, count: int) -> None:
         """Know what batches of ``count`` rows look like."""
-        if count == self.count:
-            return
+        self.count = -1  # an interrupt leaves what is to be prepared anew
         columns = self._schema.columns
         self._shapes = [(count, *column.shape) for column in columns]
         self._looks = [
             (c.dtype, shape, False) for c, shape in zip(columns, self._shapes, strict=True)
         ]
-        self.count, self._seen = count, Looks()
+        self.seen = Looks()
+        self.count = count
 
     def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
         found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]
@@ -147,30 +145,33 @@ class Intake:
         ) from None
 
 
-def _entries(level: Any) -> Mapping[str, Any]:
-    # A plain TensorDict's own dictionary: making another one costs as much as ten lookups.
-    return level._tensordict if type(level) is TensorDict else dict(level.items())
+def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:
+    """The levels of nested keys, parents first, and where each key is among all their leaves.
 
-
-def _levels_of(schema: Schema) -> list[_Level]:
-    """The levels of nested keys, parents first."""
-    keys = schema.keys
-    groups = sorted({key[:depth] for key in keys for depth in range(len(key))}, key=len)
-    levels = []
+    The latter is empty where the leaves come in the order of the keys.
+    """
+    groups = list(dict.fromkeys(key[:depth] for key in keys for depth in range(len(key))))
+    groups.sort(key=len)
+    levels: list[_Level] = []
+    order: list[Key] = []
     for group in groups:
-        leaves = tuple(
-            (column.key[-1], i)
-            for i, column in enumerate(schema.columns)
-            if column.key[:-1] == group
-        )
+        inside = [key for key in keys if key[:-1] == group]
         below = sum(other[:-1] == group for other in groups if other)
-        parent = groups.index(group[:-1]) if group else 0
-        levels.append(_Level(parent, group[-1] if group else "", leaves, len(leaves) + below))
-    return levels
+        parent, name = (groups.index(group[:-1]), group[-1]) if group else (0, "")
+        leaves = _getter([key[-1] for key in inside])
+        levels.append(_Level(parent, name, leaves, len(inside) + below))
+        order += inside
+    return levels, [] if order == list(keys) else [order.index(key) for key in keys]
+
+
+def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    if len(names) > 1:  # of one name it would give the value itself
+        return itemgetter(*names)
+    return lambda entries: tuple(entries[name] for name in names)
 
 
 def _extra(
-    entries: Mapping[str, Any], level: _Level, without: Key | None, levels: list[Mapping[str, Any]]
+    entries: Mapping[str, Any], wanted: int, without: Key | None, levels: list[Mapping[str, Any]]
 ) -> bool:
     """Whether ``without``, at the root, is all that the level has too much."""
     return (
@@ -178,5 +179,5 @@ def _extra(
         and not levels
         and len(without) == 1
         and without[0] in entries
-        and len(entries) == level.entries + 1
+        and len(entries) == wanted + 1
     )

@@ -62,11 +62,16 @@ class WriterLock:
         self.when_lost: Callable[[], None] | None = None
         """Called in a forked child."""
         self._path = path
-        self._open(path)
-        while not self.stands:  # a failed creation removed it before we had it
-            os.close(self._file)
+        self._file = -1
+        try:
             self._open(path)
-        _held.add(self)
+            while not self.stands:  # a failed creation removed it before we had it
+                self._close()
+                self._open(path)
+            _held.add(self)
+        except BaseException:
+            self._close()
+            raise
 
     def _open(self, path: Path) -> None:
         self.made = self.made or not path.exists()
@@ -77,12 +82,13 @@ class WriterLock:
                 f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
                 'mode="read", or as a user who may write there.'
             ) from error
-        try:
-            self._acquire(path)
-            self._inode = os.fstat(self._file).st_ino
-        except BaseException:
-            os.close(self._file)
-            raise
+        self._acquire(path)
+        self._inode = os.fstat(self._file).st_ino
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     @property
     def stands(self) -> bool:
@@ -125,13 +131,13 @@ class WriterLock:
         _held.discard(self)
         self.when_lost = None
         if not self.lost:
-            os.close(self._file)
+            self._close()
 
     def _lose(self) -> None:
         # In a forked child: its descriptor refers to the parent's lock and would
         # keep it held after the parent's death. Closing it leaves the parent's.
         self.lost = True
-        os.close(self._file)
+        self._close()
         if self.when_lost is not None:
             self.when_lost()
 

@@ -8,12 +8,15 @@ that look exactly like them are taken for the memory that they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 __all__ = ["Looks"]
+
+_IS_NESTED = attrgetter("is_nested")
 
 
 def _guards() -> Any:
@@ -57,7 +60,13 @@ class Looks:
         Alike are class, dtype, device, shape, strides, what autograd does, and all else that
         decides what the memory means.
         """
-        if self._same is None or not self._same(*leaves):
+        if self._same is None:
+            return None
+        try:
+            # Torch would end the process that asks a nested tensor for its strides.
+            if any(map(_IS_NESTED, leaves)) or not self._same(*leaves):
+                return None
+        except AttributeError:  # not all are tensors
             return None
         found = list(map(torch.Tensor.data_ptr, leaves))
         return found if all(found) else None  # 0: without memory

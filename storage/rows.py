@@ -29,7 +29,11 @@ def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
         InvalidSchema: a leaf is not a tensor.
     """
     found: dict[Key, torch.Tensor] = {}
-    for name, value in rows.items():
+    try:
+        items = list(rows.items())
+    except RuntimeError as error:  # a lazy stack of tensors that do not fit together
+        raise InvalidSchema(f"these rows cannot be read as one batch: {error}") from error
+    for name, value in items:
         # Tensors first: asking for a collection costs ten times as much.
         if isinstance(value, torch.Tensor):
             found[(*prefix, name)] = value
@@ -47,17 +51,33 @@ def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
     """The leaf as an array on the CPU, without a copy where it lies there; bfloat16 as bits.
 
     Raises:
-        InvalidSchema: the tensor is not dense.
+        InvalidSchema: the tensor is not dense, has no values, or a dtype that NumPy lacks.
     """
-    if leaf.dtype is torch.bfloat16:
-        leaf = leaf.detach().view(torch.uint16)
     try:
-        return leaf.numpy()
+        if leaf.dtype is torch.bfloat16:
+            leaf = leaf.detach().view(torch.uint16)
+        array: np.ndarray = leaf.numpy()
     except (RuntimeError, TypeError):
         # On another device, tracked by autograd, a lazily conjugated view, or not dense.
         require_dense(key, leaf)
+        return _forced(key, leaf)
+    if array.size and not leaf.data_ptr():  # NumPy would make up values
+        raise InvalidSchema(
+            f"column {spell(key)} is a tensor without memory: its storage was resized, or it "
+            "stands for another tensor. Write what has values."
+        )
+    return array
+
+
+def _forced(key: Key, leaf: torch.Tensor) -> np.ndarray:
+    try:
         array: np.ndarray = leaf.numpy(force=True)
-        return array
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidSchema(
+            f"column {spell(key)} ({leaf.dtype}) cannot be made an array: {error}. Convert it "
+            "before writing."
+        ) from error
+    return array
 
 
 def require_dense(key: Key, leaf: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -75,6 +76,8 @@ class RowStore:
                 f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
                 "Use MemmapStorage(path, max_size=...), or leave it out."
             )
+        self._turn = threading.RLock()
+        """Held while rows are written, and while what they are written to is made or replaced."""
         self._manifest: Manifest | None = None
         self._staged: bytes | None = None
         if mode == "create":
@@ -119,18 +122,19 @@ class RowStore:
             InvalidProvenance: ``provenance`` is not JSON.
             StorageFull: no room for ``capacity`` rows.
         """
-        self._require_open()
-        run = run_of(self.head, provenance or {})
-        if self._engine is None:
-            self._create(schema, [run])
-            return
-        self._engine.require_writer()
-        if different := self._engine.schema.differences(schema):
-            raise SchemaMismatch(
-                f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
-                "was written; make the data fit, or create another storage."
-            )
-        self._write_runs([*self.manifest["runs"], run])
+        with self._turn:
+            self._require_open()
+            run = run_of(self.head, provenance or {})
+            if self._engine is None:
+                self._create(schema, [run])
+                return
+            self._engine.require_writer()
+            if different := self._engine.schema.differences(schema):
+                raise SchemaMismatch(
+                    f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
+                    "was written; make the data fit, or create another storage."
+                )
+            self._write_runs([*self.manifest["runs"], run])
 
     def _create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
         self._take(create_new(self._format, schema, runs, id=id, ring=self._ring, **self._options))
@@ -151,29 +155,32 @@ class RowStore:
             StorageFull: there is no space; nothing was changed.
         """
         _check_rows("rows", rows)
-        self._require_open()
-        engine = self._engine
-        if engine is None:
-            self._capacity = max(self._capacity, rows)
-        elif self._format.grows or rows <= engine.room:
-            engine.require_writer()
-            engine.reserve_rows(rows)
-        else:
-            engine.require_writer()
-            self._reopen(rows)
+        with self._turn:
+            self._require_open()
+            engine = self._engine
+            if engine is None:
+                self._capacity = max(self._capacity, rows)
+            elif self._format.grows or rows <= engine.room:
+                engine.require_writer()
+                engine.reserve_rows(rows)
+            else:
+                engine.require_writer()
+                self._reopen(engine, rows)
 
-    def _reopen(self, capacity: int) -> None:
-        engine, self._engine = self._engine, None
-        assert engine is not None
-        engine.close()
+    def _reopen(self, engine: Engine, capacity: int) -> None:
         try:
+            engine.close()
             self._take(
                 open_existing(
                     self._format, writable=True, **{**self._options, "capacity": capacity}
                 )
             )
         except BaseException:
-            self._take(open_existing(self._format, writable=True, durability=self._durability))
+            try:
+                self._take(open_existing(self._format, writable=True, durability=self._durability))
+            except BaseException:
+                self._engine, self._closed = None, True
+                raise
             raise
 
     def finalize(self, progress: Progress | None = None) -> None:
@@ -189,29 +196,34 @@ class RowStore:
         Raises:
             StorageFull: no space; the storage is closed as it was.
         """
-        engine = self._running()
-        engine.require_writer()
-        columns = dict(zip(engine.schema.keys, engine.committed(), strict=True))
-        rows = len(next(iter(columns.values())))
-        done = {
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "head": engine.head,
-            "checksums": checksums(columns, rows, progress),
-        }
-        self._write_manifest({**self.manifest, "finalized": done})
-        schema = engine.schema
-        self._close(lambda: self._format.finish(schema, rows))
+        with self._turn:
+            engine = self._running()
+            engine.require_writer()
+            columns = dict(zip(engine.schema.keys, engine.committed(), strict=True))
+            rows = len(next(iter(columns.values())))
+            done = {
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "head": engine.head,
+                "checksums": checksums(columns, rows, progress),
+            }
+            self._write_manifest({**self.manifest, "finalized": done})
+            schema = engine.schema
+            self._close(lambda: self._format.finish(schema, rows))
 
     def close(self) -> None:
-        """Trim the files to the committed rows and let the next writer in. Twice is harmless."""
+        """Trim the files to the committed rows and let the next writer in. Twice is harmless.
+
+        What another thread is writing is written first.
+        """
         self._close(None)
 
     def _close(self, finish: Callable[[], None] | None) -> None:
-        try:
-            if self._engine is not None and self._engine.owns_lock:
-                self._index.save(self)
-        finally:
-            self._leave(finish)
+        with self._turn:
+            try:
+                if self._engine is not None and self._engine.owns_lock:
+                    self._index.save(self)
+            finally:
+                self._leave(finish)
 
     def _leave(self, finish: Callable[[], None] | None) -> None:
         engine, self._engine, self._closed = self._engine, None, True
@@ -220,9 +232,10 @@ class RowStore:
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
-        self._require_open()
-        if self._engine is not None:
-            self._engine.flush()
+        with self._turn:
+            self._require_open()
+            if self._engine is not None:
+                self._engine.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -348,8 +361,9 @@ class RowStore:
             RecordTooLarge: beyond its slot.
             NotInitialised: a new storage without schema has no place for it yet.
         """
-        self._running().put_record(payload)
-        self._staged = None
+        with self._turn:
+            self._running().put_record(payload)
+            self._staged = None
 
     def stage_record(self, payload: bytes) -> None:
         """Keep a record that the next commit writes, whoever makes it.
@@ -363,19 +377,19 @@ class RowStore:
 
     def _write(self, rows: Any, record: bytes | None = None, without: Key | None = None) -> range:
         """Append and commit; ``without`` names a column that may be there and is left out."""
-        record = self._staged if record is None else record
-        if self._ring:
-            self._index.make_way(self, rows)
-        span = None
-        if self._engine is not None and type(rows) is not dict and isinstance(rows, TensorDictBase):
-            span = self._engine.append_tensors(rows, record, without)
-        if span is None:
-            span = self._append(self._arrays(rows, without), record)
-        self._staged = None
-        return span
-
-    def _append(self, arrays: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
-        return self._running().append(arrays, record)
+        with self._turn:
+            record = self._staged if record is None else record
+            if self._ring:
+                self._index.make_way(self, rows)
+            engine, span, kind = self._engine, None, type(rows)
+            tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
+            if tensors and engine is not None:
+                span = engine.append_tensors(rows, record, without)
+            if span is None:
+                arrays = self._arrays(rows, without)
+                span = self._running().append(arrays, record)
+            self._staged = None
+            return span
 
     def _arrays(self, rows: Any, without: Key | None = None) -> Mapping[Key, np.ndarray]:
         if type(rows) is not dict and isinstance(rows, TensorDictBase):
@@ -395,6 +409,7 @@ class RowStore:
             found = leaves(rows)
             if without is not None:
                 found.pop(without, None)
+            _check_lengths(found, rows.batch_size[0])
             if self._engine is None:
                 self.initialise(Schema.of(nest(found.items(), rows.batch_size[:1])))
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
@@ -483,6 +498,21 @@ _open: weakref.WeakSet[RowStore] = weakref.WeakSet()
 def _close_all() -> None:
     for store in list(_open):
         store._let_go()
+
+
+def _renew_turns() -> None:
+    # In a forked child, where a thread that held one may not exist.
+    for store in list(_open):
+        store._turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turns)
+
+
+def _check_lengths(found: Mapping[Key, torch.Tensor], count: int) -> None:
+    for key, leaf in found.items():
+        if not leaf.dim() or leaf.size(0) != count:  # tensordict does not look everywhere
+            raise InvalidSchema(f"column {spell(key)} does not have the {count} rows of the batch.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,52 @@ def test_elsewhere_a_ring_is_not_read_while_it_is_written(
     with MemmapStorage(path.with_name("grows")) as storage:
         storage.extend(rows(0, 10))
         open_storage(path.with_name("grows")).close()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(4, 30), data=st.data(), write_nbytes=st.sampled_from([1, 2**14]))
+def test_a_ring_is_given_its_own_rows(
+    path: Path, monkeypatch: pytest.MonkeyPatch, size: int, data: st.DataObject, write_nbytes: int
+) -> None:
+    """As views of slots that the same batch overwrites."""
+    monkeypatch.setattr("tallyroll.storage.columns._WRITE_NBYTES", write_nbytes)
+    shutil.rmtree(path, ignore_errors=True)
+    ring, model = MemmapStorage(path, max_size=size), np.zeros(size, np.int64)
+    head = 0
+
+    def extend(rows: Any, values: np.ndarray) -> None:
+        nonlocal head
+        model[(head + np.arange(len(values))) % size] = values
+        head += len(values)
+        assert ring.extend(rows) == range(head - len(values), head)
+        np.testing.assert_array_equal(ring.column("x"), model[: min(head, size)])
+
+    for start in range(0, data.draw(st.integers(1, 2 * size)), 4):
+        values = np.arange(start, start + 4)
+        extend(TensorDict({"x": torch.from_numpy(values)}, [4]), values)
+    for _ in range(4):
+        if data.draw(st.booleans()):
+            ring.close()
+            ring = MemmapStorage(path, mode="append")
+        held = min(head, size)
+        start = data.draw(st.integers(0, held - 1))
+        stop = data.draw(st.integers(start + 1, held))
+        step = data.draw(st.sampled_from([1, 1, 2]))
+        own = ring.column("x")[start:stop:step]
+        values = own.copy()
+        which = data.draw(st.sampled_from(["column", "tensor", "get", "fresh"]))
+        if which == "column":
+            extend({("x",): own}, values)
+        elif which == "fresh":
+            extend(TensorDict({"x": torch.from_numpy(values)}, [len(values)]), values)
+        elif which == "get":
+            extend(ring.get(slice(start, stop, step)), values)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # it is not writable
+                tensor = torch.from_numpy(own)
+            extend(TensorDict({"x": tensor}, [len(values)]), values)
+    ring.close()
 
 
 def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, TensorDict
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
-from tallyroll.storage import MemmapStorage, RowsMismatch, looks
+from tallyroll.storage import MemmapStorage, RowsMismatch, columns, intake, looks
 from tallyroll.storage.columns import Columns
+from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.schema import _NUMPY
 from tallyroll.storage.store import RowStore
 
@@ -322,6 +325,18 @@ def test_a_torch_that_compares_otherwise_is_not_trusted(
 
 # --- what does not fit ----------------------------------------------------------------------------
 
+
+def without_memory() -> torch.Tensor:
+    leaf = torch.zeros(ROWS, 4)
+    leaf.untyped_storage().resize_(0)
+    return leaf
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(ROWS, 4)
+
+
 UNFIT: dict[str, Callable[[], Any]] = {
     "one for all": lambda: torch.zeros(ROWS, 1),
     "an axis more": lambda: torch.zeros(ROWS, 1, 4),
@@ -333,6 +348,13 @@ UNFIT: dict[str, Callable[[], Any]] = {
     "bool": lambda: torch.zeros(ROWS, 4, dtype=torch.bool),
     "sparse": lambda: torch.zeros(ROWS, 4).to_sparse(),
     "without values": lambda: torch.zeros(ROWS, 4, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(4)] * ROWS),
+    "jagged": lambda: torch.nested.nested_tensor([torch.zeros(4)] * ROWS, layout=torch.jagged),
+    "without memory": without_memory,
+    "functional": lambda: torch._to_functional_tensor(torch.zeros(ROWS, 4)),
+    "fake": fake,
+    "float8": lambda: torch.zeros(ROWS, 4).to(torch.float8_e4m3fn),
+    "quantised": lambda: torch.quantize_per_tensor(torch.zeros(ROWS, 4), 0.1, 0, torch.qint8),
     "a group": lambda: TensorDict({"y": torch.zeros(ROWS, 4)}, [ROWS, 4]),
     "text": lambda: "text",
 }
@@ -340,7 +362,7 @@ UNFIT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("before", range(BATCHES))
 @pytest.mark.parametrize("what", UNFIT)
-@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*nested", "ignore:.*quantize")
 def test_what_does_not_fit_is_refused_in_every_batch(
     storage: MemmapStorage, what: str, before: int
 ) -> None:
@@ -357,6 +379,53 @@ def test_what_does_not_fit_is_refused_in_every_batch(
     assert storage.head == head
     storage.extend(good(7))
     assert stored(storage, "x", head, head + ROWS) == bits(base(7))
+
+
+@pytest.mark.parametrize("before", range(BATCHES))
+def test_a_batch_is_as_long_as_its_columns(storage: MemmapStorage, before: int) -> None:
+    """Tensordict looks at that when it is given tensors one by one, and not everywhere."""
+    for number in range(before):
+        storage.extend(TensorDict({"x": base(number)}, [ROWS]))
+    for count in (0, 1, ROWS - 1, ROWS + 1):
+        wrong = TensorDict._new_unsafe(source={"x": base(0)}, batch_size=torch.Size([count]))
+        with pytest.raises((RowsMismatch, InvalidSchema), match=f"the {count} rows of the batch"):
+            storage.extend(wrong)
+    lazy = TensorDict.lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (4, 3)])
+    with pytest.raises((RowsMismatch, InvalidSchema), match="cannot be read as one batch"):
+        storage.extend(lazy)
+    storage.extend(TensorDict({"x": base(9)}, [ROWS]))
+    assert storage.head == (before + 1) * ROWS
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("where", ["intake.Looks", "columns.ctypes"])
+def test_an_interrupt_leaves_nothing_half_prepared(
+    storage: MemmapStorage, monkeypatch: pytest.MonkeyPatch, where: str, tensors: bool
+) -> None:
+    """While what batches of another size look like is made out."""
+
+    def extend(number: int, count: int) -> None:
+        rows = base(number)[:count]
+        storage.extend(TensorDict({"x": rows}, [count]) if tensors else {("x",): rows.numpy()})
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in range(3):
+        extend(number, ROWS)
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        if where == "intake.Looks":
+            patch.setattr(intake, "Looks", interrupt)
+        else:
+            patch.setattr(columns.ctypes, "c_size_t", interrupt)
+        for _ in range(2):
+            extend(3, 2)
+    start = storage.head
+    for number in range(4, 7):
+        extend(number, ROWS)
+        extend(number, 2)
+    wanted = torch.cat([base(n)[:c] for n in range(4, 7) for c in (ROWS, 2)])
+    assert stored(storage, "x", start, storage.head) == bits(wanted)
 
 
 @pytest.mark.parametrize("before", range(BATCHES))

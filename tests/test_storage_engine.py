@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import CorruptStorage, Schema
 from tallyroll.storage.commit import RECORD_LIMIT, Header, header_bytes
-from tallyroll.storage.errors import InvalidSchema, NotAnAppend
+from tallyroll.storage.errors import IndexOutOfRange, InvalidSchema, NotAnAppend
 from tallyroll.storage.indexing import consecutive, resolve
 from tallyroll.storage.schema import Column
 
@@ -110,6 +110,36 @@ def test_rows_resolve_as_in_a_list(length: int, index: list[int]) -> None:
     got = resolve(index, length)
     assert isinstance(got, np.ndarray)
     assert got.tolist() == expected
+
+
+@pytest.mark.parametrize("number", [5, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**70, -6, -(2**63)])
+def test_no_row_has_such_a_number(number: int) -> None:
+    """Beyond what int64 holds too."""
+    given: list[Any] = [number]
+    for dtype in (np.int64, np.uint64):
+        if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+            array = np.array([3, number], dtype)
+            given += [array, array[1], array.reshape(2, 1), torch.from_numpy(array)]
+    for index in given:
+        with pytest.raises(IndexOutOfRange, match=f"row {number} is not there: the storage has 5"):
+            resolve(index, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
+def test_what_is_no_number_of_a_row_is_named() -> None:
+    wrong = (
+        torch.ones(2),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2).bfloat16(),
+        torch.ones(2, dtype=torch.int64, device="meta"),
+        torch.ones(2, dtype=torch.int64).to_sparse(),
+        None,
+        1.0,
+        "1",
+    )
+    for index in wrong:
+        with pytest.raises(TypeError, match="rows are indexed by whole numbers, got"):
+            resolve(index, 5)
 
 
 @settings(deadline=None)
