@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import CorruptStorage, FormatVersionMismatch, RecordTooLarge
+from .paths import failed, open_plain
 
 __all__ = [
     "FORMAT_VERSION",
@@ -89,12 +90,14 @@ class Header:
     def __init__(self, path: Path, *, schema_crc: int, writable: bool) -> None:
         self._path = path
         try:
-            self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+            self._file = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError as error:
             raise CorruptStorage(
                 f"{path} is missing, and without it nobody knows which rows are committed. "
                 "Restore it from a copy."
             ) from error
+        except OSError as error:
+            raise failed(path, error, 0) from error
         self._reserve: int | None = None
         self._head: int | None = None
         self._spelt = (0, word_of(0))

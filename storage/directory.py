@@ -17,7 +17,13 @@ from .errors import (
 )
 from .format import Format
 from .manifest import sync_directory
-from .paths import failed, make_directory, refuse_impossible, require_creatable
+from .paths import (
+    failed,
+    make_directory,
+    read_plain,
+    refuse_impossible,
+    require_creatable,
+)
 
 __all__ = ["DirectoryFormat"]
 
@@ -51,8 +57,8 @@ class DirectoryFormat(Format):
     def _refuse_lost_manifest(self) -> None:
         """An unfinished creation has committed nothing; anything else is somebody's data."""
         try:
-            with open(self.header_path, "rb") as header:
-                reserve, head = committed_counts(header.read(HEADER_NBYTES))
+            header = read_plain(self.header_path)
+            reserve, head = committed_counts(header[:HEADER_NBYTES])
         except OSError:
             return
         if reserve or head:

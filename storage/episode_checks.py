@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -78,7 +79,7 @@ class EpisodeChecks:
         wrong |= {name: counted[name] != told[name] for name in _AT_THE_END}
         wrong["end"] = _ends(counted) != _ends(told)
         close = np.isclose(counted["return"], told["return"], rtol=_RTOL, atol=0, equal_nan=True)
-        wrong["return"] = whole & ~close.reshape(len(close), -1).all(axis=1)
+        wrong["return"] = whole & ~close.reshape(len(close), math.prod(close.shape[1:])).all(axis=1)
         seeds = counted["reset_seed"], told["reset_seed"]
         wrong["reset_seed"] = whole & (seeds[0] != seeds[1]) & (seeds[0] >= 0) & (seeds[1] >= 0)
         for name, where in wrong.items():

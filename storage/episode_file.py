@@ -12,7 +12,7 @@ import numpy as np
 
 from .episodes import what_is_wrong
 from .errors import DamagedTable
-from .paths import failed
+from .paths import failed, read_plain
 
 __all__ = ["read_table", "write_table"]
 
@@ -52,7 +52,7 @@ def read_table(path: Path, dtype: np.dtype[Any], head: int) -> np.ndarray | None
         DamagedTable: the file is damaged, another program's, or tells of rows that are not there.
     """
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import ClassVar, Literal, TypeAlias
 import numpy as np
 
 from .manifest import Manifest, read_manifest, sealed, write_aside
+from .paths import failed
 from .preflight import Footprint
 from .schema import Schema
 
@@ -30,6 +32,9 @@ class Format(ABC):
 
     rings: ClassVar[bool] = False
     """Whether new rows may overwrite the oldest."""
+
+    most_dims: ClassVar[int] = 64
+    """Dimensions of a column, rows included. NumPy has so many."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +69,10 @@ class Format(ABC):
 
     def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
         """Replace the manifest, whole or not at all."""
-        write_aside(self.manifest_path, sealed(manifest), durable=durable)
+        try:
+            write_aside(self.manifest_path, sealed(manifest), durable=durable)
+        except OSError as error:
+            raise failed(self.manifest_path, error, len(json.dumps(manifest))) from error
 
     @abstractmethod
     def refuse_existing(self) -> None:

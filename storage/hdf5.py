@@ -37,7 +37,7 @@ from .hdf5_file import Layout, Places, layout_of, nbytes_of_file, shown_attribut
 from .hdf5_replace import aside, new_file, opened, rewrite, show_manifest, show_rows
 from .manifest import Manifest, parse_manifest, schema_crc
 from .one_file import OneFileFormat
-from .paths import failed
+from .paths import failed, open_plain
 from .preflight import Footprint
 from .regions import MAP_NORESERVE
 from .rows import spell
@@ -58,6 +58,7 @@ class H5Format(OneFileFormat):
 
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
+    most_dims: ClassVar[int] = 32
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -180,7 +181,7 @@ class H5Format(OneFileFormat):
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the file, and ask h5py where the datasets lie."""
         try:
-            file = os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            file = open_plain(self.path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
             raise failed(self.path, error, 0) from error
         try:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from .errors import RowsMismatch
 from .looks import Looks
@@ -84,6 +84,8 @@ class Intake:
                 level = levels[parent][name] if levels else rows
                 # A plain TensorDict's own dictionary: another one costs as much as ten lookups.
                 plain = type(level) is TensorDict
+                if not plain and isinstance(level, LazyStackedTensorDict):
+                    return None  # keys that only some rows have are not among its own
                 entries = level._tensordict if plain else dict(level.items())
                 if len(entries) != wanted and not _extra(entries, wanted, without, levels):
                     return None

@@ -63,8 +63,7 @@ class LaneOrder:
     @property
     def last(self) -> np.ndarray:
         """Where each lane that has rows ends, [lanes]."""
-        last = np.empty_like(self.first)
-        last[:-1], last[-1] = self.first[1:] - 1, len(self.at) - 1
+        last: np.ndarray = np.append(self.first[1:], len(self.at))[: len(self.first)] - 1
         return last
 
     def ends(self, values: np.ndarray) -> np.ndarray:

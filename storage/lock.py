@@ -29,7 +29,7 @@ _LOOKS, _LOOK_SECONDS = 5, 0.002
 def is_held(path: Path) -> bool:
     """Whether a living writer holds the lock; True as well where nobody can tell."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:
@@ -76,7 +76,7 @@ class WriterLock:
     def _open(self, path: Path) -> None:
         self.made = self.made or not path.exists()
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise NotWritable(
                 f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
@@ -158,7 +158,7 @@ class ReaderLock:
         if platform.machine() in _ORDERED:
             return
         with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:

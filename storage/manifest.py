@@ -19,6 +19,7 @@ from .errors import (
     InvalidSchema,
     NotAStorage,
 )
+from .paths import read_plain
 from .schema import Schema
 
 __all__ = [
@@ -97,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
         FormatVersionMismatch: another version wrote it.
     """
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except FileNotFoundError as error:
         raise NotAStorage(
             f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "

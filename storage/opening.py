@@ -9,11 +9,12 @@ from typing import Any
 
 from .commit import Header, header_bytes
 from .engine import LOOK_SECONDS, Durability, Engine
-from .errors import NotAStorage
+from .errors import InvalidSchema, NotAStorage
 from .format import Format
 from .lock import WriterLock
 from .manifest import Manifest, new_manifest, schema_crc, schema_of
 from .preflight import require_room
+from .rows import spell
 from .schema import Schema
 
 __all__ = ["Opened", "create_new", "manifest_of", "open_existing"]
@@ -93,6 +94,7 @@ def create_new(
         InvalidSchema: the format cannot hold these columns.
         StorageFull: no space for ``capacity`` rows.
     """
+    _refuse_dims(format, schema)
     format.check(schema)
     format.refuse_existing()
     if rows := min(capacity, ring) if ring else capacity:
@@ -114,6 +116,15 @@ def create_new(
         format.write_manifest(manifest, durable=durability == "power")
         undo.pop_all()
     return Opened(engine, manifest)
+
+
+def _refuse_dims(format: Format, schema: Schema) -> None:
+    for column in schema.columns:
+        if (dims := 1 + len(column.shape)) > format.most_dims:
+            raise InvalidSchema(
+                f"column {spell(column.key)} has {dims} dimensions, rows included, and this format "
+                f"holds {format.most_dims}. Flatten some."
+            )
 
 
 def _start(

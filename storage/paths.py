@@ -20,6 +20,8 @@ __all__ = [
     "failed",
     "make_directory",
     "open_inside",
+    "open_plain",
+    "read_plain",
     "refuse_impossible",
     "require_creatable",
     "space_left",
@@ -115,11 +117,23 @@ def open_inside(root: Path, parts: Iterable[str], flags: int, *, what: str) -> i
         os.close(directory)
 
 
+def open_plain(path: Path, flags: int) -> int:
+    """Open a file, and nothing but a file; raises OSError."""
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    return _plain(os.open(path, flags), flags)
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a file, and of nothing but a file; raises OSError."""
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
 def _plain(file: int, flags: int) -> int:
     if flags & os.O_DIRECTORY or stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)
-    raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+    raise OSError(errno.ENXIO, "it is no file")
 
 
 def space_left(path: Path) -> int:
@@ -131,7 +145,7 @@ def space_left(path: Path) -> int:
 
 def failed(
     path: Path, error: OSError, nbytes: int
-) -> StorageFull | UnsupportedPlatform | NotWritable | OSError:
+) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | OSError:
     """What an error of the file system means to a storage at ``path`` that wanted ``nbytes``."""
     if error.errno in _FULL:
         return StorageFull(
@@ -147,6 +161,17 @@ def failed(
         return UnsupportedPlatform(
             f"the system does not let this process map {path} ({error.strerror}): it limits maps "
             "(vm.max_map_count), or address space (ulimit -v). Raise the limit."
+        )
+    if error.errno in _OTHER_KINDS:
+        what = error.filename2 or error.filename or path
+        return CorruptStorage(
+            f"{what} is not what this storage made there ({error.strerror}): something else took "
+            "its place. Restore it from a copy."
+        )
+    if error.errno == errno.ENAMETOOLONG:
+        return NotWritable(
+            f"{path} would need longer paths than the system allows ({error.strerror}). Use "
+            "shorter names, or another place."
         )
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return NotWritable(

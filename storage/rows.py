@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 
-from .errors import InvalidSchema
+from .errors import InvalidSchema, RowsMismatch
 
-__all__ = ["Key", "Nest", "array_of", "leaves", "nest", "require_dense", "spell"]
+__all__ = ["Key", "Nest", "array_of", "leaves", "nest", "require_dense", "require_rows", "spell"]
 
 Key: TypeAlias = tuple[str, ...]
 """A nested key: the path of names from the root."""
@@ -29,6 +29,8 @@ def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
         InvalidSchema: a leaf is not a tensor.
     """
     found: dict[Key, torch.Tensor] = {}
+    if isinstance(rows, LazyStackedTensorDict):
+        _require_same_keys(rows)
     try:
         items = list(rows.items())
     except RuntimeError as error:  # a lazy stack of tensors that do not fit together
@@ -37,7 +39,7 @@ def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
         # Tensors first: asking for a collection costs ten times as much.
         if isinstance(value, torch.Tensor):
             found[(*prefix, name)] = value
-        elif isinstance(value, TensorDictBase) and is_tensor_collection(value):
+        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             found |= leaves(value, (*prefix, name))
         else:
             raise InvalidSchema(
@@ -45,6 +47,15 @@ def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
                 "tensors only. Leave it out, or encode it as a tensor."
             )
     return found
+
+
+def _require_same_keys(stack: LazyStackedTensorDict) -> None:
+    keys = [set(each.keys()) for each in stack.tensordicts]
+    if keys and (some := set.union(*keys) - set.intersection(*keys)):
+        raise InvalidSchema(
+            f"{', '.join(sorted(some))} in only some of the TensorDicts of a lazy stack: every row "
+            "has all columns. Give each the same keys."
+        )
 
 
 def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
@@ -78,6 +89,24 @@ def _forced(key: Key, leaf: torch.Tensor) -> np.ndarray:
             "before writing."
         ) from error
     return array
+
+
+def require_rows(
+    columns: Mapping[Key, np.ndarray] | Mapping[Key, torch.Tensor], count: int
+) -> None:
+    """Refuse columns of which one does not have ``count`` rows: tensordict does not always look.
+
+    Raises:
+        RowsMismatch: one has not.
+    """
+    for key, column in columns.items():
+        # Not len(): nested tensors have none.
+        size = column.shape[0] if isinstance(column, np.ndarray) else column.size(0)
+        if size != count:
+            raise RowsMismatch(
+                f"column {spell(key)} does not have the {count} rows of the batch. Nothing was "
+                "written."
+            )
 
 
 def require_dense(key: Key, leaf: torch.Tensor) -> None:

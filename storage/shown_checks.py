@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CorruptStorage
+from .paths import read_plain
 
 __all__ = ["differs", "require_committed", "wrong_documents"]
 
@@ -53,7 +54,7 @@ def differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(read_plain(file))
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptStorage(f"{file} cannot be read by other libraries ({error}).") from error
 

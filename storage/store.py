@@ -28,13 +28,14 @@ from .errors import (
     RowsMismatch,
     SchemaMismatch,
     StorageClosed,
+    StorageFull,
 )
 from .format import Format
 from .indexing import resolve
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
 from .ring import slots_of
-from .rows import Key, Nest, array_of, leaves, nest, spell
+from .rows import Key, Nest, array_of, leaves, nest, require_rows, spell
 from .schema import Column, Schema
 from .trajectories import Trajectories
 from .trajectory_index import TrajectoryIndex
@@ -206,7 +207,11 @@ class RowStore:
                 "head": engine.head,
                 "checksums": checksums(columns, rows, progress),
             }
-            self._write_manifest({**self.manifest, "finalized": done})
+            try:
+                self._write_manifest({**self.manifest, "finalized": done})
+            except StorageFull:
+                self._close(None)
+                raise
             schema = engine.schema
             self._close(lambda: self._format.finish(schema, rows))
 
@@ -399,7 +404,9 @@ class RowStore:
                 f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
             )
         if self._engine is None:
-            self.initialise(Schema.of(rows))
+            schema = Schema.of(rows)
+            require_rows(rows, len(next(iter(rows.values()))))
+            self.initialise(schema)
         return rows
 
     def _arrays_of(self, rows: TensorDictBase, without: Key | None) -> dict[Key, np.ndarray]:
@@ -409,7 +416,7 @@ class RowStore:
             found = leaves(rows)
             if without is not None:
                 found.pop(without, None)
-            _check_lengths(found, rows.batch_size[0])
+            require_rows(found, rows.batch_size[0])
             if self._engine is None:
                 self.initialise(Schema.of(nest(found.items(), rows.batch_size[:1])))
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
@@ -507,12 +514,6 @@ def _renew_turns() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_turns)
-
-
-def _check_lengths(found: Mapping[Key, torch.Tensor], count: int) -> None:
-    for key, leaf in found.items():
-        if not leaf.dim() or leaf.size(0) != count:  # tensordict does not look everywhere
-            raise InvalidSchema(f"column {spell(key)} does not have the {count} rows of the batch.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +36,8 @@ def batches(rows: int, row_nbytes: int) -> Iterator[slice]:
 
 def words(rows: np.ndarray) -> np.ndarray:
     """C-contiguous ``rows`` [n, ...] as unsigned integers [n, k], as wide as they can be."""
-    octets = rows.view(np.uint8) if rows.ndim == 1 else rows.reshape(len(rows), -1).view(np.uint8)
-    octets = octets.reshape(len(rows), -1)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    octets = flat.view(np.uint8)
     width = next(each for each in (8, 4, 2, 1) if octets.shape[1] % each == 0)
     return octets.view(f"u{width}")
 

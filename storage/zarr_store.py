@@ -37,7 +37,7 @@ from .directory import DirectoryFormat
 from .errors import CorruptStorage, InvalidSchema, StorageFull, UnsupportedPlatform
 from .format import Access
 from .manifest import Manifest, attributes_of, write_aside
-from .paths import failed, open_inside
+from .paths import failed, open_inside, read_plain
 from .preflight import Footprint
 from .regions import PAGE_NBYTES, maps_left
 from .rows import spell
@@ -64,6 +64,7 @@ class ZarrFormat(DirectoryFormat):
     """The files of a `ZarrStorage`."""
 
     name: ClassVar[str] = "tallyroll.zarr"
+    most_dims: ClassVar[int] = 32  # what TensorStore opens
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -196,7 +197,7 @@ class ZarrFormat(DirectoryFormat):
         found: dict[PurePosixPath, Mapping[str, Any]] = {}
         for place in self._places():
             with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-                document = json.loads((self._place(place) / _META).read_bytes())
+                document = json.loads(read_plain(self._place(place) / _META))
                 found[place] = dict(document["attributes"])
         return found
 
