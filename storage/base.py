@@ -26,8 +26,9 @@ class DiskStorage(RowStore, Storage):
     """Rows on disk, growing or a ring, that survive whatever happens to the process.
 
     A row is in the storage for good once `extend` has returned. Other processes
-    may read at any time and see committed rows only. It is a TorchRL storage:
-    ``ReplayBuffer(storage=...)`` works on a new, a reopened and a read-only one.
+    may read at any time and see committed rows only; threads of this process may write
+    in turn. It is a TorchRL storage: ``ReplayBuffer(storage=...)`` works on a new, a
+    reopened and a read-only one.
 
     Args:
         path: where it is, or will be.

@@ -504,7 +504,8 @@ _open: weakref.WeakSet[RowStore] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for store in list(_open):
-        store._let_go()
+        with store._turn:  # a thread may still write
+            store._let_go()
 
 
 def _renew_turns() -> None:

@@ -182,6 +182,7 @@ def _fork(argv: Sequence[str], cwd: str, tty: str | None, stdout: str | None) ->
     status = 1
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.chdir(cwd)
         _redirect(tty, stdout)
         status = cli.main(argv)
