@@ -357,6 +357,23 @@ def test_a_ring_is_given_its_own_rows(
     ring.close()
 
 
+@pytest.mark.parametrize("shift", [1, 68, 700])
+def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
+    """More than are read before the first is written, and of a size that is known."""
+    size, count = 3000, 1403
+    model = np.zeros(size, np.int64)
+    with MemmapStorage(path, max_size=size) as ring:
+        for start in range(0, 3 * count, count):
+            values = np.arange(start, start + count)
+            ring.extend(TensorDict({"x": torch.from_numpy(values)}, [count]))
+            model[values % size] = values
+        slot = ring.head % size
+        own = ring.get(slice(slot - shift, slot - shift + count))
+        model[slot : slot + count] = model[slot - shift : slot - shift + count].copy()
+        ring.extend(own)
+        np.testing.assert_array_equal(ring.column("x"), model)
+
+
 def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -> None:
     with MemmapStorage(path, max_size=10) as storage:
         buffer = ReplayBuffer(storage=storage)

@@ -7,6 +7,7 @@ All of it holds as well where torch does not offer to compare looks.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -103,6 +104,26 @@ def test_every_dtype_arrives_bit_for_bit(storage: MemmapStorage, count: int) -> 
         for inner in ("narrow", "deep", "wide"):
             column = storage.column((name, inner)).tobytes()
             assert column == b"".join(bits(batch[name, inner]) for batch in batches)
+
+
+KEYS = [("x",), ("n", "a"), ("n", "b"), ("m", "c", "d"), ("m", "y")]
+
+
+@pytest.mark.parametrize("keys", list(itertools.permutations(KEYS))[::7])
+def test_columns_in_any_order(storage: MemmapStorage, keys: tuple[tuple[str, ...], ...]) -> None:
+    """That of the schema is the first batch's, and tensors come level by level."""
+    for number in range(BATCHES):
+        rows = {key: base(10 * number + place) for place, key in enumerate(sorted(keys))}
+        if number:
+            batch = TensorDict({}, [ROWS])
+            for key in sorted(keys, key=lambda key: (len(key), key)):
+                batch[key] = rows[key]
+            storage.extend(batch)
+        else:
+            storage.extend({key: rows[key].numpy() for key in keys})
+        for key in keys:
+            assert storage.column(key)[-ROWS:].tobytes() == bits(rows[key])
+    assert storage.schema.keys == keys
 
 
 def test_nothing_of_another_size_is_left(storage: MemmapStorage) -> None:
