@@ -64,7 +64,7 @@ class Columns:
             self._copy_large(slot, arrays, count)
             return
         to = slice(slot, slot + count)
-        if self.warm or count * self._widest < _WRITE_NBYTES:
+        if self.in_place(slot, count):
             for column, array in zip(self.arrays, arrays, strict=False):
                 column[to] = array
             return
@@ -91,15 +91,15 @@ class Columns:
             else:
                 self._format.write(index, slot, array)
 
-    def take_memory(self, slot: int, count: int) -> bool:
-        """Whether `copy_memory` is a good way for so many rows: all go through the map."""
-        in_place = self.warm or count * self._widest < _WRITE_NBYTES
-        return in_place and slot + count <= self.room
+    def in_place(self, slot: int, count: int) -> bool:
+        """Whether so many rows go through the map from ``slot`` on, where there is room for all."""
+        small = self.warm or count * self._widest < _WRITE_NBYTES
+        return small and slot + count <= self.room
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:
         """Copy ``count`` rows of each column, which lie one behind the other from an address on.
 
-        To slots from ``slot`` on, which `take_memory` has found to be there.
+        To slots from ``slot`` on, which must be `in_place`.
         """
         if count != self._count:
             self._plan(count)

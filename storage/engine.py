@@ -185,7 +185,7 @@ class Engine:
             slot = slots_of(start, self.ring)
             if (
                 addresses is not None
-                and self._columns.take_memory(slot, count)
+                and self._columns.in_place(slot, count)
                 and not (self._lent and self._lent.hold(addresses).any())
             ):
                 self._reserve(start, start + count)
@@ -348,7 +348,8 @@ class Engine:
         slots = self._slots(self.head)
         columns = self.columns()
         if self.ring:
-            self._lent.add(columns)
+            with self._mutex:  # no append of another thread, which looks at them
+                self._lent.add(columns)
         arrays = [column[:slots] for column in columns]
         for array in arrays:
             array.flags.writeable = False

@@ -140,6 +140,29 @@ def test_a_column_of_nothing_but_nonsense(path: Path, column: str, value: int) -
     assert verify(path).findings
 
 
+@pytest.mark.parametrize("max_size", [None, 7])
+def test_rows_of_no_collector_whose_lanes_are_all_nonsense(
+    tmp_path: Path, max_size: int | None
+) -> None:
+    """No run says how many lanes there are, and no id whose a row is."""
+    ended = torch.tensor([False, True] * 3)[:, None]
+    batch = TensorDict(
+        {
+            "next": {"terminated": ended, "truncated": torch.zeros_like(ended), "done": ended},
+            "collector": {
+                "traj_ids": torch.tensor([0, 0, 1, 1, 2, 2]),
+                "step": torch.tensor([0, 1] * 3),
+                "lane": torch.full((6,), -5, dtype=torch.int32),
+            },
+        },
+        [6],
+    )
+    with MemmapStorage(tmp_path / "rows", max_size=max_size) as storage:
+        for _ in range(2):
+            storage.extend(batch)
+    assert verify(tmp_path / "rows").findings
+
+
 # --- what cannot be held --------------------------------------------------------------------------
 
 

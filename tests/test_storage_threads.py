@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 from tallyroll.storage import H5Storage
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.lent import Lent
 
 from faults import CASES, Case, check, record_of, tensors
 
@@ -113,6 +114,26 @@ def test_a_file_is_enlarged_while_another_thread_writes(tmp_path: Path) -> None:
             writer.error = None
             writer.run()
         assert check(storage) == writer.acknowledged
+
+
+def test_views_of_a_ring_are_handed_out_between_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes looks whether rows lie in them."""
+    with CASES["ring"].create(tmp_path / "rows") as storage:
+        extend(storage, 0, 9)
+        engine, add = storage._engine, Lent.add
+        assert engine is not None
+        alone: list[bool] = []
+
+        def added(self: Lent, arrays: Sequence[np.ndarray]) -> None:
+            alone.append(engine._mutex._is_owned())  # type: ignore[attr-defined]
+            add(self, arrays)
+
+        monkeypatch.setattr(Lent, "add", added)
+        storage.column("id")
+        storage.get(slice(3))
+        assert alone == [True, True]
 
 
 def test_what_cannot_be_enlarged_is_as_it_was_or_closed(
