@@ -5,16 +5,18 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from tallyroll.collector.ledger import Ledger
 
 MOST_SEEDS = 1024
 
-_PACKAGES = ("tallyroll", "torch", "tensordict", "torchrl", "gymnasium", "numpy")
+_PACKAGES = ("tallyroll", "tensordict", "torchrl", "gymnasium", "numpy")
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that the data depends on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
