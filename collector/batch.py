@@ -53,12 +53,14 @@ class Part:
 class RowSource:
     """What a slab's columns become as rows.
 
-    ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost.
+    ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
+    ``observed`` names the observations that tell states apart.
     """
 
     layout: Layout
     rewards: Sequence[Key]
     lost_finals: bool
+    observed: tuple[Key, ...] = ()
 
     @cached_property
     def large(self) -> tuple[Key, ...]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batch import RowSource
 from tallyroll.collector.driver import LocalDriver, ended_in
@@ -17,6 +17,7 @@ from tallyroll.collector.driver_copy import CopyDriver
 from tallyroll.collector.driver_in_place import InPlaceDriver
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import loses_finals
+from tallyroll.collector.envs.observed import observed_keys
 from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.keys import (
     COLLECTOR,
@@ -30,6 +31,7 @@ from tallyroll.collector.keys import (
     as_key,
     dotted,
 )
+from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, next_keys, try_out
 from tallyroll.collector.random_actions import action_keys
 from tallyroll.collector.slab import Column, Layout, Slab
@@ -53,6 +55,8 @@ class SlabPlan:
     """They and those under ``"next"`` are one memory, one slot apart."""
     rewards: tuple[Key, ...]
     lost_finals: bool
+    observed: tuple[Key, ...]
+    """Observations at the root and under ``"next"`` that tell states apart."""
     in_place: bool
     reset_slots: bool
     """An environment that writes in place has reset slots."""
@@ -72,7 +76,7 @@ class SlabPlan:
 
     def row_source(self) -> RowSource:
         """What makes rows of such a slab."""
-        return RowSource(self.layout, self.rewards, self.lost_finals)
+        return RowSource(self.layout, self.rewards, self.lost_finals, self.observed)
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
         """Enough for ``frames`` even where every second slot is a reset slot, within bounds.
@@ -92,13 +96,13 @@ class SlabPlan:
 
 
 def plan_slab(
-    env: EnvBase, policy: Policy | None, first: TensorDictBase, exploration: ExplorationType
+    env: EnvBase, policy: Policy | None, first: TensorDictBase, options: Options
 ) -> SlabPlan:
     """Try the policy out on ``first``, what a reset returned, and lay out the columns."""
     in_place = isinstance(env, GymnasiumVectorEnv)
     extra: dict[Key, Column] = {}
     if policy is not None:
-        with torch.no_grad(), set_exploration_type(exploration):
+        with torch.no_grad(), set_exploration_type(options.exploration_type):
             extra = try_out(policy, first, env)
     if in_place and next_keys(extra):
         raise PolicyError(
@@ -114,7 +118,8 @@ def plan_slab(
         flowing=env.observation_keys if in_place else (),
         shared=in_place and env.has_reset_slots,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
-        lost_finals=loses_finals(env),
+        lost_finals=options.finals == "lost" or loses_finals(env),
+        observed=observed_keys(env, layout, options.info_keys),
         in_place=in_place,
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),

@@ -5,6 +5,7 @@
     CollectorError
     ├── ArgumentError (ValueError)   an argument that cannot be right
     ├── EnvironmentRefused           an environment that cannot be driven truly
+    │   └── SilentReset              it resets itself within step: found while collecting
     ├── SpaceError                   a space that has no column layout
     ├── PolicyError                  what the policy returned is not an action of this environment
     ├── TransitionError              what the environment returned differs from what it declared
@@ -32,6 +33,14 @@ class ArgumentError(CollectorError, ValueError):
 
 class EnvironmentRefused(CollectorError):
     """The environment would lose or invent transitions; the message names the way out."""
+
+
+class SilentReset(EnvironmentRefused):
+    """The environment resets itself, and returns a first observation as the final one.
+
+    Raised while collecting, before the batch that shows it is stored; the message names the rows
+    that are stored already.
+    """
 
 
 class SpaceError(CollectorError):

@@ -19,7 +19,8 @@ from tallyroll.collector.checks import Range, RangeChecks
 from tallyroll.collector.delivery import Delivery
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.episodes import EpisodeLog
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError, SilentReset, StateError
+from tallyroll.collector.finals import FinalsWatch
 from tallyroll.collector.interrupts import held
 from tallyroll.collector.keys import POLICY_VERSION, TERMINATED
 from tallyroll.collector.lanes import LaneState, Numbers, lane_seed
@@ -113,6 +114,8 @@ class ExactCollector(Collector):
         self._rollout, self._source = rollout, source
         self._checks = RangeChecks(ranges, options.validate)
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
+        watched = options.finals == "check" and not source.lost_finals
+        self._finals = FinalsWatch(self.lanes, source.observed if watched else ())
         self._description = description
         self._call = {
             "frames_per_batch": self.frames_per_batch,
@@ -121,6 +124,7 @@ class ExactCollector(Collector):
             "policy": None if policy is None else type(policy).__qualname__,
             "surplus": options.surplus,
             "frame_skip": self.frame_skip,
+            "finals": options.finals,
             **call,
         }
         self._delivery = Delivery(
@@ -181,6 +185,7 @@ class ExactCollector(Collector):
             self._discard()
         if self._budget.remaining(self.ledger.stored) == 0 or rollout.dry:
             self._finish()
+            self._finals.warn_at_end(self._committed)
         return batch
 
     def _take(self, want: int, missing: int, parts: list[Part]) -> int:
@@ -194,12 +199,18 @@ class ExactCollector(Collector):
 
     def _deliver(self, parts: list[Part]) -> TensorDictBase:
         try:
+            self._finals.require_true(self._committed)
             batch = self._delivery.deliver(parts, int(self._state.open.sum()))
         except BaseException:
             self._finish()
             raise
         self._rollout.delivered()
         return batch
+
+    @property
+    def _committed(self) -> str:
+        """Which rows of this run are stored, and how many ends are in them, as a sentence."""
+        return f"{self._sink.committed}, with {self.ledger.episodes_complete:,} ends of episodes"
 
     def _fill(self, want: int, parts: list[Part]) -> Block:
         """Take a block, and check it; on an error, what is complete is stored first."""
@@ -208,13 +219,13 @@ class ExactCollector(Collector):
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             refused = self._rollout.refused()
             culprit = refused and self._checks.bad_action(*refused, self._state)
-            self._rescue(parts)
+            self._rescue(parts, error)
             if culprit is not None and isinstance(error, Exception):
                 raise culprit from error
             raise
         bad = self._checks.first_violation(block.slab, block.used, self._state)
         if bad is not None:
-            self._rescue(parts)
+            self._rescue(parts, bad.error)
             raise bad.error
         return block
 
@@ -222,6 +233,7 @@ class ExactCollector(Collector):
         if not len(block):
             return None
         part, numbers = self._source.rows(block, self._state)
+        self._finals.look(part)
         self._log(part.rows, numbers, block)
         return part
 
@@ -235,6 +247,7 @@ class ExactCollector(Collector):
         if cuts is not None:
             self.ledger.episodes_cut += self._state.cut(cuts)
             self._state.restart(cuts)
+            self._finals.forget(cuts)
 
     def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
         if isinstance(self.frame_skip, str):
@@ -271,11 +284,15 @@ class ExactCollector(Collector):
         self._state.returns[lanes] += reward[lanes]
         self._state.length[lanes] += 1
         self._state.restart(lanes & ended)
+        self._finals.forget(lanes)
 
-    def _rescue(self, parts: list[Part]) -> None:
-        """After an error: ``parts``, and what is complete and sound behind them, are stored."""
+    def _rescue(self, parts: list[Part], error: BaseException) -> None:
+        """After ``error``: ``parts``, and what is complete and sound behind them, are stored."""
         with held():
-            self._store_rest(parts)
+            try:
+                self._store_rest(parts)
+            except SilentReset as found:  # the first error is raised; these rows are not stored
+                error.add_note(f"tallyroll: and the rows before it are not true: {found}")
 
     def _store_rest(self, parts: list[Part]) -> None:
         if not self._sink.stores:  # nobody would get them

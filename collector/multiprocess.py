@@ -21,6 +21,7 @@ from tallyroll.collector.checks import Validate
 from tallyroll.collector.delivery import Postproc
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.exact import ExactCollector
+from tallyroll.collector.finals import Finals
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.options import Options
@@ -116,6 +117,7 @@ class MultiprocessCollector(ExactCollector):
         validate: Validate = "raise",
         reset_slots: Literal["mask", "avoid"] = "mask",
         yield_large: bool = True,
+        finals: Finals = "check",
         threads_per_worker: int | None = None,
         on_worker_death: Literal["raise", "respawn"] = "raise",
         max_respawns: int = 10,
@@ -148,6 +150,7 @@ class MultiprocessCollector(ExactCollector):
             exploration_type=exploration_type,
             validate=validate,
             yield_large=yield_large,
+            finals=finals,
         )
         _check_mode(mode, options)
         _check_start_method(mp_start_method)

@@ -11,6 +11,7 @@ from tallyroll.collector import arguments
 from tallyroll.collector.checks import Validate
 from tallyroll.collector.delivery import Postproc
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.finals import Finals
 from tallyroll.collector.rollout import Surplus
 from tallyroll.collector.trajectories import Layout
 
@@ -39,6 +40,7 @@ class Options:
     exploration_type: ExplorationType
     validate: Validate
     yield_large: bool
+    finals: Finals
 
     @classmethod
     def checked(
@@ -64,6 +66,7 @@ class Options:
         exploration_type: ExplorationType,
         validate: Validate,
         yield_large: bool,
+        finals: Finals,
     ) -> "Options":
         """The options that a call gave.
 
@@ -88,6 +91,7 @@ class Options:
             raise ArgumentError(f"info_keys: wanted a sequence of names, got {info_keys!r}")
         if isinstance(frame_skip, str) and frame_skip not in info_keys:
             info_keys = (*info_keys, frame_skip)
+        arguments.one_of("finals", finals, ("check", "lost", "kept"))
         if validate not in ("raise", "warn", "off"):
             raise ArgumentError(f'validate is "raise", "warn" or "off", got {validate!r}')
         default = arguments.device("device", device)
@@ -111,6 +115,7 @@ class Options:
             exploration_type=exploration_type,
             validate=validate,
             yield_large=yield_large,
+            finals=finals,
         )
 
     @property

@@ -207,6 +207,16 @@ class Sink:
         return 0 if self.storage is None else self.storage.head
 
     @property
+    def committed(self) -> str:
+        """Which rows of the run are stored, as a sentence."""
+        if self.storage is None:
+            return "Rows of this run were yielded, or put into a replay buffer"
+        first, head = self._first_row if self._ready else self.storage.head, self.storage.head
+        if head <= first:
+            return f"No rows of this run are committed in {self.storage.path}"
+        return f"Rows {first:,} to {head - 1:,} of {self.storage.path} are committed, of this run"
+
+    @property
     def ready(self) -> bool:
         """:meth:`open` was called."""
         return self._ready

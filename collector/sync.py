@@ -17,6 +17,7 @@ from tallyroll.collector.drive import make_driver, plan_slab
 from tallyroll.collector.envs.make import CreateEnv, make_env
 from tallyroll.collector.envs.prepare import prepare_env, seed_env
 from tallyroll.collector.exact import ExactCollector
+from tallyroll.collector.finals import Finals
 from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.options import Options
@@ -77,9 +78,15 @@ class SyncCollector(ExactCollector):
         reset_slots: with a Gymnasium vector environment, see :class:`GymnasiumVectorEnv`.
         yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
             that are yielded: they go straight to ``storage``, one copy less.
+        finals: what final observations are. ``"check"`` compares the first few with the first
+            observations that follow them, and raises :class:`SilentReset` where the environment
+            resets itself within step and so returns the next episode's first observation as the
+            final one; ``"lost"`` says that it does so, and adds ``("collector", "next_valid")``,
+            False at ends; ``"kept"`` says that they are right, for a reset keeps the state.
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
+        SilentReset: while iterating; the batch that shows it is not stored.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class SyncCollector(ExactCollector):
         validate: Validate = "raise",
         reset_slots: Literal["mask", "avoid"] = "mask",
         yield_large: bool = True,
+        finals: Finals = "check",
     ) -> None:
         options = Options.checked(
             frames_per_batch=frames_per_batch,
@@ -135,6 +143,7 @@ class SyncCollector(ExactCollector):
             exploration_type=exploration_type,
             validate=validate,
             yield_large=yield_large,
+            finals=finals,
         )
         arguments.positive("num_envs", num_envs, optional=True)
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
@@ -166,7 +175,7 @@ class SyncCollector(ExactCollector):
             self._policy = Policy(policy, options.policy_device, self.env.device)
         self._seed_everything(seed)
         first = self.env.reset()
-        plan = plan_slab(self.env, self._policy, first, options.exploration_type)
+        plan = plan_slab(self.env, self._policy, first, options)
         slab = plan.slab(
             plan.slots(self.lanes, self.frames_per_batch),
             self.lanes,

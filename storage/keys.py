@@ -7,6 +7,7 @@ from typing import Final
 from .rows import Key
 
 __all__ = [
+    "COUNTERS",
     "CUT",
     "DONE",
     "LANE",
@@ -32,3 +33,7 @@ LANE: Final[Key] = ("collector", "lane")
 POLICY_VERSION: Final[Key] = ("collector", "policy_version")
 NEXT_VALID: Final[Key] = ("collector", "next_valid")
 CUT: Final[Key] = ("collector", "cut")
+
+COUNTERS: Final = frozenset({"step_count", "is_init", "episode_reward"})
+"""Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
+InitTracker, RewardSum): they tell how long it has lasted, and not what was observed."""

@@ -14,9 +14,17 @@ from .findings import Findings, Place
 from .rows import Key, spell
 from .schema import Column
 
-__all__ = ["UnwrittenRows", "batches", "check_finite", "holds_numbers", "words", "zero_rows"]
+__all__ = [
+    "BATCH_NBYTES",
+    "UnwrittenRows",
+    "batches",
+    "check_finite",
+    "holds_numbers",
+    "words",
+    "zero_rows",
+]
 
-_BATCH_NBYTES = 2**22
+BATCH_NBYTES = 2**22
 """Rows are looked at in batches that stay in the processor's cache."""
 _FEW_WORDS = 16
 _LONG_RUN = 1024
@@ -29,7 +37,7 @@ def holds_numbers(column: Column) -> bool:
 
 def batches(rows: int, row_nbytes: int) -> Iterator[slice]:
     """Slices of ``rows`` rows, each small enough for the cache."""
-    step = max(1, _BATCH_NBYTES // row_nbytes)
+    step = max(1, BATCH_NBYTES // row_nbytes)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -6,6 +6,7 @@ from typing import Any
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.known_faults import refuse_known_faults
 from tallyroll.collector.envs.make import (
     can_step_part,
     chain,
@@ -24,6 +25,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     Raises:
         ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
     """
+    refuse_known_faults(env, options.max_frames_per_traj, options.finals == "lost")
     device = options.env_device or (None if runs_on_cpu(env) else options.device)
     if device is not None:
         if device.type != "cpu" and runs_on_cpu(env):

@@ -177,7 +177,7 @@ class Worker:
         if self.plan is None:
             self._first = self.env.reset()
             self.doing = "trying the policy out"
-            self.plan = plan_slab(self.env, self.policy, self._first, self.options.exploration_type)
+            self.plan = plan_slab(self.env, self.policy, self._first, self.options)
         lost = self.plan.lost_finals
         ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
         drawn = self.plan.in_place and block_drawn(self.env)

@@ -1,0 +1,117 @@
+"""TorchRL environments that are known to return wrong ends, recognised by their types' names."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchrl.envs import EnvBase, StepCounter, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.envs.transforms import Compose, Transform
+
+from tallyroll.collector.errors import EnvironmentRefused
+
+Fault = Callable[[EnvBase, int | None, bool], str | None]
+"""What is wrong with an environment, None: nothing is.
+
+Takes the environment, the transitions after which a trajectory is truncated from outside (None:
+it is not), and whether final observations are declared as lost.
+"""
+
+
+def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> None:
+    """Raise where ``env``, or what lies in it at any depth, is known to falsify ends of episodes.
+
+    Args:
+        env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`, of which one environment
+            of every different factory is made and closed again.
+        frames_per_traj: the collector truncates trajectories after so many transitions.
+        finals_lost: ``finals="lost"`` was passed.
+
+    Raises:
+        EnvironmentRefused: the message names the way out.
+    """
+    limit = frames_per_traj
+    while isinstance(env, TransformedEnv):
+        limit = _lower(limit, _step_limit(env.transform))
+        env = env.base_env
+    if isinstance(env, BatchedEnvBase):
+        for make in _different(env):
+            inner = make()
+            try:
+                refuse_known_faults(inner, limit, finals_lost)
+            finally:
+                inner.close(raise_if_closed=False)
+        return
+    for kind in type(env).__mro__:
+        fault = FAULTS.get((kind.__module__, kind.__qualname__))
+        said = fault and fault(env, limit, finals_lost)
+        if said:
+            raise EnvironmentRefused(said)
+
+
+def _lower(one: int | None, other: int | None) -> int | None:
+    limits = [limit for limit in (one, other) if limit is not None]
+    return min(limits, default=None)
+
+
+def _step_limit(transform: Transform | None) -> int | None:
+    """Transitions after which a transform truncates a trajectory."""
+    if isinstance(transform, Compose):
+        limit = None
+        for each in transform:
+            limit = _lower(limit, _step_limit(each))
+        return limit
+    return transform.max_steps if isinstance(transform, StepCounter) else None
+
+
+def _different(env: BatchedEnvBase) -> Iterator[Callable[[], EnvBase]]:
+    """Makes one environment for each different factory of ``env``."""
+    seen: list[tuple[Any, Any]] = []
+    for create, kwargs in zip(env.create_env_fn, env.create_env_kwargs, strict=True):
+        if not any(create is other and kwargs == theirs for other, theirs in seen):
+            seen.append((create, kwargs))
+            yield lambda create=create, kwargs=kwargs: create(**kwargs)
+
+
+def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
+    if finals_lost:
+        return None
+    return (
+        f"{type(env).__name__}: Procgen resets itself within step, and what TorchRL returns as an "
+        'episode\'s final observation is the first one of the next; pass finals="lost", which '
+        "stores collector.next_valid False at ends (Procgen does not tell time limits from "
+        "termination either), or use Procgen's environments in EnvPool with an adapter of your own"
+    )
+
+
+def _vmas(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
+    steps = getattr(env.__dict__.get("_env"), "max_steps", None)
+    return _terminates(env, "max_steps", steps, limit, "make it without max_steps")
+
+
+def _jumanji(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
+    inner = env.__dict__.get("_env")
+    steps = getattr(getattr(inner, "unwrapped", inner), "time_limit", None)
+    how = "make it as JumanjiWrapper(jumanji.make(id, time_limit=T)), T above M"
+    return _terminates(env, "time_limit", steps, limit, how)
+
+
+def _terminates(env: EnvBase, name: str, steps: Any, limit: int | None, how: str) -> str | None:
+    """What is wrong where a time limit of the environment itself can be reached."""
+    if steps is None or (limit is not None and limit < steps):
+        return None
+    return (
+        f"{type(env).__name__} has {name}={steps}, and TorchRL returns the end of this time limit "
+        f"as terminated, so that learners would not bootstrap there; {how}, and pass "
+        "max_frames_per_traj=M to the collector, which truncates"
+    )
+
+
+FAULTS: dict[tuple[str, str], Fault] = {
+    ("torchrl.envs.libs.procgen", "ProcgenWrapper"): _procgen,
+    ("torchrl.envs.libs.procgen", "ProcgenEnv"): _procgen,
+    ("torchrl.envs.libs.vmas", "VmasWrapper"): _vmas,
+    ("torchrl.envs.libs.vmas", "VmasEnv"): _vmas,
+    ("torchrl.envs.libs.jumanji", "JumanjiWrapper"): _jumanji,
+    ("torchrl.envs.libs.jumanji", "JumanjiEnv"): _jumanji,
+}
+"""By module and name of the class or of one that it inherits from."""

@@ -1,0 +1,68 @@
+"""Which columns are observations of the environment's state, and not counts of what was done."""
+
+from collections.abc import Collection, Iterable
+
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.transforms import (
+    CatFrames,
+    Compose,
+    InitTracker,
+    RewardSum,
+    StepCounter,
+    TensorDictPrimer,
+    Transform,
+)
+
+from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.keys import NEXT, VALID, Key, as_key
+from tallyroll.collector.slab import Layout
+from tallyroll.storage.keys import COUNTERS
+
+_REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
+
+
+def observed_keys(env: EnvBase, layout: Layout, infos: Collection[str]) -> tuple[Key, ...]:
+    """Keys at the root of ``layout`` that tell a final observation from the first one after it.
+
+    Infos and what transforms write of their own are left out: they say how long an episode has
+    lasted, and so differ between its end and the next one's start whatever was observed. Empty
+    where nothing else is left.
+
+    Args:
+        env: the environment that is driven.
+        layout: its columns.
+        infos: names of columns that come from Gymnasium's ``info``.
+    """
+    if isinstance(env, GymnasiumVectorEnv):
+        candidates: Iterable[Key] = env.observation_keys
+    else:
+        candidates = map(as_key, env.observation_spec.keys(True, True))
+    counted = _written_by_transforms(env) | {(name,) for name in infos} | {VALID}
+    return tuple(
+        key
+        for key in candidates
+        if key not in counted
+        and key[-1] not in COUNTERS
+        and key in layout
+        and layout.get((NEXT, *key)) == layout[key]
+    )
+
+
+def _written_by_transforms(env: EnvBase) -> set[Key]:
+    """Keys that a transform with a memory adds; what it changes in place is still observed."""
+    found: set[Key] = set()
+    while isinstance(env, TransformedEnv):
+        for each in _flat(env.transform):
+            if isinstance(each, TensorDictPrimer):
+                found |= {as_key(key) for key in each.primers.keys(True, True)}
+            elif isinstance(each, _REMEMBER):
+                read = {as_key(key) for key in each.in_keys or ()}
+                found |= {as_key(key) for key in each.out_keys or ()} - read
+        env = env.base_env
+    return found
+
+
+def _flat(transform: Transform | None) -> list[Transform]:
+    if isinstance(transform, Compose):
+        return [inner for each in transform for inner in _flat(each)]
+    return [] if transform is None else [transform]
