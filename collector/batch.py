@@ -15,6 +15,7 @@ from tallyroll.collector.keys import (
     CUT,
     DONE,
     LANE,
+    NEXT,
     NEXT_VALID,
     POLICY_VERSION,
     STEP,
@@ -71,6 +72,15 @@ class RowSource:
             for key, column in self.layout.items()
             if key not in looked_at
             and column.dtype.itemsize * math.prod(column.shape) >= LARGE_NBYTES
+        )
+
+    @cached_property
+    def unobserved(self) -> tuple[Key, ...]:
+        """Columns that look like observations, at the root and under ``"next"``, and are none."""
+        return tuple(
+            key
+            for key, column in self.layout.items()
+            if self.layout.get((NEXT, *key)) == column and key not in self.observed
         )
 
     def schema(self) -> dict[Key, Column]:

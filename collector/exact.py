@@ -127,6 +127,8 @@ class ExactCollector(Collector):
             "finals": options.finals,
             **call,
         }
+        if source.unobserved:
+            self._call["unobserved"] = [list(key) for key in source.unobserved]
         self._delivery = Delivery(
             self._sink,
             source,

@@ -27,6 +27,10 @@ class Run:
     """None where the entry does not say."""
     origin: int | None = None
     """First row of the run that this one continues, or its own; None if no collector made it."""
+    finals_kept: bool = False
+    """Its final observations are right, also where they equal the first ones that follow."""
+    unobserved: frozenset[tuple[str, ...]] = frozenset()
+    """Columns that look like observations and are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,26 @@ def check_runs(entries: list[Any], head: int, findings: Findings) -> list[Run]:
             findings.add("runs", "a run in the manifest does not fit the rows", place)
         else:
             lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
-            runs.append(Run(entry["first_row"], lanes, origin))
+            call = entry.get("call")
+            call = call if isinstance(call, dict) else {}
+            runs.append(
+                Run(
+                    entry["first_row"],
+                    lanes,
+                    origin,
+                    call.get("finals") == "kept",
+                    _keys(call.get("unobserved")),
+                )
+            )
     return runs
+
+
+def _keys(value: Any) -> frozenset[tuple[str, ...]]:
+    """Keys of columns, of which a manifest holds a list; whatever else it holds is none."""
+    if not isinstance(value, list):
+        return frozenset()
+    keys = [tuple(each) for each in value if isinstance(each, list)]
+    return frozenset(key for key in keys if all(isinstance(name, str) for name in key))
 
 
 def _problem_of(entry: Any, least: int, head: int) -> str | None:

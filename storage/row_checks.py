@@ -29,6 +29,7 @@ from .keys import (
 from .lane_checks import Chunk, LaneChecks
 from .observation_checks import ObservationChecks, observations_of
 from .record_checks import Run
+from .reset_checks import ResetChecks
 from .ring import slots_of
 from .rows import Key, spell
 from .value_checks import UnwrittenRows, check_finite, holds_numbers, words
@@ -78,6 +79,7 @@ class RowChecks:
         self._both_known = self._look_at_flags()
         self._followed = self._look_at_collector()
         self._observations = ObservationChecks(self._columns, self._arrays, storage.ring)
+        self._resets = ResetChecks(self._columns, self._arrays, storage.ring)
         self._observed = {(*prefix, *key) for key in observations_of(self._columns)
                           for prefix in ((), (NEXT,))}  # fmt: skip
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
@@ -150,6 +152,7 @@ class RowChecks:
             self.unavailable |= dict.fromkeys(("zeros", "finals", "episodes"), why)
             return
         self._observations.finish(findings)
+        self._resets.finish(findings)
         if self._episodes is not None:
             self._episodes.finish(findings)
 
@@ -194,6 +197,7 @@ class RowChecks:
         links = lanes.advance(chunk, findings)
         self._observations.check_links(chunk, links, findings)
         self._observations.check_zeros(chunk, links, valid)
+        self._resets.look(run, chunk, valid, self._terminated(slots, ended))
         if self._episodes is not None:
             self._episodes.extend(self._episode_rows(chunk, slots))
         return min(start, int(links.before.min(initial=start)))
@@ -225,6 +229,9 @@ class RowChecks:
             ended: np.ndarray = self._scalar(TERMINATED, slots) | self._scalar(TRUNCATED, slots)
             return ended
         return self._scalar(DONE, slots) if self._is_scalar(DONE, "b") else None
+
+    def _terminated(self, slots: slice, ended: np.ndarray) -> np.ndarray:
+        return self._scalar(TERMINATED, slots) if self._both_known else ended
 
     def _check_flags(
         self, slots: slice, ended: np.ndarray | None, place: _PlaceOf, findings: Findings

@@ -221,6 +221,7 @@ class Run:
             "info_keys": tuple(plan.info_keys or ()),
             "frame_skip": 1 if plan.frame_skip is None else plan.frame_skip,
             "validate": plan.validate or "raise",
+            "finals": plan.finals or "check",
         }
         if not plan.workers:
             return SyncCollector(plan.env, policy, **arguments)

@@ -291,6 +291,14 @@ def _add_details(group: Any) -> None:
         "--validate", choices=("raise", "warn", "off"),
         help="values outside their spaces (default: raise)",
     )  # fmt: skip
+    group.add_argument(
+        "--finals", choices=("check", "lost", "kept"),
+        help="what the observations are that episodes end with. check: compare the first few with "
+        "what follows, and end the run where the environment resets itself within step, so that "
+        "the next episode's first observation stands there; lost: it does so, and the column "
+        "collector/next_valid is False at ends, from which nothing should be bootstrapped; kept: "
+        "they are right, for a reset of this task keeps the state (default: check)",
+    )  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="no progress, no report")
 
 

@@ -43,6 +43,7 @@ class Plan:
     validate: str | None = None
     frame_skip: int | str | None = None
     info_keys: list[str] | None = None
+    finals: Literal["check", "lost", "kept"] | None = None
     workers: int | None = None
     mode: str | None = None
     respawns: int | None = None
@@ -75,6 +76,7 @@ class Plan:
                 "episodes": call.get("total_episodes"),
                 "frames_per_batch": call.get("frames_per_batch"),
                 "frame_skip": call.get("frame_skip"),
+                "finals": call.get("finals"),
                 "workers": call.get("num_workers"),
                 "mode": call.get("mode"),
             }
@@ -125,6 +127,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "validate": str,
     "durability": str,
     "mode": str,
+    "finals": str,
     "step_timeout": (int, float),
     "env_kwargs": dict,
     "info_keys": list,
