@@ -209,7 +209,6 @@ class ExactCollector(Collector):
         self._rollout.delivered()
         return batch
 
-    @property
     def _committed(self) -> str:
         """Which rows of this run are stored, and how many ends are in them, as a sentence."""
         return f"{self._sink.committed}, with {self.ledger.episodes_complete:,} ends of episodes"

@@ -1,6 +1,7 @@
 """Are the final observations those of the episodes that ended? Watched while rows are collected."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ class FinalsWatch:
         if self._resets is not None:
             self._resets.forget(lanes)
 
-    def require_true(self, committed: str) -> None:
+    def require_true(self, committed: Callable[[], str]) -> None:
         """Raise where the environment resets itself; warn, once, where it may.
 
         ``committed`` says which rows of the run are stored already.
@@ -79,16 +80,16 @@ class FinalsWatch:
         if resets is None:
             return
         if resets.verdict is Verdict.SELF_RESET:
-            raise SilentReset(f"{_seen(resets)}. {_WAY_OUT}. {committed}")
+            raise SilentReset(f"{_seen(resets)}. {_WAY_OUT}. {committed()}")
         if resets.verdict is Verdict.SAME_START and not self._warned:
             self._warned = True
             warnings.warn(f"{_seen(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
 
-    def warn_at_end(self, committed: str) -> None:
+    def warn_at_end(self, committed: Callable[[], str]) -> None:
         """Warn where too few episodes ended to be certain, and all say the same."""
         resets, self._resets = self._resets, None
         if resets is not None and resets.likely is Verdict.SELF_RESET:
-            text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed}"
+            text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"
             warnings.warn(text, FinalsWarning, stacklevel=2)
 
 

@@ -264,7 +264,7 @@ class SelfResets:
 
     def _judge(self) -> None:
         of_lanes, inner = self._counts.sum(axis=1), self._inner
-        every = Seen(*of_lanes.sum(axis=1).tolist(), *inner.sum(axis=1).tolist())
+        every = _seen(of_lanes.sum(axis=1), inner.sum(axis=1))
         verdict, self.seen = judge(every), every
         if verdict is not Verdict.FINE:
             if verdict is not Verdict.UNDECIDED or every.ends >= self._most:
@@ -275,12 +275,9 @@ class SelfResets:
         # Environments, and kinds of ends, may differ: one lane in many, or every end but those
         # of a time limit.
         open_questions = bool((of_lanes[0] == 0).any())
-        suspects = [
-            Seen(*self._counts[:, kind].sum(axis=1).tolist(), every.inner, every.inner_equal)
-            for kind in (0, 1)
-        ]
+        suspects = [_seen(self._counts[:, kind].sum(axis=1), inner.sum(axis=1)) for kind in (0, 1)]
         for lane in np.flatnonzero((10 * of_lanes[1] >= 9 * of_lanes[0]) & (of_lanes[0] > 0)):
-            suspects.append(Seen(*of_lanes[:, lane].tolist(), *inner[:, lane].tolist()))
+            suspects.append(_seen(of_lanes[:, lane], inner[:, lane]))
         for suspect in suspects:
             if not suspect.ends:
                 continue
@@ -297,6 +294,10 @@ class SelfResets:
     @property
     def _most(self) -> int:
         return _PATIENCE + LEAST * self.lanes
+
+
+def _seen(ends: np.ndarray, inner: np.ndarray) -> Seen:
+    return Seen(*map(int, (*ends, *inner)))
 
 
 @lru_cache(maxsize=64)

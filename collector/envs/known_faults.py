@@ -1,6 +1,7 @@
 """TorchRL environments that are known to return wrong ends, recognised by their types' names."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
@@ -69,7 +70,7 @@ def _different(env: BatchedEnvBase) -> Iterator[Callable[[], EnvBase]]:
     for create, kwargs in zip(env.create_env_fn, env.create_env_kwargs, strict=True):
         if not any(create is other and kwargs == theirs for other, theirs in seen):
             seen.append((create, kwargs))
-            yield lambda create=create, kwargs=kwargs: create(**kwargs)
+            yield partial(create, **kwargs)
 
 
 def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
