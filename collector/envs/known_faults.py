@@ -86,13 +86,13 @@ def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
 
 def _vmas(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
     steps = getattr(env.__dict__.get("_env"), "max_steps", None)
-    return _terminates(env, "max_steps", steps, limit, "make it without max_steps")
+    return _terminates(env, "max_steps", steps, limit, "without max_steps")
 
 
 def _jumanji(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
     inner = env.__dict__.get("_env")
     steps = getattr(getattr(inner, "unwrapped", inner), "time_limit", None)
-    how = "make it as JumanjiWrapper(jumanji.make(id, time_limit=T)), T above M"
+    how = "as JumanjiWrapper(jumanji.make(id, time_limit=T)) with T larger than that"
     return _terminates(env, "time_limit", steps, limit, how)
 
 
@@ -102,8 +102,8 @@ def _terminates(env: EnvBase, name: str, steps: Any, limit: int | None, how: str
         return None
     return (
         f"{type(env).__name__} has {name}={steps}, and TorchRL returns the end of this time limit "
-        f"as terminated, so that learners would not bootstrap there; {how}, and pass "
-        "max_frames_per_traj=M to the collector, which truncates"
+        "as terminated, so that learners would not bootstrap there; pass max_frames_per_traj below "
+        f"{steps} to the collector, which truncates, or make the environment {how}"
     )
 
 
