@@ -20,6 +20,9 @@ class CopyDriver(LocalDriver):
             key: (column[:, 0] if self._squeeze else column).unbind(0)
             for key, column in self.slab.columns.items()
         }
+        chosen = (*self._actions, *self._extra)
+        self._chosen = [(key, views.pop(key)) for key in chosen]
+        """Views of what is chosen, a list of slots for each column."""
         self._views = list(views.items())
         self._has_valid = VALID in map(as_key, self.env.observation_spec.keys(True, True))
         self._td: TensorDictBase | None = None
@@ -79,39 +82,44 @@ class CopyDriver(LocalDriver):
         finally:
             self._td.pop("_step", None)
 
-    def _acted(self, td: TensorDictBase, act: PolicyFn) -> TensorDictBase:
-        """``td`` with what ``act`` chose; whatever else a policy does to its input is left out."""
-        copies = self.policy is not None and self.policy.changes_input and act is not self._random
-        out = act(td.clone() if copies else td)
+    def _acted(self, td: TensorDictBase, act: PolicyFn, at: int) -> TensorDictBase:
+        """Write what ``act`` chose to slot ``at`` and, copied, to ``td``, which is returned.
+
+        So a policy that writes later to what it returned, and an environment that writes to its
+        action, change no row: it is the action that was chosen.
+        """
+        out = act(td)
         if not isinstance(out, TensorDictBase):
             raise no_tensordict(out)
-        if not copies or self.policy is None:
-            return out
-        for key in self.policy.writes:
-            value = out.get(key, None)
-            if value is not None:
-                td.set(key, value)
+        random = act is self._random
+        for key, rows in self._chosen:
+            if random and key in self._extra:
+                continue
+            value, row = out.get(key, None), rows[at]
+            if value is None or value.shape != row.shape or value.dtype != row.dtype:
+                raise changed(key, value, row)
+            row.copy_(value)
+        if not random and self.policy is not None:
+            for key in self.policy.writes:
+                value = out.get(key, None)
+                if value is not None:
+                    td.set(key, value.clone())
         return td
 
     def _steps(self, start: int, stop: int, act: PolicyFn) -> None:
         td = self._td
         assert td is not None
-        random = act is self._random
-        views = [view for view in self._views if not (random and view[0] in self._extra)]
         step = self.env.step_and_maybe_reset
         for at in range(start, stop):
             if act is self.policy:
                 self._refresh(at, stop)
-            acted = self._acted(td, act)
+            acted = self._acted(td, act, at)
             try:
                 td, following = step(acted)
             except BaseException as error:
-                for key in self._actions:
-                    if acted.get(key, None) is None:
-                        raise changed(key, None) from error
                 error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
                 raise
-            for key, rows in views:
+            for key, rows in self._views:
                 value, row = td.get(key), rows[at]
                 if value is None or value.shape != row.shape or value.dtype != row.dtype:
                     raise changed(key, value, row)

@@ -65,8 +65,7 @@ class InPlaceDriver(LocalDriver):
 
     def _masked_steps(self, start: int, stop: int) -> None:
         for at in range(start, stop):
-            td = self._random(self._tds[at])
-            self.slab.columns[self._action][at].copy_(td.get(self._action))
+            self.slab.columns[self._action][at].copy_(self._drawn_at(at))
             self._step(at, at + 1)
             if self.stopping:
                 break
@@ -100,8 +99,7 @@ class InPlaceDriver(LocalDriver):
         elif self._draw is not None:
             self._cursor.action[at] = self._draw(self.rng, 1)[0]
         else:
-            td = self._random(self._tds[at])
-            self.slab.columns[self._action][at].copy_(td.get(self._action))
+            self.slab.columns[self._action][at].copy_(self._drawn_at(at))
         if lanes < self.lanes:
             self._step_part(at, lanes)
         else:
@@ -109,8 +107,7 @@ class InPlaceDriver(LocalDriver):
 
     def _act(self, at: int) -> None:
         assert self.policy is not None
-        td = self._tds[at]
-        out = self.policy(td.clone() if self.policy.changes_input else td)
+        out = self.policy(self._tds[at])
         if not isinstance(out, TensorDictBase):
             raise no_tensordict(out)
         for key, views in self._outputs:
@@ -118,8 +115,11 @@ class InPlaceDriver(LocalDriver):
             if value is None or value.shape != row.shape or value.dtype != row.dtype:
                 raise changed(key, value, row)
             row.copy_(value)
-            if out is td:
-                td.del_(key)
+
+    def _drawn_at(self, at: int) -> torch.Tensor:
+        """Random actions ``[lane, ...]`` for a slot, which leave no key in what the policy sees."""
+        drawn: torch.Tensor = self._random(self._tds[at].clone(False)).get(self._action)
+        return drawn
 
     def _randomise(self, at: int, lanes: Mask) -> None:
         columns = self.slab.columns
@@ -128,7 +128,7 @@ class InPlaceDriver(LocalDriver):
         elif self._draw is not None:
             drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
         else:
-            drawn = self._random(self._tds[at]).get(self._action)
+            drawn = self._drawn_at(at)
         chosen = torch.from_numpy(lanes)
         columns[self._action][at][chosen] = drawn[chosen]
         for key in self._extra:

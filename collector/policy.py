@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import ArgumentError, PolicyError
 from tallyroll.collector.keys import NEXT, Key, as_key, dotted
+from tallyroll.collector.own_tensors import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.slab import Column
 
 PolicyFn = Callable[[TensorDictBase], TensorDictBase]
@@ -47,8 +48,6 @@ class Policy:
             )
         self.source = policy
         self.version = 0
-        self.changes_input = False
-        """It was seen to replace, to write to or to leave out what it is given: it gets copies."""
         self.writes: tuple[Key, ...] = ()
         """What it adds to what it is given, the action among it."""
         self._device = device
@@ -58,16 +57,16 @@ class Policy:
     def _on_device(self, policy: PolicyFn) -> PolicyFn:
         if self._device is None or not isinstance(policy, nn.Module):
             return policy
-        if all(_same_place(tensor.device, self._device) for tensor in _tensors(policy)):
+        if all(same_place(tensor.device, self._device) for tensor in _tensors(policy)):
             return policy
         moved: PolicyFn = copy.deepcopy(policy).to(self._device)
         return moved
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """Choose actions for ``td``."""
+        """Choose actions for ``td``, of which the module gets a copy to write to and to keep."""
         if self._device is None:
-            return self.module(td)
-        out = self.module(td.to(self._device))
+            return self.module(own_tensors(td))
+        out = self.module(own_tensors_on(td, self._device))
         return out if self._move_back is None else out.to(self._move_back)
 
     def refresh(self) -> bool:
@@ -143,7 +142,7 @@ def _misfit(name: str, now: Mapping[str, Any], new: Mapping[str, Any]) -> str | 
 
 
 def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:
-    """Call a copy of ``policy`` once on a copy of ``td``, and check what it returns.
+    """Call a copy of ``policy`` once on ``td``, and check what it returns.
 
     Random generators are restored, so that the trial leaves no trace in the data.
 
@@ -158,22 +157,16 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
         probe.module = copy.deepcopy(policy.module)
     except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
         probe.module = policy.module
-    given = td.clone()
-    entries = list(given.items(True, True))
     try:
         with generators_restored():
-            out = probe(given)
+            out = probe(td)
     except KeyError as error:
-        known = sorted(dotted(as_key(key)) for key, _ in entries)
+        known = sorted(dotted(as_key(key)) for key in td.keys(True, True))
         raise PolicyError(
             f"policy: {error.args[0]}; what it is given has the keys {known}"
         ) from error
     if not is_tensor_collection(out):
         raise no_tensordict(out)
-    policy.changes_input = any(
-        out.get(key, None) is None or given.get(key) is not before or not _same(before, td.get(key))
-        for key, before in entries
-    )
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         _check_action(key, spec, out, td)
@@ -200,17 +193,6 @@ def no_tensordict(got: object) -> PolicyError:
         f"policy: wanted a TensorDict back, got {type(got).__name__}; return the tensordict with "
         "the action set"
     )
-
-
-def _same_place(one: torch.device, other: torch.device) -> bool:
-    """``cuda`` and ``cuda:0`` are one device, and so are ``cpu`` and ``cpu:0``."""
-    return one.type == other.type and (one.index or 0) == (other.index or 0)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or one.dtype is torch.bool:
-        return one is other or bool((one == other).all())
-    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
 def _check_action(key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase) -> None:

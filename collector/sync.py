@@ -40,8 +40,9 @@ class SyncCollector(ExactCollector):
             size ``[]`` or ``[lanes]``, a Gymnasium vector environment, or a factory of one. What
             the collector makes it closes; an instance stays yours to close.
         policy: a TensorDictModule or a callable from TensorDict to TensorDict; None draws
-            random actions, and honours an ``"action_mask"``. All that it writes becomes
-            columns: where the action is enough, make it
+            random actions, and honours an ``"action_mask"``. It gets tensors of its own, to
+            write to and to keep as it likes. All that it adds to them becomes columns: where
+            the action is enough, make it
             ``TensorDictSequential(policy, selected_out_keys=["action"])``.
         frames_per_batch: transitions a batch.
         total_frames: transitions in all; -1 goes on until :meth:`stop`.

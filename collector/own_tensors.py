@@ -1,0 +1,39 @@
+"""Copies of what a policy is given, which it may write to and keep."""
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+
+def own_tensors(td: TensorDictBase) -> TensorDictBase:
+    """A copy of ``td`` that shares no memory with it, at every level.
+
+    Memory comes from the allocator and not from a pool of buffers: it gives back what was used a
+    moment ago, so that a copy costs what copying the bytes costs, and whoever still refers to a
+    copy, by whatever view, keeps it.
+    """
+    if type(td) is not TensorDict:
+        return td.clone()
+    # A plain TensorDict's own dictionary: `clone` costs two thirds more.
+    source = {
+        name: value.clone() if isinstance(value, torch.Tensor) else own_tensors(value)
+        for name, value in td._tensordict.items()
+    }
+    return TensorDict._new_unsafe(
+        source=source,
+        batch_size=td.batch_size,
+        device=td.device,
+        names=td._td_dim_names,
+        nested=False,
+    )
+
+
+def own_tensors_on(td: TensorDictBase, device: torch.device) -> TensorDictBase:
+    """The same on ``device``; one copy where all of ``td`` lies elsewhere."""
+    if td.device is None or same_place(td.device, device):
+        td = own_tensors(td)
+    return td.to(device)
+
+
+def same_place(one: torch.device, other: torch.device) -> bool:
+    """``cuda`` and ``cuda:0`` are one device, and so are ``cpu`` and ``cpu:0``."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
