@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from tallyroll.collector.keys import (
-    CUT,
     DONE,
     LANE,
     NEXT,
@@ -55,18 +54,19 @@ class RowSource:
     """What a slab's columns become as rows.
 
     ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
-    ``observed`` names the observations that tell states apart.
+    ``observed`` names the observations that tell states apart, ``dones`` names the done columns below the root.
     """
 
     layout: Layout
     rewards: Sequence[Key]
     lost_finals: bool
     observed: tuple[Key, ...] = ()
+    dones: Sequence[Key] = ()
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
         """Columns whose rows are large; rewards and flags, which are looked at, are not among."""
-        looked_at = {*self.rewards, DONE, TERMINATED, TRUNCATED}
+        looked_at = {*self.rewards, *self.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key
             for key, column in self.layout.items()
@@ -155,33 +155,6 @@ def merge(parts: Sequence[Part]) -> Part:
         key: Gathered.joined([part.large[key] for part in parts], order) for key in first.large
     }
     return Part(rows, large)
-
-
-def cut_flags(rows: Rows) -> NDArray[np.bool_]:
-    """``[row]``: the batch, or the collection of a trajectory, ends here in mid-trajectory."""
-    ids = rows[TRAJ_IDS].numpy()
-    if not len(ids):
-        return np.zeros(0, np.bool_)
-    last = np.empty(len(ids), np.bool_)
-    last[-1] = True
-    np.not_equal(ids[1:], ids[:-1], out=last[:-1])
-    cut: NDArray[np.bool_] = last & ~rows[DONE].reshape(-1).cpu().numpy()
-    return cut
-
-
-def with_cuts(rows: Rows) -> Rows:
-    """What is yielded: ``cut`` marked, and done also True there, so that estimators stop."""
-    cut = torch.from_numpy(cut_flags(rows))
-    done = rows[DONE]
-    return {**rows, DONE: done | cut.to(done.device).unsqueeze(-1), CUT: cut}
-
-
-def without_cuts(rows: Mapping[Key, torch.Tensor]) -> Rows:
-    """What is stored: the environment's own done, no column that describes the batch."""
-    cut = rows[CUT].reshape(-1, 1)
-    kept = {key: column for key, column in rows.items() if key != CUT}
-    kept[DONE] = rows[DONE] & ~cut.to(rows[DONE].device)
-    return kept
 
 
 def as_tensordict(rows: Mapping[Key, torch.Tensor], device: torch.device | None) -> TensorDict:

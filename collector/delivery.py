@@ -13,9 +13,8 @@ from tallyroll.collector.batch import (
     RowSource,
     as_tensordict,
     merge,
-    with_cuts,
-    without_cuts,
 )
+from tallyroll.collector.cuts import own_flags, with_cuts, without_cuts
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.keys import (
@@ -75,6 +74,7 @@ class Delivery:
         self._postproc, self._device = postproc, device
         self._frame_skip, self._count_random = frame_skip, count_random
         self._yield_large = yield_large
+        self._dones = tuple(source.dones)
         self._keys = tuple(source.schema())
         large = [source.layout[key] for key in source.large] if yield_large else []
         self._pool = BufferPool([(numpy_dtype(each.dtype), each.shape) for each in large])
@@ -99,7 +99,7 @@ class Delivery:
             self._count(rows)
             if self._postproc is None:
                 self._sink.write(rows, self._ledger, open_lanes, part.large)
-                batch: TensorDictBase = as_tensordict(with_cuts(rows), self._device)
+                batch: TensorDictBase = as_tensordict(with_cuts(rows, self._dones), self._device)
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
         except BaseException:
@@ -128,8 +128,9 @@ class Delivery:
         return {key: rows[key] for key in self._keys}
 
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
+        own = own_flags(rows, self._dones)
         with admitted():
-            batch = postproc(as_tensordict(with_cuts(rows), self._device))
+            batch = postproc(as_tensordict(with_cuts(rows, self._dones), self._device))
         count = len(rows[STEP])
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
             got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
@@ -137,7 +138,7 @@ class Delivery:
         missing = [dotted(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
         if missing:
             raise ArgumentError(f"postproc: wanted the columns {missing} kept, they are gone")
-        stored = without_cuts(columns_of(batch))
+        stored = without_cuts(columns_of(batch), own)
         if not self._sink.ready:
             schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
             self._sink.open(schema, self._provenance)

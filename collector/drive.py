@@ -57,6 +57,8 @@ class SlabPlan:
     lost_finals: bool
     observed: tuple[Key, ...]
     """Observations at the root and under ``"next"`` that tell states apart."""
+    dones: tuple[Key, ...]
+    """Done columns below the root."""
     in_place: bool
     reset_slots: bool
     """An environment that writes in place has reset slots."""
@@ -76,7 +78,7 @@ class SlabPlan:
 
     def row_source(self) -> RowSource:
         """What makes rows of such a slab."""
-        return RowSource(self.layout, self.rewards, self.lost_finals, self.observed)
+        return RowSource(self.layout, self.rewards, self.lost_finals, self.observed, self.dones)
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
         """Enough for ``frames`` even where every second slot is a reset slot, within bounds.
@@ -120,6 +122,7 @@ def plan_slab(
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
         lost_finals=options.finals == "lost" or loses_finals(env),
         observed=observed_keys(env, layout, options.info_keys),
+        dones=nested_dones(env),
         in_place=in_place,
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
@@ -176,6 +179,13 @@ def copied_layout(env: EnvBase) -> dict[Key, Column]:
             f"the environment has keys under {COLLECTOR!r}, where tallyroll keeps its own"
         )
     return layout
+
+
+def nested_dones(env: EnvBase) -> tuple[Key, ...]:
+    """Columns of the done flags that ``env`` declares below the root: those of groups."""
+    keys = (as_key(key) for key in env.full_done_spec.keys(True, True))
+    ends = ("terminated", "truncated")
+    return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)
 
 
 def _column(spec: object, lead: int) -> Column:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.keys import CUT, DONE, LANE, MASK, STEP, TRAJ_IDS, dotted
+from tallyroll.collector.keys import CUT, DONE, LANE, MASK, STEP, TRAJ_IDS, as_key, dotted
+from tallyroll.storage.keys import is_done
 
 Layout = Literal["rows", "lanes", "trajectories"]
 Int = NDArray[np.int64]
@@ -46,8 +47,9 @@ def split_trajectories(
             ``"list"`` a TensorDict ``[time]`` a trajectory; ``"offsets"`` an :class:`Offsets`.
 
     Within a trajectory rows are ordered by ``("collector", "step")`` where it is there, else as
-    they come. At its last row ``("next", "done")`` is True, and ``("collector", "cut")`` says
-    whether the trajectory goes on beyond these rows, so that value estimators stop there.
+    they come. At its last row ``("next", "done")``, and every bool ``"done"`` below it, is True,
+    and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so that
+    value estimators stop there.
 
     Raises:
         ArgumentError: there are no trajectory ids.
@@ -150,8 +152,11 @@ def _mark_ends(rows: TensorDictBase, last: NDArray[np.intp]) -> TensorDictBase:
     if known is not None:
         cut |= known
     cut[at] |= ~done.reshape(len(rows), -1).any(-1)[at]
-    done = done.clone()
-    done[at] = True
-    marked.set(DONE, done)
+    for key, leaf in rows.items(True, True):
+        if not isinstance(leaf, torch.Tensor) or not is_done(as_key(key), leaf.dtype):
+            continue
+        done = leaf.clone()
+        done[at.to(done.device)] = True
+        marked.set(key, done)
     marked.set(CUT, cut)
     return marked

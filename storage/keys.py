@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 from .rows import Key
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "TERMINATED",
     "TRAJ_IDS",
     "TRUNCATED",
+    "is_done",
 ]
 
 NEXT: Final = "next"
@@ -37,3 +40,8 @@ CUT: Final[Key] = ("collector", "cut")
 COUNTERS: Final = frozenset({"step_count", "is_init", "episode_reward"})
 """Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
 InitTracker, RewardSum): they tell how long it has lasted, and not what was observed."""
+
+
+def is_done(key: Key, dtype: torch.dtype) -> bool:
+    """Whether a column says that an episode ended: at the root, or for a group of agents."""
+    return key == DONE or (key[0] == NEXT and key[-1] == DONE[-1] and dtype is torch.bool)

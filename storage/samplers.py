@@ -10,10 +10,9 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from .base import DiskStorage
 from .errors import SlotsMayChange
-from .keys import DONE
 from .ring import index_at
 from .rows import Key
-from .trajectories import _check_positive, draw, slice_marks
+from .trajectories import _check_positive, done_places, draw, slice_marks
 
 __all__ = ["TrajectorySliceSampler"]
 
@@ -34,11 +33,11 @@ class TrajectorySliceSampler(Sampler):
     cross batches, never lanes, trajectories or restarts. Trajectories that are shorter are
     not drawn from. A sample costs the same however many rows there are.
 
-    A sample is flat, slice after slice. At the last row of a slice ``("next", "done")`` is
-    True, so that TorchRL's value estimators stop there and bootstrap, and
-    ``("collector", "cut")`` where the trajectory goes on; terminated and truncated stay as
-    they are. If there is a column ``"is_init"``, it is True at the first row of a slice, where
-    recurrent modules start anew. Random numbers come from the buffer's ``generator``.
+    A sample is flat, slice after slice. At the last row of a slice ``("next", "done")``, and that
+    of each group of agents, is True, so that TorchRL's value estimators stop there and
+    bootstrap, and ``("collector", "cut")`` where the trajectory goes on; terminated and truncated
+    stay as they are. If there is a column ``"is_init"``, it is True at the first row of a slice,
+    where recurrent modules start anew. Random numbers come from the buffer's ``generator``.
 
     Args:
         slice_len: rows a slice; batch sizes are multiples of it.
@@ -69,11 +68,10 @@ class TrajectorySliceSampler(Sampler):
         return torch.from_numpy(_index(storage, slots)), self._info(storage, slots, num_slices)
 
     def _info(self, storage: DiskStorage, slots: np.ndarray, num_slices: int) -> dict[Key, Any]:
-        info: dict[Key, Any] = {}
         columns, keys = storage._running().columns(), storage.schema.keys
-        if DONE in keys:
-            done = columns[keys.index(DONE)].take(slots, axis=0)
-            info = slice_marks(done, num_slices, self.slice_len)
+        places = done_places(storage.schema)
+        dones = {key: columns[place].take(slots, axis=0) for key, place in places}
+        info: dict[Key, Any] = {**slice_marks(dones, num_slices, self.slice_len)}
         if _IS_INIT in keys:
             is_init = columns[keys.index(_IS_INIT)].take(slots, axis=0)
             is_init[:: self.slice_len] = True

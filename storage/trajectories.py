@@ -12,12 +12,14 @@ from tensordict import TensorDict
 
 from .episodes import END_NAMES, table_dtype
 from .errors import NoSlices, Overrun, UnknownTrajectory
-from .keys import CUT, DONE
+from .keys import CUT, DONE, is_done
+from .rows import Key
+from .schema import Schema
 
 if TYPE_CHECKING:
     from .store import RowStore
 
-__all__ = ["Trajectories", "draw", "slice_marks"]
+__all__ = ["Trajectories", "done_places", "draw", "slice_marks"]
 
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -164,9 +166,10 @@ class Trajectories(Mapping[int, TensorDict]):
         """Slices drawn uniformly, with replacement, among all that there are.
 
         A slice is ``slice_len`` consecutive steps of one trajectory. At its last row
-        ``("next", "done")`` is True, so that value estimators stop there, and
-        ``("collector", "cut")`` where the trajectory goes on; terminated and truncated
-        stay as they are. A ring may be written by another process meanwhile.
+        ``("next", "done")``, and that of each group of agents, is True, so that value
+        estimators stop there, and ``("collector", "cut")`` where the trajectory goes on;
+        terminated and truncated stay as they are. A ring may be written by another process
+        meanwhile.
 
         Args:
             num_slices: how many.
@@ -198,10 +201,10 @@ class Trajectories(Mapping[int, TensorDict]):
             for column, array in zip(engine.columns(), arrays, strict=True):
                 array[torn] = column[slots]
         found = store._nest(arrays, rows.shape)
-        if DONE in (keys := engine.schema.keys):
-            done = arrays[keys.index(DONE)]
-            # In place: they are copies.
-            found.set(CUT, slice_marks(done, *rows.shape)[CUT].reshape(rows.shape))
+        # In place: they are copies.
+        dones = {key: arrays[place] for key, place in done_places(engine.schema)}
+        if marks := slice_marks(dones, *rows.shape):
+            found.set(CUT, marks[CUT].reshape(rows.shape))
         return found
 
 
@@ -238,21 +241,37 @@ def draw(
                     raise
 
 
+def done_places(schema: Schema) -> list[tuple[Key, int]]:
+    """Every done column, that of the root and those of groups, and its place in the schema.
+
+    None where the root has none: then nothing says whether a trajectory goes on.
+    """
+    if DONE not in schema:
+        return []
+    columns = enumerate(schema.columns)
+    return [(column.key, at) for at, column in columns if is_done(column.key, column.dtype)]
+
+
 def slice_marks(
-    done: np.ndarray, num_slices: int, slice_len: int
-) -> dict[tuple[str, ...], torch.Tensor]:
+    dones: Mapping[Key, np.ndarray], num_slices: int, slice_len: int
+) -> dict[Key, torch.Tensor]:
     """What differs from the stored rows at the last row of each slice, by key.
 
     Args:
-        done: a copy of what is stored, bool [num_slices * slice_len, ...].
+        dones: copies of what is stored, bool [num_slices * slice_len, ...], which are written.
         num_slices: how many slices.
         slice_len: rows a slice.
     """
-    last = done.reshape(num_slices, slice_len, -1)[:, -1]
-    cut = np.zeros((num_slices, slice_len), np.bool_)
-    cut[:, -1] = ~last.any(axis=1)
-    last[:] = True
-    return {DONE: torch.from_numpy(done), CUT: torch.from_numpy(cut.reshape(-1))}
+    marks: dict[Key, torch.Tensor] = {}
+    for key, done in dones.items():
+        last = done.reshape(num_slices, slice_len, -1)[:, -1]
+        if key == DONE:
+            cut = np.zeros((num_slices, slice_len), np.bool_)
+            cut[:, -1] = ~last.any(axis=1)
+            marks[CUT] = torch.from_numpy(cut.reshape(-1))
+        last[:] = True
+        marks[key] = torch.from_numpy(done)
+    return marks
 
 
 def _drawn_by(generator: torch.Generator | None) -> Any:
