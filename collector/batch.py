@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from tallyroll.collector.keys import (
 from tallyroll.collector.lanes import LaneState, Numbers, number
 from tallyroll.collector.rollout import Block
 from tallyroll.collector.slab import Column, Layout
+from tallyroll.storage.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.gathered import LARGE_NBYTES, Gathered
 
 Rows = dict[Key, torch.Tensor]
@@ -54,7 +55,9 @@ class RowSource:
     """What a slab's columns become as rows.
 
     ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
-    ``observed`` names the observations that tell states apart, ``dones`` names the done columns below the root.
+    ``observed`` names the observations that tell states apart, ``dones`` names the done columns
+    below the root, ``batch_dims`` counts the batch dimensions that nested TensorDicts have behind
+    the rows.
     """
 
     layout: Layout
@@ -62,6 +65,7 @@ class RowSource:
     lost_finals: bool
     observed: tuple[Key, ...] = ()
     dones: Sequence[Key] = ()
+    batch_dims: BatchDims = field(default_factory=dict)
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
@@ -93,6 +97,11 @@ class RowSource:
         if self.lost_finals:
             schema[NEXT_VALID] = Column(torch.bool, ())
         return schema
+
+    @cached_property
+    def behind(self) -> Shapes:
+        """The batch size behind the rows of each nested TensorDict that has one."""
+        return behind_rows(self.schema(), self.batch_dims)
 
     def rows(self, block: Block, state: LaneState) -> tuple[Part, Numbers]:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
@@ -157,8 +166,19 @@ def merge(parts: Sequence[Part]) -> Part:
     return Part(rows, large)
 
 
-def as_tensordict(rows: Mapping[Key, torch.Tensor], device: torch.device | None) -> TensorDict:
-    """Rows as a TensorDict ``[row]`` on ``device``."""
+def behind_rows(schema: Mapping[Key, Column], batch_dims: BatchDims) -> Shapes:
+    """The batch size behind the rows of each nested TensorDict, as far as its columns have it."""
+    shapes = {key: column.shape for key, column in schema.items()}
+    return shapes_of(fitting(batch_dims, shapes), shapes)
+
+
+def as_tensordict(
+    rows: Mapping[Key, torch.Tensor], device: torch.device | None, behind: Shapes
+) -> TensorDict:
+    """Rows as a TensorDict ``[row]`` on ``device``.
+
+    ``behind`` are further batch dimensions of nested ones, parents first.
+    """
     nested: dict[str, Any] = {}
     count = 0
     for key, column in rows.items():
@@ -168,4 +188,8 @@ def as_tensordict(rows: Mapping[Key, torch.Tensor], device: torch.device | None)
         inner[key[-1]] = column
         count = len(column)
     td = TensorDict(nested, batch_size=[count])
+    for level, size in behind.items():
+        group = td.get(level, None)
+        if group is not None:
+            group.batch_size = (count, *size)
     return td if device is None else td.to(device)

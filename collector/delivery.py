@@ -12,6 +12,7 @@ from tallyroll.collector.batch import (
     Rows,
     RowSource,
     as_tensordict,
+    behind_rows,
     merge,
 )
 from tallyroll.collector.cuts import own_flags, with_cuts, without_cuts
@@ -32,6 +33,7 @@ from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.sink import Sink, columns_of
 from tallyroll.collector.slab import numpy_dtype
 from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
+from tallyroll.storage.batch_dims import batch_dims_of
 from tallyroll.storage.pool import BufferPool
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
@@ -74,13 +76,13 @@ class Delivery:
         self._postproc, self._device = postproc, device
         self._frame_skip, self._count_random = frame_skip, count_random
         self._yield_large = yield_large
-        self._dones = tuple(source.dones)
+        self._dones, self._behind = tuple(source.dones), source.behind
         self._keys = tuple(source.schema())
         large = [source.layout[key] for key in source.large] if yield_large else []
         self._pool = BufferPool([(numpy_dtype(each.dtype), each.shape) for each in large])
         self.batches = 0
         if postproc is None:
-            sink.open(source.schema(), provenance)
+            sink.open(source.schema(), provenance, source.behind)
 
     def goes_on_from(self, provenance: Mapping[str, Any]) -> None:
         """The run goes on from a loaded state, which ``provenance`` and the ledger tell of."""
@@ -99,7 +101,7 @@ class Delivery:
             self._count(rows)
             if self._postproc is None:
                 self._sink.write(rows, self._ledger, open_lanes, part.large)
-                batch: TensorDictBase = as_tensordict(with_cuts(rows, self._dones), self._device)
+                batch: TensorDictBase = self._as_batch(rows)
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
         except BaseException:
@@ -127,10 +129,13 @@ class Delivery:
         part.large.clear()
         return {key: rows[key] for key in self._keys}
 
+    def _as_batch(self, rows: Rows) -> TensorDictBase:
+        return as_tensordict(with_cuts(rows, self._dones), self._device, self._behind)
+
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
         own = own_flags(rows, self._dones)
         with admitted():
-            batch = postproc(as_tensordict(with_cuts(rows, self._dones), self._device))
+            batch = postproc(self._as_batch(rows))
         count = len(rows[STEP])
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
             got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
@@ -141,7 +146,7 @@ class Delivery:
         stored = without_cuts(columns_of(batch), own)
         if not self._sink.ready:
             schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
-            self._sink.open(schema, self._provenance)
+            self._sink.open(schema, self._provenance, behind_rows(schema, batch_dims_of(batch)))
         self._sink.write(stored, self._ledger, open_lanes, {})
         return batch
 

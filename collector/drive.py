@@ -36,6 +36,7 @@ from tallyroll.collector.policy import Policy, next_keys, try_out
 from tallyroll.collector.random_actions import action_keys
 from tallyroll.collector.slab import Column, Layout, Slab
 from tallyroll.collector.slots import Mask, next_step_transitions
+from tallyroll.storage.batch_dims import batch_dims_of, levels_of
 
 MOST_SLOTS = 4096
 SLAB_BYTES = 256 * 2**20
@@ -59,6 +60,8 @@ class SlabPlan:
     """Observations at the root and under ``"next"`` that tell states apart."""
     dones: tuple[Key, ...]
     """Done columns below the root."""
+    batch_dims: dict[Key, int]
+    """Batch dimensions that nested TensorDicts have behind the lanes."""
     in_place: bool
     reset_slots: bool
     """An environment that writes in place has reset slots."""
@@ -78,7 +81,14 @@ class SlabPlan:
 
     def row_source(self) -> RowSource:
         """What makes rows of such a slab."""
-        return RowSource(self.layout, self.rewards, self.lost_finals, self.observed, self.dones)
+        return RowSource(
+            self.layout,
+            self.rewards,
+            self.lost_finals,
+            self.observed,
+            self.dones,
+            self.batch_dims,
+        )
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
         """Enough for ``frames`` even where every second slot is a reset slot, within bounds.
@@ -113,6 +123,7 @@ def plan_slab(
             "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
     layout = in_place_layout(env) if in_place else copied_layout(env)
+    dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
     return SlabPlan(
         layout={**extra, **layout},
@@ -123,6 +134,7 @@ def plan_slab(
         lost_finals=options.finals == "lost" or loses_finals(env),
         observed=observed_keys(env, layout, options.info_keys),
         dones=nested_dones(env),
+        batch_dims=dims,
         in_place=in_place,
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
@@ -186,6 +198,14 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
     keys = (as_key(key) for key in env.full_done_spec.keys(True, True))
     ends = ("terminated", "truncated")
     return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)
+
+
+def _batch_dims(env: EnvBase, layout: Layout, policy: Policy | None) -> dict[Key, int]:
+    """What the specs say; of TensorDicts that the policy alone writes, what it gave them."""
+    lead, known = len(env.batch_size), set(levels_of(layout))
+    own = {} if policy is None else policy.batch_dims
+    added = {level: count for level, count in own.items() if level not in known}
+    return {**batch_dims_of(env.fake_tensordict(), lead), **added}
 
 
 def _column(spec: object, lead: int) -> Column:

@@ -18,6 +18,7 @@ from tallyroll.collector.errors import ArgumentError, PolicyError
 from tallyroll.collector.keys import NEXT, Key, as_key, dotted
 from tallyroll.collector.own_tensors import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.slab import Column
+from tallyroll.storage.batch_dims import batch_dims_of
 
 PolicyFn = Callable[[TensorDictBase], TensorDictBase]
 Weights: TypeAlias = TensorDictBase | Mapping[str, Any] | nn.Module | None
@@ -50,6 +51,8 @@ class Policy:
         self.version = 0
         self.writes: tuple[Key, ...] = ()
         """What it adds to what it is given, the action among it."""
+        self.batch_dims: dict[Key, int] = {}
+        """Batch dimensions behind the lanes of the TensorDicts within what it returns."""
         self._device = device
         self._move_back = env_device
         self.module = self._on_device(policy)
@@ -170,6 +173,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         _check_action(key, spec, out, td)
+    policy.batch_dims = batch_dims_of(out, len(env.batch_size))
     written = [as_key(name) for name in out.keys(True, True)]
     policy.writes = tuple(k for k in written if k in actions or k not in td.keys(True))
     extra: dict[Key, Column] = {}

@@ -19,6 +19,7 @@ from tallyroll.collector.ledger import Ledger
 from tallyroll.collector.slab import Column
 from tallyroll.storage import Schema
 from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.batch_dims import Shapes
 from tallyroll.storage.errors import NotInitialised, StorageExists, StorageMissing
 from tallyroll.storage.formats import storage_class
 from tallyroll.storage.gathered import Gathered
@@ -95,6 +96,7 @@ class Sink:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
         self._resume, self._frames = resume, frames
         self._ready = False
+        self._behind: Shapes = {}
         self._stored_before = self._next_id = 0
 
     def resumed(self) -> Resumed | None:
@@ -170,9 +172,14 @@ class Sink:
         next_id = 0 if record is None else record.get("next_id", 0)
         return next_id if type(next_id) is int else 0
 
-    def open(self, schema: Mapping[Key, Column], provenance: Mapping[str, Any]) -> None:
-        """Make the files, or check that the storage fits; nothing is written before it does."""
-        self._ready = True
+    def open(
+        self, schema: Mapping[Key, Column], provenance: Mapping[str, Any], behind: Shapes
+    ) -> None:
+        """Make the files, or check that the storage fits; nothing is written before it does.
+
+        ``behind`` are the batch dimensions behind the rows of nested TensorDicts.
+        """
+        self._ready, self._behind = True, behind
         if self.storage is None:
             return
         self._first_row = self.storage.head
@@ -181,7 +188,7 @@ class Sink:
             self._first_row = last.first_row
             _same_source(last.environment, provenance["environment"])
         empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
-        self._initialise(Schema.of(as_tensordict(empty, None)), provenance)
+        self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
 
     def _initialise(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
         storage = self.storage
@@ -243,7 +250,8 @@ class Sink:
     def _put(self, rows: Columns) -> None:
         # The storage last: what it has committed is counted, and nothing can fail after it.
         if self.replay_buffer is not None:
-            self.replay_buffer.extend(_for_buffer(rows, self.replay_buffer))  # type: ignore[arg-type]
+            rows_for = _for_buffer(rows, self.replay_buffer, self._behind)  # type: ignore[arg-type]
+            self.replay_buffer.extend(rows_for)
         if self._direct is not None:
             self._direct.extend(_arrays(rows))
 
@@ -322,13 +330,13 @@ def _pieces(rows: Columns, ring: int) -> Iterator[Columns]:
         yield {key: column[start : start + ring] for key, column in rows.items()}
 
 
-def _for_buffer(rows: Rows, buffer: ReplayBuffer) -> TensorDictBase:
+def _for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBase:
     """A batch where the buffer's storage wants it; to a GPU it goes at once, from pinned memory."""
     device = getattr(buffer.storage, "device", None)
     if not isinstance(device, torch.device) or device.type != "cuda":
-        return as_tensordict(rows, None)
+        return as_tensordict(rows, None, behind)
     pinned = {k: c.pin_memory() if c.device.type == "cpu" else c for k, c in rows.items()}
-    return as_tensordict(pinned, None).to(device, non_blocking=True)
+    return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
 
 
 def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
@@ -338,7 +346,7 @@ def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
             key: torch.from_numpy(np.asarray(c)) if isinstance(c, Gathered) else c
             for key, c in rows.items()
         }
-        return as_tensordict(copied, None)
+        return as_tensordict(copied, None, {})
     return {key: tensors[key].numpy() if key in tensors else c for key, c in rows.items()}
 
 

@@ -6,7 +6,7 @@ from typing import Literal, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.keys import CUT, DONE, LANE, MASK, STEP, TRAJ_IDS, as_key, dotted
@@ -97,8 +97,20 @@ def padded(rows: TensorDictBase, lengths: Int) -> TensorDict:
         return wide.view(groups, longest, *leaf.shape[1:])
 
     out: TensorDict = rows.apply(pad, batch_size=[groups, longest])
+    _give_batch_dims(out, rows)
     out.set(MASK, torch.from_numpy(within).to(rows.device or "cpu"))
     return out
+
+
+def _give_batch_dims(out: TensorDictBase, rows: TensorDictBase) -> None:
+    """Let nested TensorDicts of ``out`` have the batch dimensions that those of ``rows`` have."""
+    for name, value in rows.items():
+        if not isinstance(value, TensorDictBase) or is_non_tensor(value):
+            continue
+        group = out.get(name)
+        if value.batch_dims > rows.batch_dims:
+            group.batch_size = (*out.batch_size, *value.batch_size[rows.batch_dims :])
+        _give_batch_dims(group, value)
 
 
 def stable_order(*keys: Int) -> NDArray[np.intp]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .rows import Key
-from .schema import Column
+from .schema import Schema
 
 __all__ = ["META_FIELDS", "encode", "meta_of", "place_of"]
 
@@ -28,10 +28,10 @@ def place_of(key: Key, *, leaf: bool) -> Path:
     return Path(*groups, name + ".memmap" if leaf else name)
 
 
-def meta_of(columns: tuple[Column, ...], rows: int) -> dict[Path, dict[str, Any]]:
+def meta_of(schema: Schema, rows: int) -> dict[Path, dict[str, Any]]:
     """The content of every directory's ``meta.json`` for ``rows`` rows."""
     levels: dict[Path, dict[str, Any]] = {}
-    for column in columns:
+    for column in schema.columns:
         for depth, name in enumerate(column.key):
             level = levels.setdefault(Path(*map(encode, column.key[:depth])), {})
             level[name] = {"type": "TensorDict"}
@@ -41,5 +41,9 @@ def meta_of(columns: tuple[Column, ...], rows: int) -> dict[Path, dict[str, Any]
             "dtype": str(column.dtype),
             "is_nested": False,
         }
-    end = {"shape": [rows], "device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
-    return {directory: level | end for directory, level in levels.items()}
+    behind = {Path(*map(encode, key)): shape for key, shape in schema.batch_shapes.items()}
+    end = {"device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
+    return {
+        directory: level | {"shape": [rows, *behind.get(directory, ())]} | end
+        for directory, level in levels.items()
+    }

@@ -54,6 +54,7 @@ class MemmapFormat(DirectoryFormat):
     name: ClassVar[str] = "tallyroll.memmap"
     rings: ClassVar[bool] = True
 
+    _schema: Schema | None = None
     _columns: tuple[Column, ...] = ()
     _files: tuple[int, ...] = ()
 
@@ -109,7 +110,7 @@ class MemmapFormat(DirectoryFormat):
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
         """Make empty column files, tensordict's metadata, and the header."""
         self.discard()
-        self._columns = schema.columns
+        self._schema, self._columns = schema, schema.columns
         try:
             for column in schema.columns:
                 file = self._file_of(column)
@@ -123,7 +124,7 @@ class MemmapFormat(DirectoryFormat):
 
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the column files."""
-        self._columns = schema.columns
+        self._schema, self._columns = schema, schema.columns
         flags = os.O_RDWR if writable else os.O_RDONLY
         files: list[int] = []
         try:
@@ -181,8 +182,9 @@ class MemmapFormat(DirectoryFormat):
 
     def publish(self, rows: int) -> None:
         """Write tensordict's metadata for ``rows`` rows, the root last."""
+        assert self._schema is not None
         try:
-            for directory, meta in sorted(meta_of(self._columns, rows).items(), reverse=True):
+            for directory, meta in sorted(meta_of(self._schema, rows).items(), reverse=True):
                 write_aside(self.path / directory / _META, meta)
         except OSError as error:
             raise failed(self.path, error, 4096) from error
@@ -192,7 +194,7 @@ class MemmapFormat(DirectoryFormat):
         return wrong_documents(
             lambda rows: {
                 self.path / directory / _META: meta
-                for directory, meta in meta_of(schema.columns, rows).items()
+                for directory, meta in meta_of(schema, rows).items()
             },
             head,
         )

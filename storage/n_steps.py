@@ -93,7 +93,9 @@ def _rows(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
         if isinstance(where, slice):
             where = np.arange(where.start, where.stop, where.step)
         rows = _numbers(storage, span, np.asarray(where))
-        found = _read(storage, rows.reshape(-1), n, gamma).reshape(rows.shape)
+        found = _read(storage, rows.reshape(-1), n, gamma)
+        if rows.ndim != 1:
+            found = found.reshape(*rows.shape, *found.batch_size[1:])
         # Overwritten while they were read: once more, with the rows that are there now.
         if not rows.size or rows.min() >= storage.span.start:
             return found

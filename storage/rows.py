@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -121,39 +121,55 @@ def require_dense(key: Key, leaf: torch.Tensor) -> None:
         )
 
 
+class _Level(NamedTuple):
+    """A TensorDict to be made: its batch size behind the rows, and what it holds by name."""
+
+    behind: tuple[int, ...]
+    entries: dict[str, Any]
+    """The place of a column, or a level."""
+
+
 class Nest:
     """Puts arrays together, again and again: a plan of the levels, made once.
 
     Args:
         columns: key and dtype of each column; the dtype tells bfloat16 from the bits that it is.
+        batch_shapes: the batch size behind the rows, of levels that have one; ``()`` is the root.
     """
 
-    def __init__(self, columns: Sequence[tuple[Key, torch.dtype]]) -> None:
+    def __init__(
+        self,
+        columns: Sequence[tuple[Key, torch.dtype]],
+        batch_shapes: Mapping[Key, tuple[int, ...]] | None = None,
+    ) -> None:
         self._bits = [i for i, (_, dtype) in enumerate(columns) if dtype is torch.bfloat16]
-        self._plan: dict[str, Any] = {}
+        shapes = batch_shapes or {}
+        self._plan = _Level(shapes.get((), ()), {})
         for index, (key, _) in enumerate(columns):
             level = self._plan
-            for name in key[:-1]:
-                level = level.setdefault(name, {})
-            level[key[-1]] = index
+            for depth, name in enumerate(key[:-1], start=1):
+                level = level.entries.setdefault(name, _Level(shapes.get(key[:depth], ()), {}))
+            level.entries[key[-1]] = index
 
     def __call__(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
-        """A TensorDict of batch size ``batch`` whose tensors share the arrays' memory."""
+        """A TensorDict whose tensors share the arrays' memory.
+
+        ``batch`` is its batch size, but for what stands behind the rows.
+        """
         tensors = list(map(torch.from_numpy, arrays))
         for index in self._bits:
             tensors[index] = tensors[index].view(torch.bfloat16)
         return _filled(self._plan, tensors, torch.Size(batch))
 
 
-def _filled(
-    plan: Mapping[str, Any], tensors: list[torch.Tensor], batch_size: torch.Size
-) -> TensorDict:
+def _filled(level: _Level, tensors: list[torch.Tensor], batch: torch.Size) -> TensorDict:
     source = {
-        name: tensors[it] if type(it) is int else _filled(it, tensors, batch_size)
-        for name, it in plan.items()
+        name: tensors[it] if type(it) is int else _filled(it, tensors, batch)
+        for name, it in level.entries.items()
     }
+    size = torch.Size((*batch, *level.behind)) if level.behind else batch
     # The shapes are known: a check of each would cost five times as much as the rest.
-    return TensorDict._new_unsafe(source=source, batch_size=batch_size, nested=False)
+    return TensorDict._new_unsafe(source=source, batch_size=size, nested=False)
 
 
 def nest(columns: Iterable[tuple[Key, torch.Tensor]], batch_size: Iterable[int]) -> TensorDict:

@@ -11,6 +11,15 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from .batch_dims import (
+    BatchDims,
+    batch_dims_of,
+    counts_along,
+    fitting,
+    from_counts,
+    require_fitting,
+    shapes_of,
+)
 from .errors import InvalidSchema
 from .rows import Key, leaves, require_dense, spell
 
@@ -86,11 +95,14 @@ class Schema:
     """The ordered columns of a storage.
 
     Raises:
-        InvalidSchema: no columns, a key twice, or a key that is both a column
-            and a group of columns.
+        InvalidSchema: no columns, a key twice, a key that is both a column
+            and a group of columns, or batch dimensions that columns do not have.
     """
 
     columns: tuple[Column, ...]
+    batch_dims: tuple[tuple[Key, int], ...] = ()
+    """Groups of columns whose TensorDicts have more batch dimensions than the rows, and how many
+    more; ``()`` is the root. They are the first ones of the columns' shapes."""
 
     def __post_init__(self) -> None:
         keys = self.keys
@@ -105,6 +117,7 @@ class Schema:
                 raise InvalidSchema(
                     f"{spell(key)} is both a column and a group of columns. Rename one."
                 )
+        require_fitting(dict(self.batch_dims), self._shapes)
 
     @classmethod
     def of(cls, rows: TensorDictBase | Mapping[Key, np.ndarray]) -> Schema:
@@ -118,13 +131,33 @@ class Schema:
                 raise InvalidSchema(
                     "a batch needs a batch size [N] and has []. Use unsqueeze(0) for one row."
                 )
-            return cls(tuple(_column_of_tensor(key, leaf) for key, leaf in leaves(rows).items()))
+            return cls.of_leaves(leaves(rows), batch_dims_of(rows))
         return cls(tuple(_column_of_array(key, array) for key, array in rows.items()))
+
+    @classmethod
+    def of_leaves(cls, found: Mapping[Key, torch.Tensor], batch_dims: BatchDims) -> Schema:
+        """The schema of tensors [N, ...], whose TensorDicts had these batch dimensions.
+
+        Raises:
+            InvalidSchema: something in it cannot be a column.
+        """
+        columns = tuple(_column_of_tensor(key, leaf) for key, leaf in found.items())
+        kept = fitting(batch_dims, {column.key: column.shape for column in columns})
+        return cls(columns, tuple(kept.items()))
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """The columns' keys, in order."""
         return tuple(column.key for column in self.columns)
+
+    @property
+    def _shapes(self) -> dict[Key, tuple[int, ...]]:
+        return {column.key: column.shape for column in self.columns}
+
+    @property
+    def batch_shapes(self) -> dict[Key, tuple[int, ...]]:
+        """The batch size behind the rows of each group that `batch_dims` names."""
+        return shapes_of(dict(self.batch_dims), self._shapes)
 
     @property
     def row_nbytes(self) -> int:
@@ -136,10 +169,8 @@ class Schema:
 
     def to_json(self) -> list[dict[str, Any]]:
         """A JSON value that `from_json` reads back."""
-        return [
-            {"key": list(column.key), "dtype": column.dtype_name, "shape": list(column.shape)}
-            for column in self.columns
-        ]
+        dims = dict(self.batch_dims)
+        return [_column_to_json(column, counts_along(dims, column.key)) for column in self.columns]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
@@ -150,10 +181,16 @@ class Schema:
         """
         if not isinstance(value, list):
             raise InvalidSchema(f"a schema is a list of columns, got {type(value).__name__}.")
-        return cls(tuple(_column_from_json(item) for item in value))
+        columns = tuple(_column_from_json(item) for item in value)
+        counts = [item.get("batch_dims") for item in value]
+        dims = from_counts([(c.key, n) for c, n in zip(columns, counts, strict=True)])
+        return cls(columns, tuple(dims.items()))
 
     def differences(self, other: Schema) -> list[str]:
-        """How ``other`` differs from this schema, one sentence a difference. Order is none."""
+        """How ``other`` differs from this schema, one sentence a difference.
+
+        The order is no difference, and batch dimensions are none: the values are the same.
+        """
         wanted = {column.key: column for column in self.columns}
         got = {column.key: column for column in other.columns}
         found: list[str] = []
@@ -204,6 +241,11 @@ def _column_of_array(key: Any, array: np.ndarray) -> Column:
             f"column {spell(key)} has dtype {array.dtype}; a storage holds {', '.join(_NAMES)}."
         )
     return Column(key, _TORCH[array.dtype], tuple(array.shape[1:]))
+
+
+def _column_to_json(column: Column, batch_dims: list[int]) -> dict[str, Any]:
+    item = {"key": list(column.key), "dtype": column.dtype_name, "shape": list(column.shape)}
+    return {**item, "batch_dims": batch_dims} if any(batch_dims) else item
 
 
 def _column_from_json(item: Any) -> Column:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from .batch_dims import batch_dims_of
 from .checksums import Progress, checksums
 from .commit import check_record
 from .engine import Durability, Engine
@@ -35,7 +36,7 @@ from .indexing import resolve
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
 from .ring import slots_of
-from .rows import Key, Nest, array_of, leaves, nest, require_rows, spell
+from .rows import Key, Nest, array_of, leaves, require_rows, spell
 from .schema import Column, Schema
 from .trajectories import Trajectories
 from .trajectory_index import TrajectoryIndex
@@ -418,7 +419,7 @@ class RowStore:
                 found.pop(without, None)
             require_rows(found, rows.batch_size[0])
             if self._engine is None:
-                self.initialise(Schema.of(nest(found.items(), rows.batch_size[:1])))
+                self.initialise(Schema.of_leaves(found, batch_dims_of(rows)))
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
         except InvalidSchema as error:
             if self._engine is None:
@@ -465,6 +466,9 @@ class RowStore:
         nothing read until it is used. What is written to such a view stays in
         this process.
 
+        Nested TensorDicts, and the root where each row is an item with a time dimension, have the
+        further batch dimensions of the rows that made the storage, behind these.
+
         Raises:
             IndexOutOfRange: a row that is not there.
         """
@@ -490,7 +494,9 @@ class RowStore:
 
     @cached_property
     def _put_together(self) -> Nest:
-        return Nest([(column.key, column.dtype) for column in self.schema.columns])
+        schema = self.schema
+        columns = [(column.key, column.dtype) for column in schema.columns]
+        return Nest(columns, schema.batch_shapes)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.head} rows"

@@ -204,7 +204,7 @@ class Trajectories(Mapping[int, TensorDict]):
         # In place: they are copies.
         dones = {key: arrays[place] for key, place in done_places(engine.schema)}
         if marks := slice_marks(dones, *rows.shape):
-            found.set(CUT, marks[CUT].reshape(rows.shape))
+            found.set(CUT, marks[CUT].reshape(found.batch_size))
         return found
 
 

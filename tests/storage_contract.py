@@ -260,7 +260,10 @@ class StorageContract:
     def test_a_batch_of_two_dimensions_is_rows_by_its_first(self, path: Path) -> None:
         with self.make(path) as storage:
             storage.extend(TensorDict({"x": torch.zeros(3, 2)}, [3, 2]))
-            assert storage.get(slice(None)).batch_size == (3,)
+            assert len(storage) == 3
+            assert storage.get(slice(None)).batch_size == (3, 2)
+            assert storage.get(torch.tensor([2, 0])).batch_size == (2, 2)
+            assert storage.get(1).batch_size == (2,)
 
     @pytest.mark.parametrize(
         "index",
