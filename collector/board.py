@@ -8,9 +8,19 @@ FILLED: Final = 0
 HALT: Final = 1
 """Not 0: end after the step under way."""
 COUNTED: Final = 2
-"""Slots whose transitions are marked in the slab."""
+"""Of a lease: ``slots << 32 | transitions``, those counted so far. One word, never half written."""
 LEASE: Final = 3
 """The number of the lease that was begun last."""
+
+
+def counted_word(slots: int, transitions: int) -> int:
+    """The word at :data:`COUNTED`."""
+    return slots << 32 | transitions
+
+
+def counted_in(word: int) -> tuple[int, int]:
+    """Slots and transitions in a word at :data:`COUNTED`."""
+    return word >> 32, word & 0xFFFF_FFFF
 
 
 def new_board() -> memoryview:

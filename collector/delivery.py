@@ -47,6 +47,7 @@ class Delivery:
         source: gives the schema of rows.
         lanes: of the run.
         ledger: counted up with every batch.
+        held: how many transitions wait, in the place they come from, for the next batch.
         provenance: written with the schema.
         layout: of what is yielded.
         postproc: applied to the rows before they are stored and yielded.
@@ -62,6 +63,7 @@ class Delivery:
         source: RowSource,
         lanes: int,
         ledger: Ledger,
+        held: Callable[[], int],
         provenance: Mapping[str, Any],
         *,
         layout: Layout,
@@ -71,7 +73,7 @@ class Delivery:
         frame_skip: int | str,
         count_random: bool,
     ) -> None:
-        self._sink, self._lanes, self._ledger = sink, lanes, ledger
+        self._sink, self._lanes, self._ledger, self._held = sink, lanes, ledger, held
         self._provenance, self._layout = provenance, layout
         self._postproc, self._device = postproc, device
         self._frame_skip, self._count_random = frame_skip, count_random
@@ -92,7 +94,11 @@ class Delivery:
     def deliver(self, parts: Sequence[Part], open_lanes: int) -> TensorDictBase:
         """Store the rows of ``parts``, which follow one another in time, as one batch.
 
-        ``open_lanes`` trajectories go on behind it. Where storing fails, nothing is counted.
+        ``open_lanes`` trajectories go on behind it. Where storing fails, only rows that were
+        committed before it did are counted.
+
+        Raises:
+            LedgerError: before anything is stored: transitions were lost or doubled on their way.
         """
         part = merge(parts)
         rows = self._yielded(part)
@@ -100,13 +106,15 @@ class Delivery:
         try:
             self._count(rows)
             if self._postproc is None:
-                self._sink.write(rows, self._ledger, open_lanes, part.large)
+                self._sink.write(rows, len(rows[STEP]), self._ledger, open_lanes, part.large)
                 batch: TensorDictBase = self._as_batch(rows)
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
         except BaseException:
-            if self._sink.head - head < len(rows[STEP]):  # else it was raised behind the commit
+            committed = self._sink.head - head
+            if committed < len(rows[STEP]):  # else it was raised behind the commit
                 self._ledger.load(before)
+                self._add({key: column[:committed] for key, column in rows.items()})
             raise
         self.batches += 1
         if self._layout == "lanes":
@@ -147,10 +155,14 @@ class Delivery:
         if not self._sink.ready:
             schema = {key: arguments.column(leaf) for key, leaf in stored.items()}
             self._sink.open(schema, self._provenance, behind_rows(schema, batch_dims_of(batch)))
-        self._sink.write(stored, self._ledger, open_lanes, {})
+        self._sink.write(stored, count, self._ledger, open_lanes, {})
         return batch
 
     def _count(self, rows: Rows) -> None:
+        self._add(rows)
+        self._ledger.balance(self._held())
+
+    def _add(self, rows: Rows) -> None:
         ledger, count = self._ledger, len(rows[STEP])
         ledger.stored += count
         ledger.episodes_complete += int(rows[DONE].sum())
@@ -161,5 +173,3 @@ class Delivery:
         else:
             before, after = rows[(self._frame_skip,)], rows[(NEXT, self._frame_skip)]
             ledger.ticks += int((after - before).sum())
-        ledger.carried = ledger.executed - ledger.stored - ledger.discarded - ledger.lost
-        ledger.check()

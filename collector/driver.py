@@ -34,9 +34,9 @@ class Account:
     ran: Mask | None = None
     """``[time, lane]``, the slots that were stepped; None: all of the lanes asked for."""
     lost: int = 0
-    """Transitions that a dead worker took with it."""
+    """Transitions that a worker which failed took with it."""
     beyond: int = 0
-    """Transitions of slots behind the last one that every lane completed: nobody takes them."""
+    """Those of others behind the last slot that every lane completed: they are in no batch."""
 
 
 class Driver(ABC):

@@ -19,7 +19,7 @@ from tallyroll.collector.checks import Range, RangeChecks
 from tallyroll.collector.delivery import Delivery
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.episodes import EpisodeLog
-from tallyroll.collector.errors import ArgumentError, SilentReset, StateError
+from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, StateError
 from tallyroll.collector.finals import FinalsWatch
 from tallyroll.collector.interrupts import held
 from tallyroll.collector.keys import POLICY_VERSION, TERMINATED
@@ -57,6 +57,8 @@ class ExactCollector(Collector):
         resume: bool,
     ) -> None:
         self._over = True  # until everything stands
+        self._in_hand = 0
+        """Transitions that were taken from the source and are in no batch yet."""
         self._options = options
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
@@ -134,6 +136,7 @@ class ExactCollector(Collector):
             source,
             self.lanes,
             self.ledger,
+            lambda: rollout.held,
             self._provenance(),
             layout=options.layout,
             postproc=options.postproc,
@@ -163,10 +166,7 @@ class ExactCollector(Collector):
                 yield
             except BaseException as error:
                 if not self._over:
-                    try:
-                        self._finish()
-                    except Exception as again:  # noqa: BLE001  what came first is raised
-                        error.add_note(f"tallyroll: and at the end of the run: {again!r}")
+                    self._finish_after(error)
                 raise
 
     def _batch(self) -> TensorDictBase | None:
@@ -194,18 +194,21 @@ class ExactCollector(Collector):
         """Add at most ``want`` rows of the ``missing`` ones to ``parts``; returns how many."""
         block = self._fill(want, parts)
         part = self._numbered(block)
-        self._copied(part, len(block) < missing)
+        self._copied(part, len(block), len(block) < missing)
         if part is not None:
             parts.append(part)
         return len(block)
 
     def _deliver(self, parts: list[Part]) -> TensorDictBase:
+        before = self.ledger.stored
         try:
             self._finals.require_true(self._committed)
             batch = self._delivery.deliver(parts, int(self._state.open.sum()))
-        except BaseException:
-            self._finish()
+        except BaseException as error:
+            self._in_hand -= self.ledger.stored - before  # of a large batch some may be committed
+            self._finish_after(error)
             raise
+        self._in_hand = 0
         self._rollout.delivered()
         return batch
 
@@ -220,9 +223,10 @@ class ExactCollector(Collector):
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             refused = self._rollout.refused()
             culprit = refused and self._checks.bad_action(*refused, self._state)
-            self._rescue(parts, error)
-            if culprit is not None and isinstance(error, Exception):
-                raise culprit from error
+            blamed = culprit if isinstance(error, Exception) else None
+            self._rescue(parts, blamed or error)
+            if blamed is not None:
+                raise blamed from error
             raise
         bad = self._checks.first_violation(block.slab, block.used, self._state)
         if bad is not None:
@@ -238,12 +242,16 @@ class ExactCollector(Collector):
         self._log(part.rows, numbers, block)
         return part
 
-    def _copied(self, part: Part | None, more: bool) -> None:
-        """What ``part`` still has in the slab stays there if it can; cuts come behind it."""
+    def _copied(self, part: Part | None, count: int, more: bool) -> None:
+        """What ``part``, of ``count`` rows, still has in the slab stays there if it can.
+
+        Cuts come behind it.
+        """
         kept = part is not None and bool(part.large) and self._rollout.keeps(more)
         if part is not None and not kept:
             part.settle()
         self._rollout.copied(kept)
+        self._in_hand += count
         cuts = self._rollout.take_cuts()
         if cuts is not None:
             self.ledger.episodes_cut += self._state.cut(cuts)
@@ -281,6 +289,7 @@ class ExactCollector(Collector):
             return
         reward, ended = self._rollout.last_slot(self._source.rewards)
         lanes = self._rollout.discard_held()
+        self.ledger.balance(self._rollout.held)
         self.ledger.episodes_cut += self._state.cut(lanes)
         self._state.returns[lanes] += reward[lanes]
         self._state.length[lanes] += 1
@@ -288,12 +297,16 @@ class ExactCollector(Collector):
         self._finals.forget(lanes)
 
     def _rescue(self, parts: list[Part], error: BaseException) -> None:
-        """After ``error``: ``parts``, and what is complete and sound behind them, are stored."""
+        """After ``error``: ``parts``, and what is complete and sound behind them, are stored.
+
+        Where they are not true, or the ledger does not balance, nothing is, and that is a note:
+        ``error`` is raised.
+        """
         with held():
             try:
                 self._store_rest(parts)
-            except SilentReset as found:  # the first error is raised; these rows are not stored
-                error.add_note(f"tallyroll: and the rows before it are not true: {found}")
+            except (LedgerError, SilentReset) as again:
+                error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
     def _store_rest(self, parts: list[Part]) -> None:
         if not self._sink.stores:  # nobody would get them
@@ -304,7 +317,7 @@ class ExactCollector(Collector):
         most = sys.maxsize if remaining is None else remaining - sum(map(len, parts))
         for block in self._rollout.salvage(self._sound, most):
             part = self._numbered(block)
-            self._copied(part, True)
+            self._copied(part, len(block), True)
             if part is not None:
                 parts.append(part)
         if parts:
@@ -322,11 +335,18 @@ class ExactCollector(Collector):
         self._rollout.stop()
         self._rollout.discard_held()
         ledger = self.ledger
-        ledger.discarded = ledger.executed - ledger.stored - ledger.lost
-        ledger.carried = 0
+        ledger.discarded += self._in_hand
+        self._in_hand = 0
         ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
-        ledger.check()
+        ledger.balance(self._rollout.held)
         self._sink.finish(ledger)
+
+    def _finish_after(self, error: BaseException) -> None:
+        """End the run because of ``error``, which is raised: what else goes wrong is its note."""
+        try:
+            self._finish()
+        except Exception as again:  # noqa: BLE001  see above
+            error.add_note(f"tallyroll: and at the end of the run: {again!r}")
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.

@@ -72,6 +72,15 @@ class Ledger:
         if negative:
             raise LedgerError(f"negative counts: {negative}")
 
+    def balance(self, held: int) -> None:
+        """Take ``held``, the transitions that the source counts as waiting, as the carried ones.
+
+        Raises:
+            LedgerError: they and the other counts are not what was executed.
+        """
+        self.carried = held
+        self.check()
+
     def counts(self) -> dict[str, int]:
         """Every count by name."""
         return {name: count for name, count in vars(self).items() if name not in _NOT_COUNTS}

@@ -69,7 +69,7 @@ class Source(Protocol):
     def fill(self, want: int) -> Block:
         """At most ``want`` transitions that follow those of the last block; perhaps none yet.
 
-        Say :meth:`copied` before the next call.
+        Say :meth:`copied` before the next call: until then they are the source's to count.
         """
 
     def keeps(self, more: bool) -> bool:
@@ -86,7 +86,7 @@ class Source(Protocol):
 
     @property
     def held(self) -> int:
-        """Transitions that wait for the next block."""
+        """Transitions that were counted as executed, and that wait for the next block."""
 
     @property
     def dry(self) -> bool:
@@ -99,13 +99,16 @@ class Source(Protocol):
         """Reward and end of every lane ``[lane]`` in the last slot that was filled."""
 
     def discard_held(self) -> NDArray[np.bool_]:
-        """Throw away the transitions that wait for the next block; returns their lanes."""
+        """Throw away and count all that :meth:`copied` was not said of; returns their lanes."""
 
     def restart_lanes(self) -> None:
         """Every lane begins anew before its next slot; nothing may be held then."""
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
+        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it.
+
+        The rest is thrown away, and counted. Say :meth:`copied` after each.
+        """
 
     def refused(self) -> tuple[Slab, int] | None:
         """After an error: the slot whose actions an environment may have refused."""
@@ -145,6 +148,8 @@ class Rollout:
         self._surplus = surplus
         self._extra = tuple(extra)
         self._held: NDArray[np.bool_] | None = None
+        self._given = True
+        """What is in the slab was handed over, but for what is held."""
         self._cuts: NDArray[np.bool_] | None = None
         self._restarting = True
         self._limit = self.slab.slots
@@ -157,6 +162,7 @@ class Rollout:
         What a raising environment or policy left complete is in the driver's ``used`` slots.
         """
         self._make_room()
+        self._given = False
         if self._restarting:
             self._restarting = False
             with self.driver.interruptible():
@@ -175,7 +181,8 @@ class Rollout:
         return not more
 
     def copied(self, kept: bool) -> None:
-        """See :meth:`keeps`."""
+        """The last block's transitions are the caller's to count from here on."""
+        self._given = True
 
     def delivered(self) -> None:
         """See :meth:`keeps`."""
@@ -201,8 +208,11 @@ class Rollout:
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
-        self.driver.used = sound(self.slab, self.driver.used)
-        yield self._take(min(most, self.driver.used * self.lanes))
+        used = self.driver.used
+        good = sound(self.slab, used)
+        self.ledger.discarded += int(self.slab.transitions[good:used].sum())
+        self.driver.used = good
+        yield self._take(min(most, good * self.lanes))
 
     def refused(self) -> tuple[Slab, int] | None:
         """After an error: the slot whose actions an environment may have refused."""
@@ -231,16 +241,22 @@ class Rollout:
         self.driver.stop()
 
     def discard_held(self) -> NDArray[np.bool_]:
-        """Throw away the transitions that wait for the next batch; returns their lanes."""
-        lanes = np.zeros(self.lanes, np.bool_) if self._held is None else self._held
-        count = int(lanes.sum())
-        if count and self.policy is not None:
-            drawn = self.slab.version[self.driver.used - 1, lanes] == RANDOM_VERSION
+        """Throw away and count all that :meth:`copied` was not said of; returns their lanes."""
+        marks = self._waiting()
+        if self.policy is not None:
+            at = slice(self.driver.used - len(marks), self.driver.used)
+            drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
             self.random_frames += int(drawn.sum())
-        self.ledger.discarded += count
-        self.ledger.carried = 0
-        self._held = None
+        self.ledger.discarded += int(marks.sum())
+        lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
+        self._held, self._given = None, True
         return lanes
+
+    def _waiting(self) -> Mask:
+        """``[time, lane]``, those of the last slots whose transitions were not handed over."""
+        if not self._given:  # an error came before
+            return self.slab.transitions[: self.driver.used]
+        return np.zeros((0, self.lanes), np.bool_) if self._held is None else self._held[None]
 
     # --- how many slots, and who acts in them -----------------------------------------------------
 
@@ -254,7 +270,6 @@ class Rollout:
         block = Block.of(self.slab, transitions, want)
         left = transitions[-1] & ~block.taken[-1] if used else np.zeros(0, np.bool_)
         self._held = left if left.any() else None
-        self.ledger.carried = int(left.sum())
         return block
 
     def _advance(self, missing: int) -> None:

@@ -1,7 +1,7 @@
 """Where delivered rows go: a storage, a TorchRL replay buffer, both, or nowhere."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batch import Rows, as_tensordict
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.keys import DONE, TRAJ_IDS, Key, as_key
 from tallyroll.collector.last_run import last_run_of, record_of
 from tallyroll.collector.ledger import Ledger
@@ -35,6 +35,14 @@ class Resumed:
     seed: int
     incarnation: int
     counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The same rows, as a replay buffer and as a storage take them; None where there is none."""
+
+    batch: TensorDictBase | None
+    arrays: Mapping[Key, Any] | TensorDictBase | None
 
 
 class Sink:
@@ -229,31 +237,55 @@ class Sink:
         return self._ready
 
     def write(
-        self, rows: Rows, ledger: Ledger, open_lanes: int, large: Mapping[Key, Gathered]
+        self,
+        rows: Rows,
+        count: int,
+        ledger: Ledger,
+        open_lanes: int,
+        large: Mapping[Key, Gathered],
     ) -> None:
-        """Commit ``rows``, and the ledger as it stands with them.
+        """Commit ``rows``, of which ``count`` were counted, and the ledger as it stands with them.
 
         ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
         which only the storage knows.
+
+        Raises:
+            LedgerError: other than ``count`` rows would be stored; nothing is.
         """
         if len(rows[TRAJ_IDS]):
             self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
         # What an error left may be more than a batch.
         ring = self.storage.ring if self.storage is not None else 0
-        *first, last = _pieces({**rows, **large}, ring)
-        for piece in first:
+        pieces = [self._handed(piece) for piece in _pieces({**rows, **large}, ring)]
+        self._require_all(pieces, count)
+        for index, piece in enumerate(pieces):
+            if self.storage is not None and index == len(pieces) - 1:
+                self.storage.stage_record(self._record(ledger, open_lanes))
             self._put(piece)
-        if self.storage is not None:
-            self.storage.stage_record(self._record(ledger, open_lanes))
-        self._put(last)
 
-    def _put(self, rows: Columns) -> None:
+    def _handed(self, rows: Columns) -> "Handed":
+        """``rows`` as the replay buffer and the storage take them, where there are any."""
+        buffer, direct = self.replay_buffer, self._direct
+        return Handed(
+            None if buffer is None else _for_buffer(rows, buffer, self._behind),  # type: ignore[arg-type]
+            None if direct is None else _arrays(rows),
+        )
+
+    def _require_all(self, pieces: Sequence["Handed"], count: int) -> None:
+        if self.replay_buffer is not None:
+            rows = sum(len(each.batch) for each in pieces if each.batch is not None)
+            _require("the replay buffer", rows, count)
+        if self._direct is not None:
+            rows = sum(_length(each.arrays) for each in pieces if each.arrays is not None)
+            _require("the storage", rows, count)
+
+    def _put(self, rows: "Handed") -> None:
         # The storage last: what it has committed is counted, and nothing can fail after it.
         if self.replay_buffer is not None:
-            rows_for = _for_buffer(rows, self.replay_buffer, self._behind)  # type: ignore[arg-type]
-            self.replay_buffer.extend(rows_for)
-        if self._direct is not None:
-            self._direct.extend(_arrays(rows))
+            self.replay_buffer.extend(rows.batch)
+        if self._direct is not None and rows.arrays is not None:
+            written = self._direct.extend(rows.arrays)
+            _require("the storage", len(written), _length(rows.arrays))
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any]) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run."""
@@ -337,6 +369,19 @@ def _for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictB
         return as_tensordict(rows, None, behind)
     pinned = {k: c.pin_memory() if c.device.type == "cpu" else c for k, c in rows.items()}
     return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
+
+
+def _length(arrays: Mapping[Key, Any] | TensorDictBase) -> int:
+    """Rows of what a storage is given; it refuses columns of different lengths itself."""
+    return len(arrays) if isinstance(arrays, TensorDictBase) else len(arrays[TRAJ_IDS])
+
+
+def _require(where: str, rows: int, count: int) -> None:
+    if rows != count:
+        raise LedgerError(
+            f"expected to hand {count} rows, as many as were counted, to {where}, got {rows}; "
+            "this is a fault of tallyroll: report it. Rows committed before are sound"
+        )
 
 
 def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tallyroll.collector.board import COUNTED, LEASE
+from tallyroll.collector.board import COUNTED, LEASE, counted_word
 from tallyroll.collector.driver import LocalDriver
 from tallyroll.collector.episode_gate import EpisodeGate
 from tallyroll.collector.keys import Key
@@ -53,7 +53,8 @@ class LeasedRollout(Rollout):
         driver, base = self.driver, lease.base
         self.ledger = Ledger()
         self.slab.carry_root(driver.used, base)
-        driver.used = driver.board[COUNTED] = base
+        driver.used = base
+        driver.board[COUNTED] = counted_word(base, 0)
         driver.board[LEASE] = lease.number
         if lease.fresh:
             driver.restart()
@@ -95,4 +96,4 @@ class LeasedRollout(Rollout):
 
     def _count(self, start: int, stop: int, stepped: int) -> None:
         super()._count(start, stop, stepped)
-        self.driver.board[COUNTED] = stop
+        self.driver.board[COUNTED] = counted_word(stop, self.ledger.executed)

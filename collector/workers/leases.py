@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.board import COUNTED, FILLED, LEASE
+from tallyroll.collector.board import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.drive import SlabPlan
 from tallyroll.collector.driver import ended_in
 from tallyroll.collector.errors import LedgerError
@@ -253,7 +253,6 @@ class Leases:
             self._queue.append(segment)
         else:
             segment.free = True
-        self._ledger.carried = self.held
         if self._complete:
             self._crew.halt()
 
@@ -285,19 +284,22 @@ class Leases:
         if member.board[LEASE] != lease.number:
             return  # it was not begun
         segment, slab, plan = lease.segment, lease.segment.slab, self._plan
-        counted = min(max(0, member.board[COUNTED] - segment.base), slab.slots)
+        slots, executed = counted_in(member.board[COUNTED])
+        counted = min(max(0, slots - segment.base), slab.slots)
         filled = min(max(0, member.board[FILLED] - segment.base), slab.slots)
         pending = np.zeros(slab.lanes, np.bool_) if tally.pending is None else tally.pending
-        executed = int(plan.executed(slab, 0, filled, pending).sum())
-        if plan.marked:  # marks of what was counted have been thinned out by an episode budget
-            executed = int(slab.transitions[:counted].sum()) + int(
-                plan.executed(slab, counted, filled, pending).sum()
-            )
+        if counted and plan.reset_slots:
+            pending = ended_in(slab, counted - 1, counted)[0]
+        # What the worker counted may have been thinned out by an episode budget since.
+        executed += int(plan.executed(slab, counted, filled, pending).sum())
+        if self._exact:  # of the last slot it stepped only as many lanes as were missing
+            executed = min(executed, lease.reserved)
         ledger = self._ledger
+        slots = filled * slab.lanes if plan.reset_slots or plan.marked else executed
+        ledger.slots += slots
         ledger.executed += executed
         ledger.lost += executed
-        ledger.slots += filled * slab.lanes if plan.reset_slots or plan.marked else executed
-        ledger.reset_slots = ledger.slots - ledger.executed
+        ledger.reset_slots += slots - executed
 
     # --- blocks, as a collector takes them --------------------------------------------------------
 
@@ -332,7 +334,7 @@ class Leases:
         if self._taken is None:
             return
         (segment, taken), self._taken = self._taken, None
-        segment.slab.transitions[: segment.used] &= ~taken
+        segment.slab.transitions[: len(taken)] &= ~taken
         if not segment.transitions.any():
             if self._queue and self._queue[0] is segment:
                 self._queue.popleft()
@@ -341,7 +343,6 @@ class Leases:
             else:
                 segment.free = True
                 self._grant()
-        self._ledger.carried = self.held
 
     def delivered(self) -> None:
         """Segments that were kept may be filled again."""
@@ -383,14 +384,20 @@ class Leases:
             if isinstance(each, Segment):
                 first = each.slab.first_lane
                 lanes[first : first + each.slab.lanes] |= each.transitions.any(axis=0)
-                self._ledger.discarded += int(each.transitions.sum())
                 if self._opens:
                     drawn = each.slab.version[: each.used] == RANDOM_VERSION
                     self.random_frames += int((each.transitions & drawn).sum())
+                self._discard(each, 0)
                 each.free = True
         self._queue.clear()
-        self._ledger.carried = 0
+        self._taken = None
         return lanes
+
+    def _discard(self, segment: Segment, start: int) -> None:
+        """Count the transitions from slot ``start`` on that nobody took, and forget them."""
+        rest = segment.transitions[start:]
+        self._ledger.discarded += int(rest.sum())
+        rest[:] = False
 
     def restart_lanes(self) -> None:
         """Every lane begins anew before its next slot."""
@@ -408,17 +415,23 @@ class Leases:
         self._taken = None
         broken: set[int] = set()
         while self._queue:
-            each = self._queue.popleft()
+            each = self._queue[0]
             if isinstance(each, Cut):
+                self._queue.popleft()
                 self._cut(each)
                 yield _nothing(self._segments[0][0].slab)
-            elif each.member not in broken:
-                good = sound(each.slab, each.used)
-                if good < each.used:
-                    broken.add(each.member)
-                block = Block.of(each.slab, each.slab.transitions[:good], most)
-                most -= len(block)
-                yield block
+                continue
+            good = 0 if each.member in broken else sound(each.slab, each.used)
+            if good < each.used:
+                broken.add(each.member)
+            self._discard(each, good)
+            block = Block.of(each.slab, each.transitions[:good], most)
+            most -= len(block)
+            self._taken = each, block.taken
+            yield block  # until it is said to be copied, it is counted as held
+            self._discard(each, 0)
+            if self._queue and self._queue[0] is each:
+                self._queue.popleft()
 
     def refused(self) -> tuple[Slab, int] | None:
         """Nobody knows whose lanes they were."""

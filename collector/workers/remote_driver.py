@@ -185,13 +185,16 @@ class RemoteDriver(Driver):
             return Account(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
         ran = np.zeros((top - start, self.slab.lanes), np.bool_)
         gone = np.zeros(self.slab.lanes, np.bool_)
+        failed = np.zeros(self.slab.lanes, np.bool_)
         for member, slots in zip(self._crew.members, filled, strict=True):
             lanes = slice(member.lanes.start, member.lanes.stop)
             ran[: max(0, slots - start), lanes] = True
             gone[lanes] = member.index in self._died
+            failed[lanes] = member.failed is not None
         ran[:, stepped:] = False
         executed = self._plan.executed(self.slab, start, top, self._pending) & ran
         count = stop - start
+        beyond = executed[count:]
         if self._plan.reset_slots and count:
             self._pending = ended_in(self.slab, stop - 1, stop)[0] & ~gone
         return Account(
@@ -199,8 +202,8 @@ class RemoteDriver(Driver):
             executed=int(executed.sum()),
             transitions=executed[:count] & ~gone,
             ran=ran[:count] & ~gone,
-            lost=int(executed[:, gone].sum()),
-            beyond=int(executed[count:, ~gone].sum()),
+            lost=int(executed[:count, gone].sum() + beyond[:, gone | failed].sum()),
+            beyond=int(beyond[:, ~(gone | failed)].sum()),
         )
 
     def upcoming(self) -> NDArray[np.bool_]:
