@@ -33,6 +33,7 @@ from tallyroll.collector.keys import (
 )
 from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, next_keys, try_out
+from tallyroll.collector.policy_states import refuse_states
 from tallyroll.collector.random_actions import action_keys
 from tallyroll.collector.slab import Column, Layout, Slab
 from tallyroll.collector.slots import Mask, next_step_transitions
@@ -122,6 +123,9 @@ def plan_slab(
             "from step to step and reset with each lane; add its primer to the environment: "
             "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
+    if policy is not None:
+        with torch.no_grad(), set_exploration_type(options.exploration_type):
+            refuse_states(policy, first, env, in_place)
     layout = in_place_layout(env) if in_place else copied_layout(env)
     dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
@@ -148,10 +152,11 @@ def make_driver(
     slab: Slab,
     rng: np.random.Generator,
     board: memoryview,
+    run_lanes: int | None = None,
 ) -> LocalDriver:
-    """The way of driving that ``plan`` was made for."""
+    """The way of driving that ``plan`` was made for; see :class:`LocalDriver`."""
     kind: type[LocalDriver] = InPlaceDriver if plan.in_place else CopyDriver
-    return kind(env, policy, extra=plan.extra, slab=slab, rng=rng, board=board)
+    return kind(env, policy, extra=plan.extra, slab=slab, rng=rng, board=board, run_lanes=run_lanes)
 
 
 def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, Column]:

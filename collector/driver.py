@@ -1,7 +1,7 @@
 """What fills the slots of a slab: the interface, and what drivers of this process share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, dotted
 from tallyroll.collector.policy import Policy
 from tallyroll.collector.random_actions import RandomActions, action_keys
-from tallyroll.collector.slab import Column, Slab
+from tallyroll.collector.slab import Array, Column, Slab
 from tallyroll.collector.slots import Mask
 
 
@@ -119,7 +119,12 @@ class LocalDriver(Driver):
         slab: the memory that is filled.
         rng: draws random actions, where they are drawn in blocks.
         board: where progress is written; see :mod:`tallyroll.collector.board`.
+        run_lanes: lanes of the run, for each of which ``rng`` draws, so that every process that
+            has an equal one draws the same; None: only for those of ``env``.
     """
+
+    drawn: Mapping[Key, Array] | None = None
+    """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
 
     def __init__(
         self,
@@ -130,12 +135,13 @@ class LocalDriver(Driver):
         slab: Slab,
         rng: np.random.Generator,
         board: memoryview,
+        run_lanes: int | None = None,
     ) -> None:
         self.env, self.policy, self.slab, self.rng = env, policy, slab, rng
         self.lanes = slab.lanes
         self.board = board
         self._extra = tuple(extra)
-        self._random = RandomActions(env)
+        self._random = RandomActions(env, rng, run_lanes, slab.first_lane)
         self._actions = action_keys(env)
         self._first: TensorDictBase | None = None
         self.bind()
@@ -143,6 +149,10 @@ class LocalDriver(Driver):
     @abstractmethod
     def bind(self) -> None:
         """Build views of the slab, once."""
+
+    @abstractmethod
+    def given_steps(self, start: int, stop: int, lanes: int) -> None:
+        """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""
 
     @abstractmethod
     def _begin(self, first: TensorDictBase) -> None:

@@ -1,5 +1,9 @@
 """Driving any TorchRL environment, and copying what it returns."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
@@ -7,6 +11,7 @@ from tensordict import TensorDictBase
 from tallyroll.collector.driver import LocalDriver, changed
 from tallyroll.collector.keys import NEXT, RANDOM_VERSION, VALID, as_key
 from tallyroll.collector.policy import PolicyFn, no_tensordict
+from tallyroll.collector.random_actions import Ahead
 from tallyroll.collector.slots import Mask
 
 
@@ -38,51 +43,104 @@ class CopyDriver(LocalDriver):
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
-        self._steps(start, stop, self._random)
+        self._steps(start, stop, self._at_random(self._random.ahead(stop - start)), random=True)
+
+    def given_steps(self, start: int, stop: int, lanes: int) -> None:
+        """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""
+        # Copies: what an environment does to its action must not reach a column.
+        given = {key: self.slab.columns[key][start:stop].clone() for key in self._actions}
+        with self._only(lanes) as some:
+            if some:
+                act = self._at_random(self._random.of_lanes(given))
+                self._steps(start, stop, act, random=True)
+            else:
+                self.used = stop
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         assert self.policy is not None
-        self._steps(start, stop, self.policy if random_lanes is None else self._both(random_lanes))
-
-    def _both(self, random_lanes: Mask) -> PolicyFn:
-        """The policy, with random actions in some lanes."""
-        policy, lanes = self.policy, torch.from_numpy(random_lanes)
-        assert policy is not None
-        if self._squeeze:  # one lane is never divided
-            return policy
-
-        def both(td: TensorDictBase) -> TensorDictBase:
-            drawn = self._random(td.clone(False))
-            out = policy(td)
-            for key in (*self._actions, *self._extra):
-                value = out.get(key).clone()
-                value[lanes] = drawn.get(key)[lanes] if key in self._actions else 0
-                out.set(key, value)
-            return out
-
-        return both
+        if random_lanes is None:
+            self._steps(start, stop, self.policy)
+        else:
+            self._both(start, random_lanes)
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
-        assert self._td is not None
-        if not lanes:
-            self.used = at + 1
-            return
-        mask = torch.zeros(self.lanes, dtype=torch.bool)
-        mask[:lanes] = True
-        self._td.set("_step", mask)
-        act: PolicyFn = self._random
-        if random_lanes is not None:
-            act = self._both(random_lanes)
-        elif self.policy is not None and self.slab.version[at, 0] != RANDOM_VERSION:
-            act = self.policy
-        try:
-            self._steps(at, at + 1, act)
-        finally:
-            self._td.pop("_step", None)
+        with self._only(lanes) as some:
+            if random_lanes is not None:
+                self._both(at, random_lanes, some)
+            elif self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION:
+                ahead = self._random.ahead(1)  # also where no lane is stepped: others draw too
+                if some:
+                    self._steps(at, at + 1, self._at_random(ahead), random=True)
+            elif some:
+                self._steps(at, at + 1, self.policy)
+            if not some:
+                self.used = at + 1
 
-    def _acted(self, td: TensorDictBase, act: PolicyFn, at: int) -> TensorDictBase:
+    @contextmanager
+    def _only(self, lanes: int) -> Iterator[bool]:
+        """Steps made inside are of the first ``lanes`` lanes; whether there are any."""
+        if lanes < self.lanes:
+            assert self._td is not None
+            self._td.set("_step", torch.arange(self.lanes) < lanes)
+        try:
+            yield lanes > 0
+        finally:
+            if lanes < self.lanes and self._td is not None:
+                self._td.pop("_step", None)
+
+    def _at_random(self, ahead: Ahead) -> PolicyFn:
+        """Random actions that were drawn for the slots to come, one slot a call."""
+        slot = itertools.count()
+        return lambda td: self._random.act(td, ahead, next(slot))
+
+    def _both(self, at: int, random_lanes: Mask, some: bool = True) -> None:
+        """Fill a slot in which ``random_lanes`` act at random, and the policy in the others."""
+        if self.drawn is None:
+            ahead = self._random.ahead(1)
+        else:
+            drawn = {key: torch.from_numpy(each)[None] for key, each in self.drawn.items()}
+            ahead = self._random.of_lanes(drawn)
+        if not some:
+            return
+        assert self.policy is not None
+        act = self._at_random(ahead)
+        if random_lanes.all():
+            self._steps(at, at + 1, act, random=True)
+        elif random_lanes.any():
+            self._steps(at, at + 1, self._mixed(act, random_lanes))
+        else:
+            self._steps(at, at + 1, self.policy)
+        for key in self._extra:
+            self.slab.columns[key][at, torch.from_numpy(random_lanes)] = 0
+
+    def _mixed(self, at_random: PolicyFn, random_lanes: Mask) -> PolicyFn:
+        """The policy, with random actions in some lanes, whose states stay as they were."""
+        policy, lanes = self.policy, torch.from_numpy(random_lanes)
+        assert policy is not None
+
+        def mixed(td: TensorDictBase) -> TensorDictBase:
+            given = td.clone(False)
+            drawn = at_random(td.clone(False))
+            out = policy(td)
+            if not isinstance(out, TensorDictBase):
+                raise no_tensordict(out)
+            for key in dict.fromkeys((*self._actions, *policy.writes, *self._extra)):
+                value = out.get(key, None)
+                if value is None:
+                    raise changed(key, None)
+                source = drawn if key in self._actions else given
+                before = source.get(key[1:] if key[0] == NEXT else key, None)
+                value = value.clone()
+                kept = before is not None and before.shape == value.shape
+                value[lanes] = before[lanes] if kept else 0
+                out.set(key, value)
+            return out
+
+        return mixed
+
+    def _acted(self, td: TensorDictBase, act: PolicyFn, at: int, random: bool) -> TensorDictBase:
         """Write what ``act`` chose to slot ``at`` and, copied, to ``td``, which is returned.
 
         So a policy that writes later to what it returned, and an environment that writes to its
@@ -91,7 +149,6 @@ class CopyDriver(LocalDriver):
         out = act(td)
         if not isinstance(out, TensorDictBase):
             raise no_tensordict(out)
-        random = act is self._random
         for key, rows in self._chosen:
             if random and key in self._extra:
                 continue
@@ -106,14 +163,15 @@ class CopyDriver(LocalDriver):
                     td.set(key, value.clone())
         return td
 
-    def _steps(self, start: int, stop: int, act: PolicyFn) -> None:
+    def _steps(self, start: int, stop: int, act: PolicyFn, random: bool = False) -> None:
+        """Fill slots ``[start, stop)`` with what ``act`` chooses; ``random``: not by the policy."""
         td = self._td
         assert td is not None
         step = self.env.step_and_maybe_reset
         for at in range(start, stop):
             if act is self.policy:
                 self._refresh(at, stop)
-            acted = self._acted(td, act, at)
+            acted = self._acted(td, act, at, random)
             try:
                 td, following = step(acted)
             except BaseException as error:

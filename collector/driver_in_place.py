@@ -9,7 +9,7 @@ from tallyroll.collector.driver import LocalDriver, changed
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.keys import RANDOM_VERSION
 from tallyroll.collector.policy import no_tensordict
-from tallyroll.collector.random_actions import block_draw
+from tallyroll.collector.random_actions import Ahead, all_drawn, lane_actions
 from tallyroll.collector.slab import Array
 from tallyroll.collector.slots import Mask, next_step_transitions
 
@@ -23,12 +23,11 @@ class InPlaceDriver(LocalDriver):
         """Build the views, once."""
         (self._action,) = self._actions
         self._cursor = self.slab.cursor(self._action, self.board)
-        self._draw = None if self._random.masked else block_draw(self.env.action_spec)
+        draws = None if self._random.masked else all_drawn(lane_actions(self.env), self.lanes)
+        self._draw = None if draws is None else draws[self._action]
         looked_at = self.policy is not None or self._draw is None
         self._tds = self.slab.tensordicts(self._cursor) if looked_at else []
         self._pending = np.zeros(self.lanes, np.bool_)
-        self.drawn: Array | None = None
-        """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
         keys = (self._action, *self._extra)
         self._outputs = [(key, self.slab.columns[key].unbind(0)) for key in keys]
 
@@ -64,8 +63,9 @@ class InPlaceDriver(LocalDriver):
         self._step(start, stop)
 
     def _masked_steps(self, start: int, stop: int) -> None:
+        ahead = self._random.ahead(stop - start)
         for at in range(start, stop):
-            self.slab.columns[self._action][at].copy_(self._drawn_at(at))
+            self._act_at_random(at, ahead, at - start)
             self._step(at, at + 1)
             if self.stopping:
                 break
@@ -99,11 +99,16 @@ class InPlaceDriver(LocalDriver):
         elif self._draw is not None:
             self._cursor.action[at] = self._draw(self.rng, 1)[0]
         else:
-            self.slab.columns[self._action][at].copy_(self._drawn_at(at))
+            self._act_at_random(at, self._random.ahead(1), 0)
         if lanes < self.lanes:
             self._step_part(at, lanes)
         else:
             self._step(at, at + 1)
+
+    def _act_at_random(self, at: int, ahead: Ahead, slot: int) -> None:
+        # A clone of the keys alone, so that no action is left in what the policy sees.
+        td = self._random.act(self._tds[at].clone(False), ahead, slot)
+        self.slab.columns[self._action][at].copy_(td.get(self._action))
 
     def _act(self, at: int) -> None:
         assert self.policy is not None
@@ -116,19 +121,14 @@ class InPlaceDriver(LocalDriver):
                 raise changed(key, value, row)
             row.copy_(value)
 
-    def _drawn_at(self, at: int) -> torch.Tensor:
-        """Random actions ``[lane, ...]`` for a slot, which leave no key in what the policy sees."""
-        drawn: torch.Tensor = self._random(self._tds[at].clone(False)).get(self._action)
-        return drawn
-
     def _randomise(self, at: int, lanes: Mask) -> None:
         columns = self.slab.columns
         if self.drawn is not None:
-            drawn = torch.from_numpy(self.drawn)
+            drawn = torch.from_numpy(self.drawn[self._action])
         elif self._draw is not None:
             drawn = torch.from_numpy(self._draw(self.rng, 1)[0])
         else:
-            drawn = self._drawn_at(at)
+            drawn = self._random(self._tds[at].clone(False)).get(self._action)
         chosen = torch.from_numpy(lanes)
         columns[self._action][at][chosen] = drawn[chosen]
         for key in self._extra:

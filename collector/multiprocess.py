@@ -26,7 +26,7 @@ from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.ledger import Budget, Ledger
 from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, PolicyFn, Weights, on_cpu
-from tallyroll.collector.random_actions import block_draw
+from tallyroll.collector.random_actions import all_drawn
 from tallyroll.collector.rollout import Rollout, Source, Surplus
 from tallyroll.collector.sink import StorageLike
 from tallyroll.collector.trajectories import Layout
@@ -234,13 +234,12 @@ class MultiprocessCollector(ExactCollector):
     def _workers_rollout(self) -> Source:
         planned, plan = self._muster.planned, self._muster.planned.plan
         blocks, _ = self._carve(plan.slots(self.lanes, self.frames_per_batch), 0)
-        spec = planned.action_spec
+        draws = all_drawn(planned.actions, self.lanes) if planned.drawn_ahead else None
         driver = RemoteDriver(
             self._crew,
             blocks.slab_of_all(),
             plan,
-            draw=None if spec is None else block_draw(spec[0].expand(self.lanes, *spec.shape[1:])),
-            action=("action",),
+            draws=draws,
             rng=self._rng,
             replace=self._muster,
         )

@@ -144,6 +144,16 @@ def _misfit(name: str, now: Mapping[str, Any], new: Mapping[str, Any]) -> str | 
     return None
 
 
+def for_trial(policy: Policy) -> Policy:
+    """A copy of ``policy`` that can be called without a trace, where it can be copied."""
+    probe = copy.copy(policy)
+    try:
+        probe.module = copy.deepcopy(policy.module)
+    except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
+        probe.module = policy.module
+    return probe
+
+
 def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:
     """Call a copy of ``policy`` once on ``td``, and check what it returns.
 
@@ -155,11 +165,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
     Raises:
         PolicyError: a missing action, or one of another shape, dtype, device or range.
     """
-    probe = copy.copy(policy)
-    try:
-        probe.module = copy.deepcopy(policy.module)
-    except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
-        probe.module = policy.module
+    probe = for_trial(policy)
     try:
         with generators_restored():
             out = probe(td)

@@ -63,6 +63,8 @@ class Seed:
     incarnation: int
     first_lane: int
     worker: int
+    lanes: int
+    """Of all workers."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Planned:
     """None where TorchRL chooses some of them."""
     actions: Mapping[Key, TensorSpec]
     """What a lane may do, by the key of each action."""
-    action_spec: TensorSpec | None
-    """Of a Gymnasium environment whose random actions may be drawn elsewhere."""
+    drawn_ahead: bool
+    """Random actions may be drawn elsewhere, for all lanes at once."""
     state: bytes | None
     """Of the environment's transforms; None where there is none."""
 
@@ -114,7 +116,7 @@ class Steps:
     """Step only the first so many lanes, of one slot; None: all."""
     random_lanes: Mask | None = None
     """``[lane]``: these act at random, of one slot."""
-    drawn: Action | None = None
+    drawn: Mapping[Key, Action] | None = None
     """``[lane, ...]``: their actions, where they were drawn elsewhere."""
 
 

@@ -54,7 +54,7 @@ class Muster:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
         """
         answers: list[m.Planned] = self._crew.all(
-            [_seed(member, seed, incarnation) for member in self._crew.members]
+            [self._seed(member, seed, incarnation) for member in self._crew.members]
         )
         for member, answer in zip(self._crew.members, answers, strict=True):
             _require_same(answers[0], answer, member)
@@ -63,6 +63,9 @@ class Muster:
         self.ranges = _widest([answer.ranges for answer in answers])
         found = [seed for answer in answers for seed in answer.lane_seeds]
         return found if all(answer.lane_seeds for answer in answers) else []
+
+    def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
+        return m.Seed(seed, incarnation, member.lanes.start, member.index, sum(self.lanes))
 
     @property
     def planned(self) -> m.Planned:
@@ -136,7 +139,7 @@ class Muster:
                 f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
                 "when it was started again; let it make the same each time"
             )
-        seed = _seed(member, self.ledger.seed, self.ledger.incarnation)
+        seed = self._seed(member, self.ledger.seed, self.ledger.incarnation)
         planned: m.Planned = crew.answer(member, seed)
         _require_same(self.planned, planned, member)
         member.seeds = planned.lane_seeds
@@ -148,10 +151,6 @@ class Muster:
         member.board[LEASE] = 0
         crew.answer(member, bind, self._bound[0].fd)
         member.ready = True
-
-
-def _seed(member: Member, seed: int, incarnation: int) -> m.Seed:
-    return m.Seed(seed, incarnation, member.lanes.start, member.index)
 
 
 def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:

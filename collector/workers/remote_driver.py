@@ -1,6 +1,6 @@
 """Slots that workers fill, all by the same number (``mode="sync"``)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ class RemoteDriver(Driver):
         crew: the workers.
         slab: of all lanes.
         plan: what it looks like.
-        draw: draws random actions of all lanes, as one process would; None: workers draw.
-        action: the key of the action that is drawn.
+        draws: of each action of all lanes, as one process would draw them; None: workers draw.
         rng: what they are drawn with.
         replace: what is done about a worker that failed.
     """
@@ -37,13 +36,12 @@ class RemoteDriver(Driver):
         slab: Slab,
         plan: SlabPlan,
         *,
-        draw: Draw | None,
-        action: Key,
+        draws: Mapping[Key, Draw] | None,
         rng: np.random.Generator,
         replace: Muster,
     ) -> None:
         self.slab, self._crew, self._plan = slab, crew, plan
-        self._draw, self._action, self._rng = draw, action, rng
+        self._draws, self._rng = draws, rng
         self._replace = replace
         self._pending = np.zeros(slab.lanes, np.bool_)
         self._fresh = False
@@ -92,10 +90,9 @@ class RemoteDriver(Driver):
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
-        if self._draw is not None:
-            drawn = self._draw(self._rng, stop - start)
-            self.slab.array(self._action)[start:stop] = drawn
-        by = "random" if self._draw is None else "given"
+        for key, draw in (self._draws or {}).items():
+            self.slab.array(key)[start:stop] = draw(self._rng, stop - start)
+        by = "random" if self._draws is None else "given"
         self._ask([m.Steps(start, stop, by) for _ in self._crew.members])  # type: ignore[arg-type]
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
@@ -112,11 +109,12 @@ class RemoteDriver(Driver):
     def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         by = "random" if self.slab.version[at, 0] == RANDOM_VERSION else "policy"
         drawn = None
-        if self._draw is not None and (random_lanes is not None or by == "random"):
-            drawn = self._draw(self._rng, 1)[0]
+        if self._draws is not None and (random_lanes is not None or by == "random"):
+            drawn = {key: draw(self._rng, 1)[0] for key, draw in self._draws.items()}
             if random_lanes is None:
                 by = "given"
-                self.slab.array(self._action)[at] = drawn
+                for key, action in drawn.items():
+                    self.slab.array(key)[at] = action
         questions = []
         for member in self._crew.members:
             own = slice(member.lanes.start, member.lanes.stop)
@@ -128,7 +126,9 @@ class RemoteDriver(Driver):
                     "policy" if both else by,  # type: ignore[arg-type]
                     lanes=min(max(0, lanes - own.start), own.stop - own.start),
                     random_lanes=random_lanes[own] if random_lanes is not None else None,
-                    drawn=drawn[own] if both and drawn is not None else None,
+                    drawn={key: action[own] for key, action in drawn.items()}
+                    if both and drawn is not None
+                    else None,
                 )
             )
         self._ask(questions)

@@ -17,20 +17,18 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.checks import ranges_of
 from tallyroll.collector.drive import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.driver import LocalDriver
-from tallyroll.collector.driver_in_place import InPlaceDriver
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import prepare_env, seed_env
 from tallyroll.collector.errors import CollectorError
-from tallyroll.collector.keys import Key, as_key
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.policy import Policy
+from tallyroll.collector.random_actions import RandomActions, lane_actions
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.end import end_with_parent
 from tallyroll.collector.workers.layout import Blocks
@@ -118,6 +116,8 @@ class Worker:
         self.lanes = self.env.batch_size.numel()
         self.description = made.description
         self.rng = np.random.default_rng()
+        self.shared_rng = np.random.default_rng()
+        """In the same state in all workers."""
         self.doing = ""
         self.plan: SlabPlan | None = None
         self.driver: LocalDriver | None = None
@@ -172,6 +172,9 @@ class Worker:
         random.seed(int(words[2]))
         fresh = np.random.default_rng(words)
         self.rng.bit_generator.state = fresh.bit_generator.state
+        alike = np.random.default_rng(driver_seed(message.seed, message.incarnation))
+        self.shared_rng.bit_generator.state = alike.bit_generator.state
+        self._run_lanes = message.lanes
         lanes = range(message.first_lane, message.first_lane + self.lanes)
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes)
         if self.plan is None:
@@ -180,9 +183,8 @@ class Worker:
             self.plan = plan_slab(self.env, self.policy, self._first, self.options)
         lost = self.plan.lost_finals
         ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
-        drawn = self.plan.in_place and block_drawn(self.env)
-        spec = self.env.action_spec if drawn else None
-        return m.Planned(self.plan, ranges, seeds, lane_actions(self.env), spec, self._state())
+        drawn = RandomActions(self.env, self.rng).block_drawn
+        return m.Planned(self.plan, ranges, seeds, lane_actions(self.env), drawn, self._state())
 
     def bind(self, message: m.Bind, descriptor: int) -> m.Bound:
         """Take over the memory."""
@@ -195,7 +197,10 @@ class Worker:
         if self.policy is not None:
             self.policy.take_from(blocks.weights)
         slab, board = blocks.slab_of(message.worker), blocks.board(message.worker)
-        driver = make_driver(self.env, self.policy, self.plan, slab, self.rng, board)
+        # With leases each worker draws on its own; in step all draw for the lanes of all.
+        alone = message.share.segments > 0
+        rng, lanes = (self.rng, None) if alone else (self.shared_rng, self._run_lanes)
+        driver = make_driver(self.env, self.policy, self.plan, slab, rng, board, lanes)
         self.driver = driver
         if self._first is not None:
             driver.start_from(self._first)
@@ -239,10 +244,8 @@ class Worker:
         if self.policy is not None:
             self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
-        if isinstance(driver, InPlaceDriver):
-            driver.drawn = message.drawn
+        driver.drawn = message.drawn
         if message.by == "given":
-            assert isinstance(driver, InPlaceDriver)
             driver.given_steps(start, stop, lanes)
         elif lanes < self.lanes:
             driver.part(start, lanes, message.random_lanes)
@@ -258,19 +261,6 @@ class Worker:
         self.doing = "stepping"
         counts, used, completed = self.rollout.lease(message, self._slots)
         return m.Filled(used, counts, self.rollout.random_frames, completed, self._state())
-
-
-def lane_actions(env: EnvBase) -> dict[Key, TensorSpec]:
-    """The specs of one lane's actions."""
-    items = env.full_action_spec.items(True, True)
-    return {as_key(key): spec[0] if env.batch_size else spec for key, spec in items}
-
-
-def block_drawn(env: EnvBase) -> bool:
-    """Random actions of a Gymnasium environment can be drawn elsewhere, in blocks."""
-    from tallyroll.collector.random_actions import RandomActions, block_draw
-
-    return not RandomActions(env).masked and block_draw(env.action_spec) is not None
 
 
 def raised(error: BaseException, doing: str) -> m.Raised:
