@@ -53,10 +53,12 @@ class OwnFlags:
             rows[key] = column.index_copy(0, at.to(column.device), own.to(column.device))
 
     def _places(self, rows: Rows) -> NDArray[np.intp]:
-        ids, step = _numbers(rows, TRAJ_IDS), _numbers(rows, STEP)
+        ids, step = _numbers(rows[TRAJ_IDS]), None
+        if STEP in rows:
+            step = _numbers(rows[STEP])
         if np.array_equal(ids, self.traj_ids) and (step is None or np.array_equal(step, self.step)):
             return self.at
-        if ids is not None and step is not None:
+        if step is not None:
             order, own = np.lexsort((step, ids)), np.lexsort((self.step, self.traj_ids))
             same = ids[order], step[order], self.traj_ids[own], self.step[own]
             if np.array_equal(same[0], same[2]) and np.array_equal(same[1], same[3]):
@@ -70,9 +72,9 @@ class OwnFlags:
         )
 
 
-def _numbers(rows: Rows, key: Key) -> NDArray[np.int64] | None:
-    column = rows.get(key)
-    return None if column is None else column.reshape(-1).cpu().numpy()
+def _numbers(column: torch.Tensor) -> NDArray[np.int64]:
+    numbers: NDArray[np.int64] = column.reshape(-1).cpu().numpy()
+    return numbers
 
 
 def last_rows(rows: Rows) -> NDArray[np.bool_]:
