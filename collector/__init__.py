@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+    from tallyroll.collector.envs.info import Info
     from tallyroll.collector.episodes import Episode
     from tallyroll.collector.errors import CollectorError
     from tallyroll.collector.evaluation import Evaluation, evaluate
@@ -18,6 +19,7 @@ __all__ = [
     "Episode",
     "Evaluation",
     "GymnasiumVectorEnv",
+    "Info",
     "Ledger",
     "MultiprocessCollector",
     "SyncCollector",
@@ -30,6 +32,7 @@ _HOMES = {
     "Episode": "episodes",
     "Evaluation": "evaluation",
     "GymnasiumVectorEnv": "envs.gymnasium_vector",
+    "Info": "envs.info",
     "Ledger": "ledger",
     "MultiprocessCollector": "multiprocess",
     "SyncCollector": "sync",

@@ -150,9 +150,15 @@ class RangeChecks:
         what = "the action space" if check.by_policy else "its space"
         return kind(
             f"{dotted(check.key)} lies outside {what} at lane {lane}, step {step} of its "
-            f"trajectory: got {value[at]:g}{where}, wanted [{low[at]:g}, {high[at]:g}] and no NaN; "
+            f"trajectory: got {_exact(value[at])}{where}, wanted [{_exact(low[at])}, "
+            f"{_exact(high[at])}] and no NaN; "
             'correct it, or let it pass with validate "warn" or "off"'
         )
+
+
+def _exact(number: Any) -> str:
+    """A number in few digits, an integer in all of them."""
+    return f"{number:g}" if np.asarray(number).dtype.kind == "f" else str(number)
 
 
 def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:

@@ -27,6 +27,7 @@ from tallyroll.collector.keys import (
     RANDOM_VERSION,
     STEP,
     TRAJ_IDS,
+    Key,
     dotted,
 )
 from tallyroll.collector.ledger import Ledger
@@ -70,7 +71,7 @@ class Delivery:
         postproc: Postproc | None,
         device: torch.device | None,
         yield_large: bool,
-        frame_skip: int | str,
+        frame_skip: int | Key,
         count_random: bool,
     ) -> None:
         self._sink, self._lanes, self._ledger, self._held = sink, lanes, ledger, held
@@ -171,5 +172,5 @@ class Delivery:
         if isinstance(self._frame_skip, int):
             ledger.ticks += count * self._frame_skip
         else:
-            before, after = rows[(self._frame_skip,)], rows[(NEXT, self._frame_skip)]
+            before, after = rows[self._frame_skip], rows[(NEXT, *self._frame_skip)]
             ledger.ticks += int((after - before).sum())

@@ -16,11 +16,10 @@ from tallyroll.collector.driver import LocalDriver, ended_in
 from tallyroll.collector.driver_copy import CopyDriver
 from tallyroll.collector.driver_in_place import InPlaceDriver
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.make import loses_finals
+from tallyroll.collector.envs.make import loses_finals, require_names_of
 from tallyroll.collector.envs.observed import observed_keys
 from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.keys import (
-    COLLECTOR,
     DONE,
     NEXT,
     REWARD,
@@ -126,6 +125,7 @@ def plan_slab(
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
             refuse_states(policy, first, env, in_place)
+    require_names_of(env, written=extra)
     layout = in_place_layout(env) if in_place else copied_layout(env)
     dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
@@ -136,7 +136,7 @@ def plan_slab(
         shared=in_place and env.has_reset_slots,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
         lost_finals=options.finals == "lost" or loses_finals(env),
-        observed=observed_keys(env, layout, options.info_keys),
+        observed=observed_keys(env, layout, options),
         dones=nested_dones(env),
         batch_dims=dims,
         in_place=in_place,
@@ -191,10 +191,6 @@ def copied_layout(env: EnvBase) -> dict[Key, Column]:
         layout[key] = Column(value.dtype, tuple(value.shape[lead:]))
     if DONE not in layout or TERMINATED not in layout:
         raise EnvironmentRefused("the environment declares no done and terminated at its root")
-    if any(key[0] == COLLECTOR or key[:2] == (NEXT, COLLECTOR) for key in layout):
-        raise EnvironmentRefused(
-            f"the environment has keys under {COLLECTOR!r}, where tallyroll keeps its own"
-        )
     return layout
 
 

@@ -4,6 +4,7 @@
 
     CollectorError
     ├── ArgumentError (ValueError)   an argument that cannot be right
+    │   └── NameRefused              columns whose names collide, or that no storage can hold
     ├── EnvironmentRefused           an environment that cannot be driven truly
     │   └── SilentReset              it resets itself within step: found while collecting
     ├── SpaceError                   a space that has no column layout
@@ -29,6 +30,10 @@ class CollectorError(Exception):
 
 class ArgumentError(CollectorError, ValueError):
     """An argument that cannot be right, found before anything was touched."""
+
+
+class NameRefused(ArgumentError):
+    """A column's name is taken, empty, or none that a storage can hold; see ``rename=``."""
 
 
 class EnvironmentRefused(CollectorError):

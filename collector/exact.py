@@ -22,9 +22,10 @@ from tallyroll.collector.episodes import EpisodeLog
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, StateError
 from tallyroll.collector.finals import FinalsWatch
 from tallyroll.collector.interrupts import held
-from tallyroll.collector.keys import POLICY_VERSION, TERMINATED
+from tallyroll.collector.keys import POLICY_VERSION, TERMINATED, Key
 from tallyroll.collector.lanes import LaneState, Numbers, lane_seed
 from tallyroll.collector.ledger import Budget, Ledger
+from tallyroll.collector.names import new_name, spelled_rename, split
 from tallyroll.collector.options import Options
 from tallyroll.collector.provenance import run_provenance, versions
 from tallyroll.collector.rollout import Block, Source
@@ -114,11 +115,17 @@ class ExactCollector(Collector):
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
         options = self._options
         self._rollout, self._source = rollout, source
+        self._ticks = _ticks(options, source)
         self._checks = RangeChecks(ranges, options.validate)
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         watched = options.finals == "check" and not source.lost_finals
         self._finals = FinalsWatch(self.lanes, source.observed if watched else ())
         self._description = description
+        named: dict[str, Any] = {}
+        if options.info_keys:
+            named["info_keys"] = [str(info) for info in options.info_keys]
+        if options.rename:
+            named["rename"] = [f"{old}={new}" for old, new in spelled_rename(options.rename)]
         self._call = {
             "frames_per_batch": self.frames_per_batch,
             "total_frames": options.total_frames,
@@ -127,6 +134,7 @@ class ExactCollector(Collector):
             "surplus": options.surplus,
             "frame_skip": self.frame_skip,
             "finals": options.finals,
+            **named,
             **call,
         }
         if source.unobserved:
@@ -142,7 +150,7 @@ class ExactCollector(Collector):
             postproc=options.postproc,
             device=options.storing_device,
             yield_large=options.yield_large,
-            frame_skip=self.frame_skip,
+            frame_skip=self._ticks,
             count_random=policy is not None,
         )
         self._over = False
@@ -259,8 +267,8 @@ class ExactCollector(Collector):
             self._finals.forget(cuts)
 
     def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
-        if isinstance(self.frame_skip, str):
-            before = rows[(self.frame_skip,)].reshape(-1)
+        if isinstance(self._ticks, tuple):
+            before = rows[self._ticks].reshape(-1)
             self.ledger.reset_ticks += int(before[torch.from_numpy(numbers.start_row)].sum())
         at = numbers.end_row
         if len(at):
@@ -454,3 +462,20 @@ class ExactCollector(Collector):
         self._rollout.restart_lanes()
         self._delivery.goes_on_from(self._provenance())
         self._over = self._budget.remaining(ledger.stored) == 0
+
+
+def _ticks(options: Options, source: RowSource) -> int | Key:
+    """Ticks a transition, or the column that counts them.
+
+    Raises:
+        ArgumentError: there is no such column.
+    """
+    if isinstance(options.frame_skip, int):
+        return options.frame_skip
+    key = new_name(split(options.frame_skip), options.rename, source.layout)
+    if key not in source.layout:
+        raise ArgumentError(
+            f"frame_skip: expected a number, or the info key that counts ticks, got "
+            f"{options.frame_skip!r}; there is no such column"
+        )
+    return key

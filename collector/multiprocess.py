@@ -19,11 +19,13 @@ from torchrl.envs.utils import ExplorationType
 from tallyroll.collector import arguments
 from tallyroll.collector.checks import Validate
 from tallyroll.collector.delivery import Postproc
+from tallyroll.collector.envs.info import Info
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.exact import ExactCollector
 from tallyroll.collector.finals import Finals
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.ledger import Budget, Ledger
+from tallyroll.collector.names import Rename
 from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, PolicyFn, Weights, on_cpu
 from tallyroll.collector.random_actions import all_drawn
@@ -111,7 +113,8 @@ class MultiprocessCollector(ExactCollector):
         max_frames_per_traj: int | None = None,
         reset_at_each_iter: bool = False,
         postproc: Postproc | None = None,
-        info_keys: Sequence[str] = (),
+        info_keys: Sequence[str | tuple[str, ...] | Info] = (),
+        rename: Rename | None = None,
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
@@ -146,6 +149,7 @@ class MultiprocessCollector(ExactCollector):
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,
             info_keys=info_keys,
+            rename=rename,
             frame_skip=frame_skip,
             exploration_type=exploration_type,
             validate=validate,

@@ -10,8 +10,11 @@ from torchrl.envs.utils import ExplorationType
 from tallyroll.collector import arguments
 from tallyroll.collector.checks import Validate
 from tallyroll.collector.delivery import Postproc
+from tallyroll.collector.envs.info import Info, infos_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.finals import Finals
+from tallyroll.collector.keys import Key
+from tallyroll.collector.names import Rename, checked_rename, split
 from tallyroll.collector.rollout import Surplus
 from tallyroll.collector.trajectories import Layout
 
@@ -35,7 +38,8 @@ class Options:
     max_frames_per_traj: int | None
     reset_at_each_iter: bool
     postproc: Postproc | None
-    info_keys: tuple[str, ...]
+    info_keys: tuple[Info, ...]
+    rename: dict[Any, Key]
     frame_skip: int | str
     exploration_type: ExplorationType
     validate: Validate
@@ -61,7 +65,8 @@ class Options:
         max_frames_per_traj: Any,
         reset_at_each_iter: bool,
         postproc: Postproc | None,
-        info_keys: Sequence[str],
+        info_keys: Sequence[Any],
+        rename: Rename | None,
         frame_skip: Any,
         exploration_type: ExplorationType,
         validate: Validate,
@@ -87,10 +92,9 @@ class Options:
             )
         arguments.one_of("surplus", surplus, ("carry", "discard", "never_step"))
         frame_skip = arguments.frame_skip(frame_skip)
-        if isinstance(info_keys, str):
-            raise ArgumentError(f"info_keys: wanted a sequence of names, got {info_keys!r}")
-        if isinstance(frame_skip, str) and frame_skip not in info_keys:
-            info_keys = (*info_keys, frame_skip)
+        infos = infos_of(info_keys)
+        if isinstance(frame_skip, str) and split(frame_skip) not in (info.key for info in infos):
+            infos = (*infos, Info(frame_skip))
         arguments.one_of("finals", finals, ("check", "lost", "kept"))
         if validate not in ("raise", "warn", "off"):
             raise ArgumentError(f'validate is "raise", "warn" or "off", got {validate!r}')
@@ -110,7 +114,8 @@ class Options:
             max_frames_per_traj=max_frames_per_traj,
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,
-            info_keys=tuple(info_keys),
+            info_keys=infos,
+            rename={} if rename is None else checked_rename(rename),
             frame_skip=frame_skip,
             exploration_type=exploration_type,
             validate=validate,

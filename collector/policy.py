@@ -235,7 +235,8 @@ def describe(spec: Any) -> str:
         return f"0..{int(spec.n) - 1}"
     low, high = getattr(spec, "low", None), getattr(spec, "high", None)
     if low is not None and high is not None:
-        return f"{float(low.min()):g}..{float(high.max()):g}"
+        form = "g" if low.dtype.is_floating_point else ""
+        return f"{low.min().item():{form}}..{high.max().item():{form}}"
     return str(type(spec).__name__)
 
 

@@ -54,8 +54,9 @@ def block_draw(spec: TensorSpec) -> Draw | None:
     if isinstance(spec, Bounded):
         low, high = spec.low.cpu().numpy(), spec.high.cpu().numpy()
         if dtype.kind in "iu":
+            # The end is included: one more than the largest int64 there is none.
             return lambda rng, slots: rng.integers(
-                low.astype(np.int64), high.astype(np.int64) + 1, size=(slots, *shape)
+                low.astype(np.int64), high.astype(np.int64), size=(slots, *shape), endpoint=True
             ).astype(dtype)
         return lambda rng, slots: _box(rng, low, high, (slots, *shape)).astype(dtype)
     if isinstance(spec, Unbounded) and dtype.kind == "f":
@@ -66,14 +67,23 @@ def block_draw(spec: TensorSpec) -> Draw | None:
 def _box(rng: np.random.Generator, low: Array, high: Array, size: tuple[int, ...]) -> Array:
     below, above = np.isfinite(low), np.isfinite(high)
     if below.all() and above.all():
-        return rng.uniform(low, high, size)
+        return _uniform(rng, low, high, size)
     drawn = rng.standard_normal(size)
     tail = rng.exponential(size=size)
     drawn = np.where(below & ~above, low + tail, drawn)
     drawn = np.where(above & ~below, high - tail, drawn)
     both = below & above
-    uniform = rng.uniform(np.where(both, low, 0.0), np.where(both, high, 1.0), size)
+    uniform = _uniform(rng, np.where(both, low, 0.0), np.where(both, high, 1.0), size)
     return np.where(both, uniform, drawn)
+
+
+def _uniform(rng: np.random.Generator, low: Array, high: Array, size: tuple[int, ...]) -> Array:
+    with np.errstate(over="ignore"):
+        span = high.astype(np.float64) - low
+    if np.isfinite(span).all():
+        return rng.uniform(low, high, size)
+    share = rng.random(size)  # twice the largest float is no float
+    return (1 - share) * low + share * high
 
 
 def action_keys(env: EnvBase) -> tuple[Key, ...]:

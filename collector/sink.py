@@ -16,6 +16,7 @@ from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.keys import DONE, TRAJ_IDS, Key, as_key
 from tallyroll.collector.last_run import last_run_of, record_of
 from tallyroll.collector.ledger import Ledger
+from tallyroll.collector.names import require_storable
 from tallyroll.collector.slab import Column
 from tallyroll.storage import Schema
 from tallyroll.storage.base import DiskStorage
@@ -190,6 +191,7 @@ class Sink:
         self._ready, self._behind = True, behind
         if self.storage is None:
             return
+        require_storable(schema)
         self._first_row = self.storage.head
         if self._resume:
             last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)

@@ -14,12 +14,14 @@ from tallyroll.collector.board import new_board
 from tallyroll.collector.checks import Validate, ranges_of
 from tallyroll.collector.delivery import Postproc
 from tallyroll.collector.drive import make_driver, plan_slab
+from tallyroll.collector.envs.info import Info
 from tallyroll.collector.envs.make import CreateEnv, make_env
-from tallyroll.collector.envs.prepare import prepare_env, seed_env
+from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.exact import ExactCollector
 from tallyroll.collector.finals import Finals
 from tallyroll.collector.interrupts import admitted
 from tallyroll.collector.lanes import driver_seed
+from tallyroll.collector.names import Rename
 from tallyroll.collector.options import Options
 from tallyroll.collector.policy import Policy, PolicyFn
 from tallyroll.collector.rollout import Rollout, Surplus
@@ -71,7 +73,12 @@ class SyncCollector(ExactCollector):
         max_frames_per_traj: a time limit: such trajectories are truncated.
         reset_at_each_iter: every batch starts with a reset of all lanes.
         postproc: applied to the rows of each batch before they are stored and yielded.
-        info_keys: names in a Gymnasium ``info`` that become columns.
+        info_keys: entries of a Gymnasium ``info`` that become columns: names, or :class:`Info`
+            with dtype, shape and fill. Of a name alone, an environment that the collector makes
+            is asked by way of another one, which is closed again; one that was given declares it
+            with its first reset.
+        rename: other names for columns of observations and infos, where they collide:
+            ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``.
         frame_skip: simulator ticks a transition, or an info key that counts the ticks since
             the episode's reset (ALE: ``"episode_frame_number"``).
         exploration_type: TorchRL's exploration type during collection.
@@ -115,7 +122,8 @@ class SyncCollector(ExactCollector):
         max_frames_per_traj: int | None = None,
         reset_at_each_iter: bool = False,
         postproc: Postproc | None = None,
-        info_keys: Sequence[str] = (),
+        info_keys: Sequence[str | tuple[str, ...] | Info] = (),
+        rename: Rename | None = None,
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
@@ -140,6 +148,7 @@ class SyncCollector(ExactCollector):
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,
             info_keys=info_keys,
+            rename=rename,
             frame_skip=frame_skip,
             exploration_type=exploration_type,
             validate=validate,
@@ -155,6 +164,7 @@ class SyncCollector(ExactCollector):
                 env_kwargs=env_kwargs,
                 info_keys=options.info_keys,
                 reset_slots=reset_slots,
+                rename=options.rename,
             )
         except BaseException:
             self._sink.close()
@@ -175,7 +185,7 @@ class SyncCollector(ExactCollector):
         if policy is not None:
             self._policy = Policy(policy, options.policy_device, self.env.device)
         self._seed_everything(seed)
-        first = self.env.reset()
+        first = first_reset(self.env)
         plan = plan_slab(self.env, self._policy, first, options)
         slab = plan.slab(
             plan.slots(self.lanes, self.frames_per_batch),

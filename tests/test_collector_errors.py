@@ -22,6 +22,7 @@ from tallyroll.collector.errors import (
     EnvironmentRefused,
     LedgerError,
     MissingExtra,
+    NameRefused,
     SpaceError,
     StateError,
     TransitionError,
@@ -229,7 +230,8 @@ def test_an_info_named_like_an_observation_is_refused(untouched: Path) -> None:
             return {"observation": 1}
 
     with pytest.raises(
-        ArgumentError, match="info key 'observation' has the name of an observation"
+        NameRefused,
+        match=r"'observation' is taken twice: an observation has it, and an info has it; .*rename=",
     ):
         SyncCollector(
             SyncVectorEnv([Twice]), info_keys=["observation"], storage=untouched, **BUDGET
@@ -458,7 +460,7 @@ def test_a_column_that_is_no_tensor_is_refused(untouched: Path) -> None:
 def test_keys_that_tallyroll_keeps_for_itself_are_refused(untouched: Path) -> None:
     odd = Odd(("collector", "mine"), Unbounded((3, 1)))
     with pytest.raises(
-        EnvironmentRefused, match="has keys under 'collector', where tallyroll keep"
+        NameRefused, match=r"'collector/mine' and the name 'collector' collide.*rename=\{'coll"
     ):
         SyncCollector(odd, storage=untouched, **BUDGET)
 

@@ -23,6 +23,7 @@ PUBLIC: dict[str, list[str]] = {
         "Episode",
         "Evaluation",
         "GymnasiumVectorEnv",
+        "Info",
         "Ledger",
         "MultiprocessCollector",
         "SyncCollector",

@@ -30,6 +30,7 @@ from tallyroll.collector.cli.report import (
     times,
 )
 from tallyroll.collector.cli.streams import emit
+from tallyroll.collector.envs.info import parsed
 from tallyroll.collector.exact import ExactCollector
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.sync import SyncCollector
@@ -218,7 +219,8 @@ class Run:
             "storage": self.target.storage,
             "resume": self.resume,
             "max_frames_per_traj": plan.max_frames_per_traj,
-            "info_keys": tuple(plan.info_keys or ()),
+            "info_keys": tuple(parsed(each) for each in plan.info_keys or ()),
+            "rename": dict(each.rsplit("=", 1) for each in plan.rename or ()),
             "frame_skip": 1 if plan.frame_skip is None else plan.frame_skip,
             "validate": plan.validate or "raise",
             "finals": plan.finals or "check",

@@ -235,8 +235,14 @@ def _add_source(group: Any) -> None:
         help="simulator ticks a transition, or the info key that counts them (default: 1)",
     )  # fmt: skip
     group.add_argument(
-        "--info-keys", type=_names, metavar="A,B", help="info entries that become columns"
-    )
+        "--info-keys", type=_infos, metavar="A,B",
+        help="info entries that become columns: NAME, GROUP/NAME, NAME:DTYPE, NAME:DTYPE[2x3]; "
+        "NAME:DTYPE=FILL where some steps lack it",
+    )  # fmt: skip
+    group.add_argument(
+        "--rename", type=_rename, action="append", metavar="OLD=NEW",
+        help="another name for a column that collides with another; may be given several times",
+    )  # fmt: skip
 
 
 def _add_workers(group: Any) -> None:
@@ -375,6 +381,26 @@ def _checks(text: str) -> list[str]:
 
 def _frame_skip(text: str) -> int | str:
     return text if text.isidentifier() else _positive(text)
+
+
+def _rename(text: str) -> str:
+    _, equals, new = text.rpartition("=")
+    if not equals or not new:
+        raise argparse.ArgumentTypeError(f"wanted OLD=NEW, got {text!r}")
+    return text
+
+
+def _infos(text: str) -> list[str]:
+    from tallyroll.collector.envs.info import parsed  # torch takes seconds, and --help none
+    from tallyroll.collector.errors import ArgumentError
+
+    names = _names(text)
+    try:
+        for name in names:
+            parsed(name)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return names
 
 
 def _names(text: str) -> list[str]:

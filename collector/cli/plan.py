@@ -44,6 +44,7 @@ class Plan:
     frame_skip: int | str | None = None
     info_keys: list[str] | None = None
     finals: Literal["check", "lost", "kept"] | None = None
+    rename: list[str] | None = None
     workers: int | None = None
     mode: str | None = None
     respawns: int | None = None
@@ -77,6 +78,8 @@ class Plan:
                 "frames_per_batch": call.get("frames_per_batch"),
                 "frame_skip": call.get("frame_skip"),
                 "finals": call.get("finals"),
+                "info_keys": call.get("info_keys"),
+                "rename": call.get("rename"),
                 "workers": call.get("num_workers"),
                 "mode": call.get("mode"),
             }
@@ -114,6 +117,8 @@ class Plan:
                 continue
             if name == "env":
                 words.append(value)
+            elif name == "rename":
+                words += [word for each in value for word in ("--rename", each)]
             else:
                 words += ["--" + name.replace("_", "-"), _word(value)]
         return shlex.join([*words, "--out", out, *options])
@@ -131,6 +136,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "step_timeout": (int, float),
     "env_kwargs": dict,
     "info_keys": list,
+    "rename": list,
     "frame_skip": (int, str),
 }
 
@@ -140,6 +146,8 @@ def _may_be(name: str, value: Any) -> bool:
         return False
     if isinstance(value, float):
         return 0 < value < math.inf
+    if isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
     most = _MOST_LANES if name == "num_envs" else 2**63
     return not isinstance(value, int) or (0 if name in _MAY_BE_0 else 1) <= value < most
 

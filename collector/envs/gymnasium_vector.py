@@ -1,6 +1,7 @@
 """Any Gymnasium vector environment, in any autoreset mode, with every final observation true."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -13,11 +14,14 @@ from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.board import FILLED, HALT
-from tallyroll.collector.envs.infos import InfoColumns
+from tallyroll.collector.envs.info import Info, infos_of
+from tallyroll.collector.envs.info_merge import install
+from tallyroll.collector.envs.infos import RESET_SLOT, InfoColumns
 from tallyroll.collector.envs.spaces import action_leaf, observation_leaves
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
-from tallyroll.collector.keys import VALID, dotted
+from tallyroll.collector.keys import VALID, Key, dotted
 from tallyroll.collector.lanes import lane_seeds
+from tallyroll.collector.names import Named, Rename, renamed, require_names
 from tallyroll.collector.slab import Array, Cursor
 
 _REFUSED = {
@@ -47,11 +51,17 @@ class GymnasiumVectorEnv(EnvBase):
         reset_slots: what to do with the slots in which a NEXT_STEP environment resets itself.
             ``"mask"`` lets them happen and marks them; ``"avoid"`` resets by mask right after
             the end, so that no policy call is wasted (worth it for costly policies).
-        info_keys: names in ``info`` that become observation columns; 0 where absent.
+        info_keys: entries of ``info`` that become observation columns: names, nested ones as
+            tuples or ``"episode/r"``, or :class:`Info`. A name alone takes dtype and shape from
+            the first reset, and is a column from then on; every step and reset has to give it.
         reset_masks: whether ``reset(options={"reset_mask": …})`` resets a part of the lanes;
             known for Sync and Async, False otherwise unless you say so.
+        rename: other names for columns, ``{"action": "previous_action"}``: old name -> new name,
+            of an observation, or else of an info; nested ones as tuples or ``"a/b"``.
 
     Raises:
+        ArgumentError: an argument that cannot be right.
+        NameRefused: names of columns that collide; settled by ``rename``.
         EnvironmentRefused: an environment that cannot be driven without losing transitions.
         SpaceError: a space that no column can hold.
 
@@ -66,8 +76,9 @@ class GymnasiumVectorEnv(EnvBase):
         env: VectorEnv,
         *,
         reset_slots: Literal["mask", "avoid"] = "mask",
-        info_keys: Sequence[str] = (),
+        info_keys: Sequence[str | tuple[str, ...] | Info] = (),
         reset_masks: bool | None = None,
+        rename: Rename | None = None,
     ) -> None:
         if not isinstance(env, VectorEnv):
             raise ArgumentError(
@@ -99,10 +110,17 @@ class GymnasiumVectorEnv(EnvBase):
                 'ignores; use reset_slots="mask"'
             )
         self._avoid = reset_slots == "avoid" and self.autoreset is AutoresetMode.NEXT_STEP
-        self._leaves = observation_leaves(env.single_observation_space, lanes)
+        self._infos = InfoColumns(infos_of(info_keys), lanes)
+        leaves = observation_leaves(env.single_observation_space, lanes)
+        columns = [Named(leaf.key, leaf.path) for leaf in leaves] + self._infos.columns
+        keys = renamed(columns, rename or {})
+        require_names(columns, given=keys)
+        self._leaves = [replace(leaf, key=key) for leaf, key in zip(leaves, keys, strict=False)]
+        self._info_keys = tuple(keys[len(leaves) :])
         self._getters = [leaf.getter() for leaf in self._leaves]
         self._action = action_leaf(env.single_action_space, lanes)
-        self._infos = InfoColumns(info_keys, env)
+        if self._infos:
+            install(env, {info.key[-1] for info in self._infos.infos})
         self._seeds: list[int] | None = None
         self._pending = np.zeros(lanes, np.bool_)
         self._fresh: list[Array] = []
@@ -115,10 +133,9 @@ class GymnasiumVectorEnv(EnvBase):
         observation = Composite(shape=shape, device=self.device)
         for leaf in self._leaves:
             observation[leaf.key] = leaf.spec
-        for name, spec in self._infos.specs().items():
-            if (name,) in observation.keys(True, True) or name in observation:
-                raise ArgumentError(f"info key {name!r} has the name of an observation column")
-            observation[name] = spec
+        if self._infos.declared:
+            for key, info_spec in zip(self._info_keys, self._infos.specs(), strict=True):
+                observation[key] = info_spec
         if self.marks_transitions:
             observation[VALID] = Binary(1, shape=(lanes, 1), dtype=torch.bool)
         self.observation_spec = observation
@@ -152,9 +169,27 @@ class GymnasiumVectorEnv(EnvBase):
         return self._vec
 
     @property
-    def observation_keys(self) -> tuple[tuple[str, ...], ...]:
-        """Columns of the observation, in the order of a slot's arrays."""
-        return tuple(leaf.key for leaf in self._leaves) + tuple((n,) for n in self._infos.names)
+    def observation_keys(self) -> tuple[Key, ...]:
+        """Columns of the observation, in the order of a slot's arrays.
+
+        Those of infos are among them from the first reset on, or where they are declared.
+        """
+        keys = tuple(leaf.key for leaf in self._leaves)
+        return keys + self._info_keys if self._infos.declared else keys
+
+    @property
+    def info_keys(self) -> tuple[Key, ...]:
+        """Columns of infos, also of those that the first reset will declare."""
+        return self._info_keys
+
+    @property
+    def first_lane(self) -> int:
+        """The number of the first lane in a run; 0 unless a collector says otherwise."""
+        return self._infos.first_lane
+
+    @first_lane.setter
+    def first_lane(self, lane: int) -> None:
+        self._infos.first_lane = lane
 
     def seed_lanes(self, seeds: Sequence[int]) -> None:
         """Seed every lane at the next full reset (where one seed is taken, the first)."""
@@ -204,6 +239,8 @@ class GymnasiumVectorEnv(EnvBase):
         actions, rewards, next_obs = cursor.action, cursor.reward, cursor.next_obs
         terminations, truncations, first_obs = cursor.terminated, cursor.truncated, next_obs[0]
         board, lend, lent = cursor.board, self._lent, _NOTHING
+        infos = self._infos if self._infos else None
+        ends = RESET_SLOT if self.has_reset_slots else 0
         for at in range(start, stop):
             cursor.at = at
             action = actions[at].copy() if copies else actions[at]
@@ -211,7 +248,7 @@ class GymnasiumVectorEnv(EnvBase):
                 lend._observations = lent = first_obs[at]
             obs, reward, terminated, truncated, info = step(action)
             if plain is None:
-                self._write([column[at] for column in next_obs], obs, info)
+                self._write_observations([column[at] for column in next_obs], obs)
             elif obs is not lent:
                 if type(obs) is not np.ndarray or obs.shape != plain[0] or obs.dtype != plain[1]:
                     self._check_leaf(0, obs)
@@ -222,12 +259,16 @@ class GymnasiumVectorEnv(EnvBase):
                 truncations[at] = truncated
             except (TypeError, ValueError) as error:
                 raise self._wrong_shapes(reward, terminated, truncated) from error
+            if infos is not None:
+                self._write_infos([column[at] for column in next_obs], info, terminated | truncated)
             if finish is not None:
                 for root, after in zip(cursor.root_obs, next_obs, strict=True):
                     root[at] = after[at]
                 ended = terminated | truncated
                 if ended.any():
                     finish(cursor, ended, info)
+            if infos is not None:
+                infos.count(terminated | truncated, ends)
             board[FILLED] = at + 1
             if board[HALT]:
                 break
@@ -247,7 +288,7 @@ class GymnasiumVectorEnv(EnvBase):
         # A discrete action reaches each sub-environment as a number; an array is handed over
         # as a copy, for an environment may keep it or write to it.
         self._copy_action = not (type(self._vec) is SyncVectorEnv and len(self._action.shape) == 1)
-        plain = len(self._leaves) == 1 and not self._leaves[0].path and not self._infos.names
+        plain = len(self._leaves) == 1 and not self._leaves[0].path and not self._infos
         self._plain = (self._leaves[0].shape, self._leaves[0].dtype) if plain else None
         # The vector may put observations together where they are wanted: one copy less.
         lends = plain and type(self._vec) is SyncVectorEnv and not self._vec.copy
@@ -258,12 +299,20 @@ class GymnasiumVectorEnv(EnvBase):
         }
         self._finish = self._finish_by_mask if self._avoid else finish.get(self.autoreset)
 
-    def _write(self, rows: Sequence[Array], obs: Any, info: Mapping[str, Any]) -> None:
+    def _write_infos(
+        self, rows: Sequence[Array], info: Mapping[str, Any], ended: NDArray[np.bool_]
+    ) -> None:
+        """Those of the step; in SAME_STEP mode lanes that ended show those of their reset here."""
+        others = None
+        if self.autoreset is AutoresetMode.SAME_STEP and ended.any():
+            others = ~ended
+        self._infos.write(rows[len(self._getters) :], info, others)
+
+    def _write_observations(self, rows: Sequence[Array], obs: Any) -> None:
         for index, get in enumerate(self._getters):
             value = get(obs)
             self._check_leaf(index, value)
             rows[index][...] = value
-        self._infos.write(rows[len(self._getters) :], info)
 
     def _check_leaf(self, index: int, value: Any) -> None:
         leaf = self._leaves[index]
@@ -296,6 +345,8 @@ class GymnasiumVectorEnv(EnvBase):
         self, cursor: Cursor, ended: NDArray[np.bool_], info: Mapping[str, Any]
     ) -> None:
         self._put_finals([column[cursor.at] for column in cursor.next_obs], ended, info)
+        first = [column[cursor.at] for column in cursor.root_obs[len(self._getters) :]]
+        self._infos.write_first(first, info, ended)
 
     def _put_finals(
         self, rows: Sequence[Array], ended: NDArray[np.bool_], info: Mapping[str, Any]
@@ -347,21 +398,22 @@ class GymnasiumVectorEnv(EnvBase):
         assert isinstance(self._vec, SyncVectorEnv)
         for lane, env in enumerate(self._vec.envs[:lanes]):
             obs, reward, terminated, truncated, info = env.step(cursor.action[at, lane].copy())
-            self._write_lane(after, lane, obs, info)
+            self._write_lane(after, lane, obs, info, False)
             cursor.reward[at, lane] = reward
             cursor.terminated[at, lane], cursor.truncated[at, lane] = terminated, truncated
-            if terminated or truncated:
+            ended = bool(terminated or truncated)
+            if ended:
                 obs, info = env.reset()
-            self._write_lane(root, lane, obs, info)
+            self._write_lane(root, lane, obs, info, ended)
+            self._infos.steps[lane] = 0 if ended else self._infos.steps[lane] + 1
         cursor.board[FILLED] = at + 1
 
     def _write_lane(
-        self, rows: Sequence[Array], lane: int, obs: Any, info: Mapping[str, Any]
+        self, rows: Sequence[Array], lane: int, obs: Any, info: Mapping[str, Any], reset: bool
     ) -> None:
         for index, get in enumerate(self._getters):
             rows[index][lane] = get(obs)
-        for row, name in zip(rows[len(self._getters) :], self._infos.names, strict=True):
-            row[lane] = info.get(name, 0)
+        self._infos.write_one(rows[len(self._getters) :], lane, info, reset)
 
     # --- TorchRL's own protocol ---------------------------------------------------------------
 
@@ -370,14 +422,17 @@ class GymnasiumVectorEnv(EnvBase):
         self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
         obs, reward, terminated, truncated, info = self._vec.step(action)
         rows = self._new_rows()
-        self._write(rows, obs, info)
         ended = terminated | truncated
+        self._write_observations(rows, obs)
+        self._write_infos(rows, info, ended)
         if self.autoreset is AutoresetMode.SAME_STEP and ended.any():
             self._fresh, self._fresh_lanes = [row.copy() for row in rows], ended.copy()
             self._put_finals(rows, ended, info)
+            self._infos.write_first(self._fresh[len(self._getters) :], info, ended)
         transitions = ~self._pending
         if self.autoreset is AutoresetMode.NEXT_STEP:
             self._pending = ended.copy()
+        self._infos.count(ended, RESET_SLOT if self.marks_transitions else 0)
         td = self._td(rows)
         td.set("reward", torch.from_numpy(np.array(reward, np.float32)).unsqueeze(-1))
         for name, flag in (("done", ended), ("terminated", terminated), ("truncated", truncated)):
@@ -402,11 +457,13 @@ class GymnasiumVectorEnv(EnvBase):
                 )
             obs, info = self._vec.reset(options={**kwargs.get("options", {}), "reset_mask": asked})
             reset = self._new_rows()
-            self._write(reset, obs, info)
+            self._write_observations(reset, obs)
+            self._infos.write_reset(reset[len(self._getters) :], info, asked)
             for row, new in zip(rows, reset, strict=True):
                 row[~self._fresh_lanes] = new[~self._fresh_lanes]
         self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
         self._pending = self._pending & ~lanes
+        self._infos.steps[lanes] = 0
         return self._with_flags(self._td(rows))
 
     def _reset_all(self, kwargs: Mapping[str, Any]) -> TensorDictBase:
@@ -415,8 +472,14 @@ class GymnasiumVectorEnv(EnvBase):
             seed = seed[0]
         self._seeds = None
         obs, info = self._vec.reset(seed=seed, options=kwargs.get("options"))
+        if not self._infos.declared:
+            self._infos.declare(info)
+            self._set_specs(self.batch_size[0])
+            self.empty_cache()
         rows = self._new_rows()
-        self._write(rows, obs, info)
+        self._write_observations(rows, obs)
+        self._infos.steps[:] = 0
+        self._infos.write_reset(rows[len(self._getters) :], info)
         self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
         self._pending = np.zeros_like(self._pending)
         return self._with_flags(self._td(rows))

@@ -1,22 +1,38 @@
 """What ``create_env_fn`` may be, and what is refused with the way out."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import gymnasium
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import nn
-from torchrl.envs import Compose, EnvBase, InitTracker, StepCounter, TransformedEnv
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    InitTracker,
+    RenameTransform,
+    StepCounter,
+    TransformedEnv,
+)
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import AutoResetEnv
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
-from tallyroll.collector.keys import as_key
+from tallyroll.collector.envs.info import Info
+from tallyroll.collector.envs.infos import discovered
+from tallyroll.collector.errors import (
+    ArgumentError,
+    EnvironmentRefused,
+    MissingExtra,
+    NameRefused,
+)
+from tallyroll.collector.keys import Key, as_key
+from tallyroll.collector.names import Named, Rename, new_name, renamed, require_names
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | Callable[[], EnvBase | VectorEnv]
 
@@ -37,8 +53,9 @@ def make_env(
     *,
     num_envs: int | None,
     env_kwargs: Mapping[str, Any] | None,
-    info_keys: Sequence[str],
+    info_keys: Sequence[Info],
     reset_slots: Literal["mask", "avoid"],
+    rename: Rename | None = None,
 ) -> Made:
     """Make, or accept, the environment that a collector drives.
 
@@ -47,7 +64,7 @@ def make_env(
         EnvironmentRefused: an environment that would lose or invent transitions.
     """
     if isinstance(create, str):
-        return _from_id(create, num_envs or 1, dict(env_kwargs or {}), info_keys)
+        return _from_id(create, num_envs or 1, dict(env_kwargs or {}), info_keys, rename)
     if num_envs is not None or env_kwargs:
         raise ArgumentError(
             "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
@@ -57,7 +74,8 @@ def make_env(
     made = owned and callable(create)
     env = create() if made else create  # type: ignore[operator]
     if isinstance(env, VectorEnv):
-        env = GymnasiumVectorEnv(env, reset_slots=reset_slots, info_keys=info_keys)
+        factory: Any = create if made else None
+        env = _driven(env, factory, info_keys, reset_slots, rename)
     elif isinstance(env, gymnasium.Env):
         raise ArgumentError(
             f"got a single gymnasium environment, {env}; pass its id, or "
@@ -68,11 +86,13 @@ def make_env(
             "create_env_fn: wanted a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
             f"factory of one of them, got {'a factory of ' if made else ''}{type(env).__name__}"
         )
-    elif missing := [name for name in info_keys if name not in env.observation_spec.keys()]:
-        raise ArgumentError(
-            f"info_keys: {missing} are no columns of the environment; give a TorchRL environment "
-            "an info reader (env.set_info_dict_reader), or pass info_keys to GymnasiumVectorEnv"
-        )
+    else:
+        try:
+            env = _with_names(env, info_keys, rename)
+        except BaseException:
+            if owned:
+                env.close(raise_if_closed=False)
+            raise
     try:
         refuse(env)
     except EnvironmentRefused:
@@ -82,7 +102,104 @@ def make_env(
     return Made(env, owned, _describe(env))
 
 
-def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequence[str]) -> Made:
+def _driven(
+    env: VectorEnv,
+    create: Callable[[], VectorEnv] | None,
+    info_keys: Sequence[Info],
+    reset_slots: Literal["mask", "avoid"],
+    rename: Rename | None,
+) -> GymnasiumVectorEnv:
+    """``env`` with its infos declared by another one of ``create``, where that is a factory."""
+    try:
+        if create is not None:
+            info_keys = discovered(info_keys, create, env)
+        return GymnasiumVectorEnv(env, reset_slots=reset_slots, info_keys=info_keys, rename=rename)
+    except BaseException:
+        if create is not None:
+            env.close()
+        raise
+
+
+def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename | None) -> EnvBase:
+    """A TorchRL environment, its columns renamed; what ``info_keys`` name are columns of it."""
+    if rename and isinstance(env, GymnasiumVectorEnv):
+        raise ArgumentError("rename: pass it to GymnasiumVectorEnv, which you made yourself")
+    env = _renamed(env, rename or {})
+    base = list(chain(env))[-1]
+    known = {as_key(key) for key in env.observation_spec.keys(True, True)}
+    known |= set(base.info_keys) if isinstance(base, GymnasiumVectorEnv) else set()
+    names = [new_name(info.key, rename or {}, known) for info in info_keys]
+    if missing := ["/".join(name) for name in names if name not in known]:
+        raise ArgumentError(
+            f"info_keys: {missing} are no columns of the environment; give a TorchRL environment "
+            "an info reader (env.set_info_dict_reader), or pass info_keys to GymnasiumVectorEnv"
+        )
+    if any(info.dtype is not None for info in info_keys):
+        raise ArgumentError(
+            "info_keys: a TorchRL environment declares dtypes itself; pass names here, and Info to "
+            "GymnasiumVectorEnv"
+        )
+    return env
+
+
+def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
+    """``env`` whose observations have the names that ``rename`` gives them.
+
+    Raises:
+        NameRefused: names collide.
+    """
+    if isinstance(env, GymnasiumVectorEnv):
+        return env
+    bare = _observations(env)
+    keys = renamed(bare, rename)
+    pairs = [(one.key, key) for one, key in zip(bare, keys, strict=True) if one.key != key]
+    require_names_of(env, bare, keys)
+    if not pairs:
+        return env
+    old, new = zip(*pairs, strict=True)
+    return TransformedEnv(env, RenameTransform(list(old), list(new)))
+
+
+def _observations(env: EnvBase) -> list[Named]:
+    """The observations of ``env``; its base is asked, for TorchRL cannot join colliding specs."""
+    try:
+        names = list(env.observation_spec.keys(True, True))
+    except RuntimeError as error:
+        raise NameRefused(
+            f"the environment's names collide: {error}; give its observations names that are no "
+            "reward, action or flag in the environment itself"
+        ) from error
+    return [Named(key, key) for key in map(as_key, names)]
+
+
+def require_names_of(
+    env: EnvBase,
+    observations: Sequence[Named] | None = None,
+    given: Sequence[Key] | None = None,
+    written: Iterable[Key] = (),
+) -> None:
+    """Raise where two columns of ``env``, or of what a policy writes, have one name.
+
+    Raises:
+        NameRefused: says which, and how it is settled.
+    """
+    require_names(
+        _observations(env) if observations is None else observations,
+        [as_key(key) for key in env.full_action_spec.keys(True, True)],
+        [as_key(key) for key in env.full_reward_spec.keys(True, True)],
+        [as_key(key) for key in env.full_done_spec.keys(True, True)],
+        written,
+        given,
+    )
+
+
+def _from_id(
+    env_id: str,
+    lanes: int,
+    kwargs: dict[str, Any],
+    info_keys: Sequence[Info],
+    rename: Rename | None,
+) -> Made:
     try:
         if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
             import_module("ale_py")  # registers the ids
@@ -97,7 +214,16 @@ def _from_id(env_id: str, lanes: int, kwargs: dict[str, Any], info_keys: Sequenc
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
     except TypeError as error:
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
-    env = GymnasiumVectorEnv(vector, info_keys=info_keys)
+
+    def look() -> VectorEnv:
+        return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
+
+    try:
+        info_keys = discovered(info_keys, look)
+        env = GymnasiumVectorEnv(vector, info_keys=info_keys, rename=rename)
+    except BaseException:
+        vector.close()
+        raise
     return Made(env, True, {"id": env_id, "kwargs": _json(kwargs), "type": "SyncVectorEnv"})
 
 
@@ -205,6 +331,11 @@ def loses_finals(env: EnvBase) -> bool:
 def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
     """``env`` whose trajectories are truncated after ``frames`` transitions."""
     base = list(chain(env))[-1]
+    if _counts_otherwise(env):
+        raise NameRefused(
+            "max_frames_per_traj counts in a column 'step_count', which the environment has "
+            'already: rename={"step_count": "own_step_count"}'
+        )
     if isinstance(base, GymnasiumVectorEnv) and not base.resets_by_mask:
         raise EnvironmentRefused(
             f"max_frames_per_traj resets lanes by mask, which "
@@ -212,6 +343,18 @@ def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
             "gymnasium.make_vec, or use SyncVectorEnv"
         )
     return TransformedEnv(env, StepCounter(max_steps=frames))
+
+
+def _counts_otherwise(env: EnvBase) -> bool:
+    """A column has the name that a StepCounter writes to, and another spec than it declares."""
+    spec = env.observation_spec.get("step_count", None)
+    if spec is None:
+        return False
+    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
+    if spec.dtype is not torch.int64 or low is None or high is None:
+        return True
+    most = torch.iinfo(torch.int64).max
+    return not (bool(torch.all(low == 0)) and bool(torch.all(high == most)))
 
 
 def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:

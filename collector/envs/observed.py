@@ -1,6 +1,6 @@
 """Which columns are observations of the environment's state, and not counts of what was done."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import (
@@ -14,14 +14,17 @@ from torchrl.envs.transforms import (
 )
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.make import chain
 from tallyroll.collector.keys import NEXT, VALID, Key, as_key
+from tallyroll.collector.names import new_name
+from tallyroll.collector.options import Options
 from tallyroll.collector.slab import Layout
 from tallyroll.storage.keys import COUNTERS
 
 _REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
 
 
-def observed_keys(env: EnvBase, layout: Layout, infos: Collection[str]) -> tuple[Key, ...]:
+def observed_keys(env: EnvBase, layout: Layout, options: Options) -> tuple[Key, ...]:
     """Keys at the root of ``layout`` that tell a final observation from the first one after it.
 
     Infos and what transforms write of their own are left out: they say how long an episode has
@@ -31,13 +34,13 @@ def observed_keys(env: EnvBase, layout: Layout, infos: Collection[str]) -> tuple
     Args:
         env: the environment that is driven.
         layout: its columns.
-        infos: names of columns that come from Gymnasium's ``info``.
+        options: name the columns that come from Gymnasium's ``info``.
     """
     if isinstance(env, GymnasiumVectorEnv):
         candidates: Iterable[Key] = env.observation_keys
     else:
         candidates = map(as_key, env.observation_spec.keys(True, True))
-    counted = _written_by_transforms(env) | {(name,) for name in infos} | {VALID}
+    counted = _written_by_transforms(env) | _infos(env, layout, options) | {VALID}
     return tuple(
         key
         for key in candidates
@@ -46,6 +49,13 @@ def observed_keys(env: EnvBase, layout: Layout, infos: Collection[str]) -> tuple
         and key in layout
         and layout.get((NEXT, *key)) == layout[key]
     )
+
+
+def _infos(env: EnvBase, layout: Layout, options: Options) -> set[Key]:
+    *_, base = chain(env)
+    if isinstance(base, GymnasiumVectorEnv):
+        return set(base.info_keys)
+    return {new_name(info.key, options.rename, layout) for info in options.info_keys}
 
 
 def _written_by_transforms(env: EnvBase) -> set[Key]:

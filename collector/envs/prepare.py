@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
@@ -46,6 +47,14 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     return env
 
 
+def first_reset(env: EnvBase) -> TensorDictBase:
+    """Reset ``env``; where that declares infos, what wraps it looks at their specs again."""
+    first: TensorDictBase = env.reset()
+    for each in chain(env):
+        each.empty_cache()
+    return first
+
+
 def seed_env(env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = ()) -> list[int]:
     """Seed the next reset of every lane; returns their seeds, none where TorchRL chooses some.
 
@@ -57,6 +66,7 @@ def seed_env(env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (
     base = list(chain(env))[-1]
     if isinstance(base, GymnasiumVectorEnv):
         base.seed_lanes(seeds)
+        base.first_lane = lanes[0]
         return seeds
     env.set_seed(seeds[0])
     return seeds if len(seeds) == 1 else []

@@ -104,7 +104,7 @@ def _spec(space: spaces.Space[Any], lanes: int) -> TensorSpec:
     if isinstance(space, spaces.MultiDiscrete):
         if space.nvec.ndim == 1 and not np.any(space.start):
             return MultiCategorical(space.nvec.tolist(), shape=shape, dtype=dtype)
-        return _bounded(space.start, space.start + space.nvec - 1, shape, dtype)
+        return _bounded(space.start, space.start + (space.nvec - 1), shape, dtype)
     if isinstance(space, spaces.MultiBinary):
         return Binary(shape[-1], shape=shape, dtype=dtype)
     if isinstance(space, spaces.Box):

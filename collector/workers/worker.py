@@ -24,7 +24,7 @@ from tallyroll.collector.checks import ranges_of
 from tallyroll.collector.drive import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.driver import LocalDriver
 from tallyroll.collector.envs.make import make_env
-from tallyroll.collector.envs.prepare import prepare_env, seed_env
+from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.lanes import driver_seed
 from tallyroll.collector.policy import Policy
@@ -103,6 +103,7 @@ class Worker:
             env_kwargs=job.env_kwargs,
             info_keys=job.options.info_keys,
             reset_slots=job.reset_slots,
+            rename=job.options.rename,
         )
         self.env: EnvBase = made.env
         try:
@@ -178,7 +179,7 @@ class Worker:
         lanes = range(message.first_lane, message.first_lane + self.lanes)
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes)
         if self.plan is None:
-            self._first = self.env.reset()
+            self._first = first_reset(self.env)
             self.doing = "trying the policy out"
             self.plan = plan_slab(self.env, self.policy, self._first, self.options)
         lost = self.plan.lost_finals

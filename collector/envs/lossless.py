@@ -1,0 +1,70 @@
+"""Casting without loss: a value arrives as it is, or not at all. Pure."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+
+def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
+    """``values`` of a numeric dtype in ``dtype``, and where that changed them (None: nowhere).
+
+    NaN stays NaN. An integer is a float of its value, ``True`` is 1, and the reverse.
+    """
+    if values.dtype == dtype:
+        return values, None
+    if _always(values.dtype, dtype):
+        return values.astype(dtype), None
+    lost = np.zeros(values.shape, np.bool_)
+    if values.dtype.kind == "c" and dtype.kind != "c":
+        lost |= values.imag != 0
+        values = values.real
+    with np.errstate(all="ignore"):
+        fits = _fits(values, dtype)
+        found = np.where(fits, values, np.zeros((), values.dtype)).astype(dtype)
+    lost |= ~fits
+    return found, lost if lost.any() else None
+
+
+def _always(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Every value fits. NumPy calls a cast of 64-bit integers to floats safe, and it is not."""
+    wide = source.kind in "iu" and source.itemsize == 8 and target.kind in "fc"
+    return not wide and np.can_cast(source, target, "safe")
+
+
+def _fits(values: Array, dtype: np.dtype[Any]) -> Mask:
+    kind = values.dtype.kind
+    if dtype.kind == "b":
+        return np.asarray((values == 0) | (values == 1))
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if kind == "f":
+            # Powers of two, which floats hold: the largest int64 they do not.
+            low, beyond = np.float64(limits.min), _power(limits.bits - _sign_bits(dtype))
+            wide = values if values.dtype.itemsize > 8 else values.astype(np.float64)
+            return np.asarray((wide >= low) & (wide < beyond) & (np.trunc(wide) == wide))
+        own = np.iinfo(values.dtype)
+        least, most = max(limits.min, own.min), min(limits.max, own.max)
+        return np.asarray((values >= least) & (values <= most))
+    found = values.astype(dtype)
+    if kind in "iu":
+        real = found.real
+        beyond = _power(8 * values.dtype.itemsize - _sign_bits(values.dtype))
+        inside = np.isfinite(real) & (real < beyond)
+        return np.asarray(inside & (np.where(inside, real, 0).astype(values.dtype) == values))
+    return _same(values.real, found.real) & _same(values.imag, found.imag)
+
+
+def _power(bits: int) -> np.float64:
+    return np.float64(2.0) ** np.float64(bits)
+
+
+def _sign_bits(dtype: np.dtype[Any]) -> int:
+    return int(dtype.kind == "i")
+
+
+def _same(one: Array, other: Array) -> Mask:
+    return np.asarray((one == other) | (np.isnan(one) & np.isnan(other)))
