@@ -132,8 +132,9 @@ def _named(
 def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
     """What became of the info ``key``: it kept its name, or else it has the new one."""
     for old, new in checked_rename(rename).items():
-        if split(old) == key and key not in columns:
-            return new
+        size = len(split(old))
+        if key[:size] == split(old) and key not in columns:
+            return (*new, *key[size:])
     return key
 
 
@@ -187,13 +188,13 @@ def require_names(
         [
             *(_Entry((name,), "tallyroll keeps it for its own columns") for name in _KEPT),
             *(_Entry(key[1:], _flag(key)) for key in _FLAGS),
-            *(_Entry(key, "it is an action", _BY_TRANSFORM) for key in actions),
+            *(_Entry(key, "it is an action") for key in actions),
             *seen,
             *(entry for entry in by_policy if entry.key[0] != NEXT or len(entry.key) == 1),
         ]
     )
     after = [replace(entry, key=(NEXT, *entry.key)) for entry in seen]
-    _require_apart([*(_Entry(key, _flag(key)) for key in sorted(flags)), *after])
+    _require_apart([*(_Entry(key, _flag(key)) for key in sorted(flags)), *after], under=1)
 
 
 def require_storable(keys: Iterable[Key]) -> None:
@@ -225,7 +226,6 @@ def _unstorable(part: str) -> str:
     return ""
 
 
-_BY_TRANSFORM = "TransformedEnv(env, RenameTransform([…], […]))"
 _BY_POLICY = "the policy's out_keys"
 
 
@@ -251,28 +251,29 @@ def _cleaned(part: str) -> str:
     return bare[:40].strip(".") or "unnamed"
 
 
-def _require_apart(entries: Sequence[_Entry]) -> None:
-    """Raise where two keys are one, or one is a group that the other stands in."""
+def _require_apart(entries: Sequence[_Entry], under: int = 0) -> None:
+    """Raise where two keys are one, or one is a group that the other stands in.
+
+    The first ``under`` parts of all keys are left out of messages.
+    """
     have: dict[Key, _Entry] = {}
     for entry in entries:
         if entry.key in have:
-            raise _collision(have[entry.key], entry, "")
+            raise NameRefused(
+                f"the name {spelled(entry.key[under:])} is taken twice: {have[entry.key].what}, "
+                f"and {entry.what}; {_way_out(have[entry.key], entry)}"
+            )
         have[entry.key] = entry
     for entry in entries:
-        for depth in range(1, len(entry.key)):
-            if entry.key[:depth] in have:
-                raise _collision(have[entry.key[:depth]], entry, " in it")
+        for depth in range(under + 1, len(entry.key)):
+            group = have.get(entry.key[:depth])
+            if group is not None:
+                raise NameRefused(
+                    f"{spelled(entry.key[under:])} and the name {spelled(group.key[under:])} "
+                    f"collide: {group.what}, and {entry.what} as a group; {_way_out(group, entry)}"
+                )
 
 
-def _collision(first: _Entry, second: _Entry, inside: str) -> NameRefused:
-    settle = " or ".join(dict.fromkeys(way for way in (second.settle, first.settle) if way))
-    bare = [entry.key[1:] if entry.key[0] == NEXT else entry.key for entry in (first, second)]
-    name, other = (spelled(key or (NEXT,)) for key in bare)
-    where = f"the name {name}" if first.key == second.key else f"{other} and the name {name}"
-    return NameRefused(
-        f"{where} collide: {first.what}, and {second.what}{inside}; give one of them another "
-        f"name: {settle}"
-        if first.key != second.key
-        else f"{where} is taken twice: {first.what}, and {second.what}; give it another there: "
-        f"{settle}"
-    )
+def _way_out(*entries: _Entry) -> str:
+    ways = dict.fromkeys(entry.settle for entry in reversed(entries) if entry.settle)
+    return f"give one of them another name: {' or '.join(ways)}"

@@ -21,7 +21,7 @@ from tallyroll.collector.slab import Column
 from tallyroll.storage import Schema
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.batch_dims import Shapes
-from tallyroll.storage.errors import NotInitialised, StorageExists, StorageMissing
+from tallyroll.storage.errors import InvalidSchema, NotInitialised, StorageExists, StorageMissing
 from tallyroll.storage.formats import storage_class
 from tallyroll.storage.gathered import Gathered
 
@@ -199,6 +199,11 @@ class Sink:
             _same_source(last.environment, provenance["environment"])
         empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
         self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
+        try:
+            self._initialise(Schema.of(as_tensordict(empty, None)), provenance)
+        except InvalidSchema as error:
+            error.add_note("tallyroll: rename= gives a column of an environment another name")
+            raise
 
     def _initialise(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
         storage = self.storage

@@ -381,8 +381,8 @@ def _of_step(info: Mapping[str, Any], path: Key) -> bool:
 
     What Gymnasium puts together of lanes has a mask inside, too; in SAME_STEP that is of a reset.
     """
-    group = info.get(path[0])
-    return len(path) > 1 and isinstance(group, Mapping) and f"_{path[1]}" not in group
+    group = info.get(path[0]) if len(path) > 1 else None
+    return isinstance(group, Mapping) and path[1] in group and f"_{path[1]}" not in group
 
 
 def _as_array(value: Any) -> Array | None:

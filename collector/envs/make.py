@@ -157,19 +157,13 @@ def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
     if not pairs:
         return env
     old, new = zip(*pairs, strict=True)
-    return TransformedEnv(env, RenameTransform(list(old), list(new)))
+    transform = RenameTransform(list(old), list(new))
+    return TransformedEnv(env, transform, auto_unwrap=False)
 
 
 def _observations(env: EnvBase) -> list[Named]:
-    """The observations of ``env``; its base is asked, for TorchRL cannot join colliding specs."""
-    try:
-        names = list(env.observation_spec.keys(True, True))
-    except RuntimeError as error:
-        raise NameRefused(
-            f"the environment's names collide: {error}; give its observations names that are no "
-            "reward, action or flag in the environment itself"
-        ) from error
-    return [Named(key, key) for key in map(as_key, names)]
+    keys = map(as_key, env.observation_spec.keys(True, True))
+    return [Named(key, key) for key in keys]
 
 
 def require_names_of(
