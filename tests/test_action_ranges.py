@@ -1,4 +1,4 @@
-"""Action spaces up to the ends of their dtypes: drawn over all of it, executed and stored as it is."""
+"""Action spaces up to the ends of their dtypes: drawn over all, executed, stored as they are."""
 
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ SPACES: dict[str, tuple[spaces.Space[Any], Any, Any]] = {
 
 
 class Noting(gym.Env[Any, Any]):
-    """Its reward says whether the action that arrived is the first of the space, the last, or none."""
+    """Its reward says whether the action is the first of the space (-1), the last (1), or none."""
 
     def __init__(self, space: spaces.Space[Any], low: Any, high: Any) -> None:
         self.action_space, self.low, self.high = space, np.asarray(low), np.asarray(high)
