@@ -198,9 +198,8 @@ class Sink:
             self._first_row = last.first_row
             _same_source(last.environment, provenance["environment"])
         empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
-        self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
         try:
-            self._initialise(Schema.of(as_tensordict(empty, None)), provenance)
+            self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
         except InvalidSchema as error:
             error.add_note("tallyroll: rename= gives a column of an environment another name")
             raise
