@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.envs.lossless import cast
 
+_PLAIN = {float: np.dtype(np.float64), int: np.dtype(np.int64), bool: np.dtype(np.bool_)}
+_PLAIN |= {kind: np.dtype(kind) for kind in (np.float32, np.float64, np.int32, np.int64, np.bool_)}
+_MOST = 2**63 - 1
+
 Infos = dict[str, Any]
 Merge = Callable[[Infos, dict[str, Any], int], Infos]
 
@@ -24,16 +28,18 @@ class ExactMerge:
 
     def __init__(self, merge: Merge, names: Collection[str], lanes: int) -> None:
         self.merge, self.names, self.lanes = merge, frozenset(names), lanes
+        self._masks = {name: f"_{name}" for name in self.names}
         # A lane's own "_name" would take the place of the mask that belongs to "name".
-        self._apart = self.names | {f"_{name}" for name in self.names}
+        self._apart = self.names.union(self._masks.values())
 
     def __call__(self, infos: Infos, info: dict[str, Any], lane: int) -> Infos:
         """Add the ``info`` of ``lane`` to ``infos``."""
-        found = self.names.intersection(info)
+        found = self.names & info.keys()
         if not found:
             return self.merge(infos, info, lane)
-        rest = {name: value for name, value in info.items() if name not in self._apart}
-        infos = self.merge(infos, rest, lane)
+        if len(info) > len(found):
+            rest = {name: value for name, value in info.items() if name not in self._apart}
+            infos = self.merge(infos, rest, lane)
         for name in found:
             if isinstance(info[name], dict) and isinstance(infos.get(name, {}), dict):
                 infos = self.merge(infos, {name: info[name]}, lane)
@@ -42,9 +48,13 @@ class ExactMerge:
         return infos
 
     def _put(self, infos: Infos, name: str, value: Any, lane: int) -> None:
-        array, mask = infos.get(name), infos.get(f"_{name}")
+        array, mask = infos.get(name), infos.get(self._masks[name])
+        if array is not None and mask is not None and _takes(array, value):
+            array[lane] = value
+            mask[lane] = True
+            return
         if mask is None:
-            mask = infos[f"_{name}"] = np.zeros(self.lanes, np.bool_)
+            mask = infos[self._masks[name]] = np.zeros(self.lanes, np.bool_)
         if array is None:
             array = _new(value, self.lanes)
         elif not isinstance(array, np.ndarray) or not _fits(array, value):
@@ -52,6 +62,17 @@ class ExactMerge:
         array[lane] = _own(value)
         infos[name] = array
         mask[lane] = True
+
+
+def _takes(array: Any, value: Any) -> bool:
+    """Most values: a plain number of the type that the array is of, known without a cast."""
+    kind = type(value)
+    return (
+        type(array) is np.ndarray
+        and array.ndim == 1
+        and _PLAIN.get(kind) is array.dtype
+        and (kind is not int or -_MOST <= value <= _MOST)
+    )
 
 
 def _own(value: Any) -> Any:
