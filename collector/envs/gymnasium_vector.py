@@ -17,6 +17,7 @@ from tallyroll.collector.board import FILLED, HALT
 from tallyroll.collector.envs.info import Info, infos_of
 from tallyroll.collector.envs.info_merge import install
 from tallyroll.collector.envs.infos import RESET_SLOT, InfoColumns
+from tallyroll.collector.envs.reuse import share_memory, sharing
 from tallyroll.collector.envs.spaces import action_leaf, observation_leaves
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 from tallyroll.collector.keys import VALID, Key, dotted
@@ -266,7 +267,7 @@ class GymnasiumVectorEnv(EnvBase):
                     root[at] = after[at]
                 ended = terminated | truncated
                 if ended.any():
-                    finish(cursor, ended, info)
+                    finish(cursor, ended, obs, info)
             if infos is not None:
                 infos.count(terminated | truncated, ends)
             board[FILLED] = at + 1
@@ -332,7 +333,9 @@ class GymnasiumVectorEnv(EnvBase):
             f"a lane, got the shapes {shapes}; reduce a vector of rewards in a wrapper"
         )
 
-    def _finish_by_mask(self, cursor: Cursor, ended: NDArray[np.bool_], info: Any) -> None:
+    def _finish_by_mask(
+        self, cursor: Cursor, ended: NDArray[np.bool_], obs: Any, info: Any
+    ) -> None:
         rows = [column[cursor.at] for column in cursor.root_obs]
         if self._lent is not None:
             self._lent._observations = rows[0]
@@ -342,14 +345,14 @@ class GymnasiumVectorEnv(EnvBase):
         self._infos.write_reset(rows[len(self._getters) :], info, ended)
 
     def _finish_same_step(
-        self, cursor: Cursor, ended: NDArray[np.bool_], info: Mapping[str, Any]
+        self, cursor: Cursor, ended: NDArray[np.bool_], obs: Any, info: Mapping[str, Any]
     ) -> None:
-        self._put_finals([column[cursor.at] for column in cursor.next_obs], ended, info)
+        self._put_finals([column[cursor.at] for column in cursor.next_obs], ended, obs, info)
         first = [column[cursor.at] for column in cursor.root_obs[len(self._getters) :]]
         self._infos.write_first(first, info, ended)
 
     def _put_finals(
-        self, rows: Sequence[Array], ended: NDArray[np.bool_], info: Mapping[str, Any]
+        self, rows: Sequence[Array], ended: NDArray[np.bool_], obs: Any, info: Mapping[str, Any]
     ) -> None:
         """Replace the first observations of the next episodes by the final ones."""
         if "final_obs" not in info:
@@ -363,21 +366,34 @@ class GymnasiumVectorEnv(EnvBase):
             final = finals[lane] if not isinstance(finals, Mapping) else None
             for index, get in enumerate(self._getters):
                 value = get(finals)[lane] if final is None else get(final)
-                self._refuse_reused(lane, index, value)
+                self._refuse_reused(lane, get, value, obs)
                 rows[index][lane] = value
         self._infos.write_final(rows[len(self._getters) :], info, ended)
 
-    def _refuse_reused(self, lane: int, index: int, final: Any) -> None:
-        """A sub-environment that reuses one array has already overwritten the final observation."""
-        held = getattr(self._vec.unwrapped, "_env_obs", None)
-        if not held or not isinstance(final, np.ndarray):
+    def _refuse_reused(self, lane: int, get: Callable[[Any], Any], final: Any, obs: Any) -> None:
+        """What holds the final observation holds the next episode's first, and it is overwritten.
+
+        That is a lane which returns one array each time, or a vector whose final observations
+        are views of what it returns.
+        """
+        if not isinstance(final, np.ndarray):
             return
-        first = self._getters[index](held[lane])
-        if isinstance(first, np.ndarray) and np.shares_memory(first, final):
+        held = getattr(self._vec.unwrapped, "_env_obs", None)
+        first = get(obs)[lane] if not held else get(held[lane])
+        if share_memory(first, final):
             raise EnvironmentRefused(
                 f"lane {lane} returns its observations in one array that it overwrites, so in "
                 "SAME_STEP mode the final observation is gone when the step returns; use "
                 "NEXT_STEP or DISABLED, or return copies"
+            )
+
+    def _refuse_shared(self) -> None:
+        """Lanes that return one array for all of them overwrite each other's observations."""
+        held = getattr(self._vec.unwrapped, "_env_obs", None) or ()
+        if pair := sharing(held):
+            raise EnvironmentRefused(
+                f"lanes {pair[0]} and {pair[1]} return their observations in the same array, so "
+                "that one overwrites the other's; give each its own, or return copies"
             )
 
     def step_part(self, cursor: Cursor, lanes: int) -> None:
@@ -427,7 +443,7 @@ class GymnasiumVectorEnv(EnvBase):
         self._write_infos(rows, info, ended)
         if self.autoreset is AutoresetMode.SAME_STEP and ended.any():
             self._fresh, self._fresh_lanes = [row.copy() for row in rows], ended.copy()
-            self._put_finals(rows, ended, info)
+            self._put_finals(rows, ended, obs, info)
             self._infos.write_first(self._fresh[len(self._getters) :], info, ended)
         transitions = ~self._pending
         if self.autoreset is AutoresetMode.NEXT_STEP:
@@ -472,6 +488,7 @@ class GymnasiumVectorEnv(EnvBase):
             seed = seed[0]
         self._seeds = None
         obs, info = self._vec.reset(seed=seed, options=kwargs.get("options"))
+        self._refuse_shared()
         if not self._infos.declared:
             self._infos.declare(info)
             self._set_specs(self.batch_size[0])

@@ -1,0 +1,154 @@
+"""Whether values that an environment returned in different calls lie in the same memory. Pure.
+
+A value is what an environment may return: arrays, tensors, and dictionaries, tuples, lists and
+TensorDicts of them. Dictionaries, lists and TensorDicts count as memory too, for an environment
+may return the same one with other arrays in it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.exceptions import TooHardError
+from numpy.lib.array_utils import byte_bounds
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+
+from tallyroll.collector.slab import Array
+
+Leaf: TypeAlias = NDArray[Any] | torch.Tensor
+_MOST_WORK = 10_000
+"""Beyond that, arrays with interleaved elements count as sharing."""
+
+
+class _Place(Protocol):
+    __array_interface__: dict[str, Any]
+
+
+class _At:
+    """A place in memory as NumPy may be told of it; nothing reads what lies there."""
+
+    def __init__(
+        self, address: int, shape: Iterable[int], strides: Iterable[int], size: int
+    ) -> None:
+        self.__array_interface__ = {
+            "data": (address, True),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+
+
+def leaves(value: Any) -> Iterator[Leaf]:
+    """Every array and tensor in ``value``."""
+    for each in _walk(value):
+        if isinstance(each, (np.ndarray, torch.Tensor)):
+            yield each
+
+
+def places(value: Any) -> list[Array]:
+    """Where ``value`` lies: one array a leaf or container, whose elements must not be read.
+
+    Keep ``value`` alive as long as these are compared, or its memory may be given to another.
+    """
+    found = []
+    for each in _walk(value):
+        if isinstance(each, np.ndarray):
+            place = each
+        elif not isinstance(each, torch.Tensor):
+            place = _asarray(_At(id(each), (1,), (1,), 1))
+        elif each.layout is torch.strided:
+            size = each.element_size()
+            strides = (step * size for step in each.stride())
+            place = _asarray(_At(each.data_ptr(), each.shape, strides, size))
+        else:
+            continue
+        if place.size:
+            found.append(place)
+    return found
+
+
+def overlap(one: Iterable[Array], other: Iterable[Array]) -> bool:
+    """Some place of ``one`` and some place of ``other`` have a byte in common."""
+    others = list(other)
+    return any(_overlap(mine, theirs) for mine in one for theirs in others)
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """``one`` and ``other`` have memory in common, so that writing to one may change the other."""
+    return overlap(places(one), places(other))
+
+
+def sharing(values: Sequence[Any]) -> tuple[int, int] | None:
+    """The indices of two of ``values`` that share memory, if there are any."""
+    spans = sorted(
+        (
+            (*byte_bounds(place), index, place)
+            for index, v in enumerate(values)
+            for place in places(v)
+        ),
+        key=lambda span: span[0],
+    )
+    open_: list[tuple[int, int, Array]] = []
+    for low, high, index, place in spans:
+        open_ = [each for each in open_ if each[0] > low]
+        for _, other, theirs in open_:
+            if other != index and _overlap(theirs, place):
+                return min(index, other), max(index, other)
+        open_.append((high, index, place))
+    return None
+
+
+def contents(value: Any) -> tuple[bytes, ...]:
+    """The bytes of every leaf of ``value``, copied."""
+    return tuple(
+        each.tobytes() if isinstance(each, np.ndarray) else _bytes(each) for each in leaves(value)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    # Strides of dimensions of size 1 may be anything, which a view by bytes would not take.
+    copy = tensor.detach().new_empty(tensor.numel(), device="cpu").copy_(tensor.reshape(-1))
+    return copy.view(torch.uint8).numpy().tobytes()
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    """Leaves and containers of ``value``; what cannot be changed in place is left out."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        yield value
+    elif isinstance(value, LazyStackedTensorDict):
+        yield value
+        for part in value.tensordicts:
+            yield from _walk(part)
+    elif isinstance(value, TensorDictBase):
+        if is_non_tensor(value):
+            return
+        yield value
+        for part in value.values():
+            yield from _walk(part)
+    elif isinstance(value, Mapping):
+        yield value
+        for part in value.values():
+            yield from _walk(part)
+    elif isinstance(value, (tuple, list)):
+        if isinstance(value, list):
+            yield value
+        for part in value:
+            yield from _walk(part)
+
+
+def _asarray(place: _Place) -> Array:
+    array: Array = np.asarray(place)
+    return array
+
+
+def _overlap(one: Array, other: Array) -> bool:
+    if not np.may_share_memory(one, other):
+        return False
+    try:
+        # NumPy's stubs know only the named amounts of work.
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except TooHardError:
+        return True
