@@ -1,22 +1,26 @@
 """Driving any TorchRL environment, and copying what it returns."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector.driver import LocalDriver, changed
-from tallyroll.collector.keys import NEXT, RANDOM_VERSION, VALID, as_key
+from tallyroll.collector.envs.split import way_of
+from tallyroll.collector.keys import NEXT, RANDOM_VERSION, VALID, Key, as_key
 from tallyroll.collector.policy import PolicyFn, no_tensordict
 from tallyroll.collector.random_actions import Ahead
 from tallyroll.collector.slots import Mask
 
+Views = Sequence[tuple[Key, Sequence[torch.Tensor]]]
+
 
 class CopyDriver(LocalDriver):
-    """Drives any TorchRL environment through ``step_and_maybe_reset`` and copies the result."""
+    """Drives any TorchRL environment, and copies what it returns before it may be overwritten."""
 
     def bind(self) -> None:
         """Find out what is copied where, once."""
@@ -28,13 +32,16 @@ class CopyDriver(LocalDriver):
         chosen = (*self._actions, *self._extra)
         self._chosen = [(key, views.pop(key)) for key in chosen]
         """Views of what is chosen, a list of slots for each column."""
-        self._views = list(views.items())
+        items = views.items()
+        self._before = [view for view in items if view[0][0] != NEXT]
+        self._after = [view for view in items if view[0][0] == NEXT]
+        self._way = way_of(self.env)
         self._has_valid = VALID in map(as_key, self.env.observation_spec.keys(True, True))
         self._td: TensorDictBase | None = None
 
     def _begin(self, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
-        self._td = first
+        self._td = self._way.begin(first)
 
     def _transitions(self, start: int, stop: int) -> Mask:
         if not self._has_valid:
@@ -167,24 +174,30 @@ class CopyDriver(LocalDriver):
         """Fill slots ``[start, stop)`` with what ``act`` chooses; ``random``: not by the policy."""
         td = self._td
         assert td is not None
-        step = self.env.step_and_maybe_reset
         for at in range(start, stop):
             if act is self.policy:
                 self._refresh(at, stop)
             acted = self._acted(td, act, at, random)
+            # A step may write what it returns to the memory of what it was given, and a reset
+            # to the memory of what the step returned: each is copied before.
+            _copy(acted, self._before, at)
             try:
-                td, following = step(acted)
+                td, following = self._way(acted, partial(_copy, views=self._after, at=at))
             except BaseException as error:
                 error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
                 raise
-            for key, rows in self._views:
-                value, row = td.get(key), rows[at]
-                if value is None or value.shape != row.shape or value.dtype != row.dtype:
-                    raise changed(key, value, row)
-                row.copy_(value)
             if self._has_valid:
                 self.slab.transitions[at] = td.get((NEXT, *VALID)).reshape(-1).cpu().numpy()
             self._td = td = following
             self.used = at + 1
             if self.stopping:
                 break
+
+
+def _copy(td: TensorDictBase, views: Views, at: int) -> None:
+    """Copy what ``td`` holds to slot ``at``."""
+    for key, rows in views:
+        value, row = td.get(key), rows[at]
+        if value is None or value.shape != row.shape or value.dtype != row.dtype:
+            raise changed(key, value, row)
+        row.copy_(value)

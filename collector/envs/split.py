@@ -1,0 +1,160 @@
+"""A TorchRL environment's step apart from its reset, and what cannot be taken apart, watched."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
+
+from tallyroll.collector.envs.make import loses_finals
+from tallyroll.collector.envs.reuse import contents, share_memory
+from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.keys import NEXT
+
+WATCHED = 8
+"""Slots in which an environment is watched; what it does to memory, it does from the start on."""
+
+Copy = Callable[[TensorDictBase], None]
+"""Copies what a step returned."""
+
+Values: TypeAlias = tuple[Any, ...]
+
+
+def splits(env: EnvBase) -> bool:
+    """Whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
+    kind = type(env)
+    return (
+        kind.step_and_maybe_reset is EnvBase.step_and_maybe_reset
+        and kind._step_and_maybe_reset is EnvBase._step_and_maybe_reset
+        and kind.maybe_reset is EnvBase.maybe_reset
+        and "step_and_maybe_reset" not in env.__dict__
+        and env.__dict__.get("_compiled_step_and_maybe_reset") is None
+        and not env.__dict__.get("_torchrl_native_autoreset", False)
+    )
+
+
+class SplitStep:
+    """Steps an environment, has the result copied, and resets what is done: nothing is lost.
+
+    What the environment is handed as its last observation is memory of its own as long as the
+    environment might write its next observation there, for a transform may compare the two.
+    """
+
+    def __init__(self, env: EnvBase) -> None:
+        self._env = env
+        self._hooks = getattr(env, "_post_step_mdp_hooks", None)
+        self._watched = WATCHED if isinstance(env, TransformedEnv) else 0
+        self._reuses = False
+
+    def begin(self, first: TensorDictBase) -> TensorDictBase:
+        """What the environment is handed first, of what a reset returned."""
+        return self._own(first)
+
+    def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
+        """As ``step_and_maybe_reset``; ``copy`` is called with the first of what it returns."""
+        env = self._env
+        if td.device != env.device:
+            td = td.to(env.device)
+        td = env.step(td)
+        following = env._step_mdp(td)
+        if self._hooks is not None:
+            td, following = self._hooks(td, following)
+        if self._watched:
+            self._watch(td)
+        copy(td)
+        if env.any_done(following):
+            # Of a reset by mask, what it returns is joined with what is there.
+            following = env.reset(following.clone(), select_reset_only=True)
+        return td, self._own(following)
+
+    def _own(self, td: TensorDictBase) -> TensorDictBase:
+        """``td``, or a copy; while it is watched, what is copied is kept."""
+        if self._watched:
+            self._raw, self._held = td, contents(td)
+        return td.clone() if self._watched or self._reuses else td
+
+    def _watch(self, td: TensorDictBase) -> None:
+        self._watched -= 1
+        after = td.get(NEXT)
+        self._reuses |= share_memory(self._raw, after) or contents(self._raw) != self._held
+        if self._reuses or not self._watched:
+            self._watched = 0
+            del self._raw, self._held
+
+
+class WholeStep:
+    """Steps and resets an environment in a call of its own making, and watches what that does.
+
+    Args:
+        env: an environment that does not split.
+        watch: whether its final observations are wanted, and come from memory of this process.
+
+    Raises:
+        EnvironmentRefused: it writes where an observation lies that it returned before, so that a
+            reset may have overwritten the final one.
+    """
+
+    def __init__(self, env: EnvBase, *, watch: bool) -> None:
+        self._env = env
+        self._watches, self._watched = watch, WATCHED
+        self._observed = list(env.observation_spec.keys(True, True))
+        self._flags = list(env.done_spec.keys(True, True))
+        self._seen: list[tuple[Values, tuple[bytes, ...]]] = []
+        self._last_flags: Values = ()
+
+    def begin(self, first: TensorDictBase) -> TensorDictBase:
+        """What the environment is handed first, of what a reset returned."""
+        if self._watches and self._watched:
+            self._keep(self._observations(first))
+        return first
+
+    def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
+        """As ``step_and_maybe_reset``; ``copy`` is called with the first of what it returns."""
+        td, following = self._env.step_and_maybe_reset(td)
+        if self._watches:
+            self._look(td.get(NEXT), following)
+        copy(td)
+        return td, following
+
+    def _look(self, after: TensorDictBase, following: TensorDictBase) -> None:
+        if self._watched:
+            self._watched -= 1
+            if any(contents(values) != before for values, before in self._seen):
+                raise self._refused("a step writes where an earlier observation lies")
+            self._keep(self._observations(after))
+            flags = self._values(after, self._flags)
+            if share_memory(flags, self._last_flags) and share_memory(
+                flags, self._values(following, self._flags)
+            ):
+                raise self._refused("a reset writes where the flags of the step lie")
+            self._last_flags = flags
+            if not self._watched:
+                self._seen.clear()
+        if any(bool(after.get(key).any()) for key in self._flags) and share_memory(
+            self._observations(after), self._observations(following)
+        ):
+            raise self._refused("the final observation lies where the next first one does")
+
+    def _keep(self, values: Values) -> None:
+        self._seen = [*self._seen[-2:], (values, contents(values))]
+
+    def _observations(self, td: TensorDictBase) -> Values:
+        return self._values(td, self._observed)
+
+    def _values(self, td: TensorDictBase, keys: Sequence[Any]) -> Values:
+        return tuple(td.get(key, None) for key in keys)
+
+    def _refused(self, what: str) -> EnvironmentRefused:
+        return EnvironmentRefused(
+            f"{type(self._env).__name__} steps and resets in one call of its own "
+            f"(step_and_maybe_reset), and {what}, so final observations may be lost; let it "
+            "return copies, or implement _step and _reset only"
+        )
+
+
+def way_of(env: EnvBase) -> SplitStep | WholeStep:
+    """How ``env`` is stepped and reset so that no final observation is lost unseen."""
+    if splits(env):
+        return SplitStep(env)
+    # The workers of a ParallelEnv hand out copies; what they do was looked at on one of them.
+    return WholeStep(env, watch=not isinstance(env, ParallelEnv) and not loses_finals(env))
