@@ -184,6 +184,11 @@ class GymnasiumVectorEnv(EnvBase):
         return self._info_keys
 
     @property
+    def info_names(self) -> tuple[str, ...]:
+        """Names at the root of ``info`` that columns are read from."""
+        return tuple(dict.fromkeys(info.key[0] for info in self._infos.infos))
+
+    @property
     def first_lane(self) -> int:
         """The number of the first lane in a run; 0 unless a collector says otherwise."""
         return self._infos.first_lane

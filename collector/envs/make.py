@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
@@ -25,6 +26,7 @@ from torchrl.envs.transforms import AutoResetEnv
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.info import Info
 from tallyroll.collector.envs.infos import discovered
+from tallyroll.collector.envs.throwaway import throwaway
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -314,11 +316,8 @@ def loses_finals(env: EnvBase) -> bool:
             return True
         if isinstance(each, BatchedEnvBase):
             # What its workers do can only be seen on one of them.
-            worker = each.create_env_fn[0](**each.create_env_kwargs[0])
-            try:
+            with throwaway(partial(each.create_env_fn[0], **each.create_env_kwargs[0])) as worker:
                 return loses_finals(worker)
-            finally:
-                worker.close(raise_if_closed=False)
     return False
 
 

@@ -15,6 +15,7 @@ from tallyroll.collector.envs.make import (
     with_recurrent_states,
     with_time_limit,
 )
+from tallyroll.collector.envs.probe import refuse_reused
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.lanes import lane_seeds
 from tallyroll.collector.options import Options
@@ -44,6 +45,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
             f'got {env}; use surplus="carry" or "discard"'
         )
+    refuse_reused(env)
     return env
 
 

@@ -1,0 +1,233 @@
+"""Find environments that overwrite, in a reset, what their last step returned.
+
+Most ways of driving an environment copy what a step returned before anything else is called. Two
+cannot: a Gymnasium vector in SAME_STEP mode and TorchRL's ``ParallelEnv`` step and reset in one
+call. An environment that returns the same arrays each time has then overwritten its final
+observation. So one throwaway child of such an environment is stepped and reset beforehand.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, ParallelEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+
+from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.make import chain, loses_finals
+from tallyroll.collector.envs.reuse import contents, overlap, places
+from tallyroll.collector.envs.throwaway import distinct, throwaway
+from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.random_actions import MASK_NAME, RandomActions
+
+MOST_STEPS = 32
+MOST_SECONDS = 0.1
+"""A probe ends after so many steps, or so long, where no episode ended before."""
+
+
+class Call:
+    """What a step or a reset returned, and what was in it then.
+
+    Args:
+        returned: all of it.
+        observation: what was observed.
+        rest: rewards, flags and infos; some may be constants that are never written to.
+        ended: an episode ended with this step.
+    """
+
+    def __init__(
+        self, returned: Any, observation: Any, rest: Any = (), *, ended: bool = False
+    ) -> None:
+        self._returned = returned
+        self._contents = contents(returned)
+        self.ended = ended
+        self.observed = contents(observation)
+        self.observation, self.rest = places(observation), places(rest)
+
+    @property
+    def altered(self) -> bool:
+        """What was returned is not any more what it was."""
+        return contents(self._returned) != self._contents
+
+
+@dataclass(frozen=True)
+class Child:
+    """One environment, as a probe calls it."""
+
+    reset: Callable[[], Call]
+    step: Callable[[], Call]
+
+
+def overwrites(child: Child) -> bool:
+    """A reset of ``child`` overwrites what its last step returned.
+
+    Memory that observations of a step and of a reset share counts, whatever is written there;
+    memory of rewards and flags does where it was altered, or where no end was seen that might
+    have altered it.
+    """
+    resets, steps = [child.reset()], []
+    until = time.perf_counter() + MOST_SECONDS
+    while True:
+        last = child.step()
+        steps.append(last)
+        over = len(steps) >= MOST_STEPS or time.perf_counter() > until
+        enough = len(steps) >= 2 and (last.ended or over)
+        if last.ended or enough:
+            resets.append(child.reset())
+            if last.altered:
+                return True
+        if enough:
+            break
+    ended = any(step.ended for step in steps)
+    for step in steps:
+        for reset in resets:
+            if overlap(step.observation, reset.observation):
+                return True
+            if not ended and overlap(step.rest, reset.rest):
+                return True
+    # Where steps share memory, the reset may have written there what was there before.
+    same = steps[-1].observed == resets[-1].observed
+    return same and overlap(steps[-2].observation, steps[-1].observation)
+
+
+# --- what is probed -------------------------------------------------------------------------------
+
+
+def refuse_reused(env: EnvBase) -> None:
+    """Raise where ``env`` steps and resets in one call and its observations do not survive that.
+
+    Raises:
+        EnvironmentRefused: final observations would be overwritten; says how to keep them.
+    """
+    base = list(chain(env))[-1]
+    if isinstance(base, GymnasiumVectorEnv):
+        if base.autoreset is AutoresetMode.SAME_STEP:
+            _refuse_same_step(base)
+    elif isinstance(base, BatchedEnvBase):
+        in_one_call = isinstance(env, ParallelEnv) and env._use_buffers is not False
+        for index in distinct(base.create_env_fn):
+            make = partial(base.create_env_fn[index], **base.create_env_kwargs[index])
+            with throwaway(make) as child:
+                refuse_reused(child)
+                if in_one_call and not loses_finals(child):
+                    _refuse_parallel(child)
+
+
+def _refuse_same_step(env: GymnasiumVectorEnv) -> None:
+    vector = env.vector_env
+    holder = vector_of_lanes(vector)
+    if holder is None:
+        return  # its final observations are looked at as they come
+    sync = isinstance(holder, SyncVectorEnv)
+    names = () if sync else env.info_names
+    for index in distinct(holder.env_fns):
+        if _probed(holder.env_fns[index], partial(lane, names=names), warn=not sync):
+            raise EnvironmentRefused(
+                f"environment {index} of {type(holder).__name__} returns its observations in one "
+                "array that it overwrites, and in SAME_STEP mode it is stepped and reset in one "
+                "call, so that the final observation is gone when that returns; use NEXT_STEP or "
+                "DISABLED, or return copies"
+            )
+
+
+def _refuse_parallel(child: EnvBase) -> None:
+    if _probed(lambda: child, torchrl, warn=True):
+        raise EnvironmentRefused(
+            f"the workers of ParallelEnv step and reset in one call, and {type(child).__name__} "
+            "returns values in memory that its reset overwrites, so final observations would be "
+            "lost; let the environment return copies, or use SerialEnv, or TransformedEnv("
+            "ParallelEnv(…)), which resets in a call of its own"
+        )
+
+
+def _probed(make: Callable[[], Any], child: Callable[[Any], Child], *, warn: bool) -> bool:
+    try:
+        with throwaway(make) as env:
+            return overwrites(child(env))
+    except Exception as error:  # noqa: BLE001  the run will raise it where it is the environment's
+        if warn:
+            warnings.warn(
+                f"{error!r} was raised by an environment that was made to see whether it returns "
+                "the same memory from step and reset; if it does, final observations are lost",
+                stacklevel=2,
+            )
+        return False
+
+
+def vector_of_lanes(vector: VectorEnv) -> Any:
+    """The vector in ``vector`` that made its lanes by ``env_fns``; None where there is none."""
+    inner: Any = vector.unwrapped
+    for _ in range(4):
+        if getattr(inner, "env_fns", None):
+            return inner
+        held = [each for each in vars(inner).values() if isinstance(each, VectorEnv)]
+        if len(held) != 1:
+            return None
+        inner = held[0].unwrapped
+    return None
+
+
+# --- how it is called -----------------------------------------------------------------------------
+
+
+def lane(env: Any, *, names: Sequence[str] = ()) -> Child:
+    """A Gymnasium environment; ``names`` are those of its infos that become columns."""
+    space = copy.deepcopy(env.action_space)
+    space.seed(0)
+    info: Mapping[str, Any] = {}
+
+    def reset() -> Call:
+        nonlocal info
+        observation, info = env.reset(seed=0)
+        rest = tuple(info.get(name) for name in names)
+        return Call((observation, rest), observation, rest)
+
+    def step() -> Call:
+        nonlocal info
+        mask = info.get(MASK_NAME)
+        if mask is not None and isinstance(space, spaces.Discrete):
+            action: Any = space.sample(np.asarray(mask, np.int8))
+        else:
+            action = space.sample()
+        observation, reward, terminated, truncated, info = env.step(action)
+        rest = (reward, terminated, truncated, *(info.get(name) for name in names))
+        return Call((observation, rest), observation, rest, ended=bool(terminated or truncated))
+
+    return Child(reset, step)
+
+
+def torchrl(env: EnvBase) -> Child:
+    """A TorchRL environment."""
+    act = RandomActions(env, np.random.default_rng(0))
+    observed = list(env.observation_spec.keys(True, True))
+    flags = list(env.done_spec.keys(True, True))
+    td: TensorDictBase
+
+    def call(got: TensorDictBase, ended: bool) -> Call:
+        keys = list(got.keys(True, True))
+        seen = tuple(got.get(key) for key in keys if key in observed)
+        rest = tuple(got.get(key) for key in keys if key not in observed)
+        return Call(got, seen, rest, ended=ended)
+
+    def reset() -> Call:
+        nonlocal td
+        td = env.reset()
+        return call(td, False)
+
+    def step() -> Call:
+        nonlocal td
+        # A copy, so that what a step hands on of what it was given is not taken for reuse.
+        stepped = env.step(act(td.clone()))
+        got = stepped.get("next")
+        td = env._step_mdp(stepped)
+        return call(got, any(bool(got.get(key).any()) for key in flags))
+
+    return Child(reset, step)
