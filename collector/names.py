@@ -21,6 +21,8 @@ Rename = Mapping[Any, str | tuple[str, ...]]
 
 _KEPT = (NEXT, COLLECTOR)
 _FLAGS = (REWARD, DONE, TERMINATED, TRUNCATED)
+_MASKS = {"_reset", "_step"}
+"""At any level TorchRL takes them for masks of lanes that are reset or stepped."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def require_names(
         settle: how they get other names, where ``rename`` cannot give them any.
 
     Raises:
-        NameRefused: a name is taken or empty; says which, and how it is settled.
+        NameRefused: a name is taken, empty or a mask's; says which, and how it is settled.
     """
     keys = [column.key for column in observations] if given is None else list(given)
     named = [(c, key) for c, key in zip(observations, keys, strict=True) if key != VALID]
@@ -182,6 +184,11 @@ def require_names(
             raise NameRefused(
                 f"{spelled(entry.key)}: expected a name that is not empty ({entry.what}); "
                 f"{entry.settle}"
+            )
+        if masks := sorted(_MASKS & set(entry.key)):
+            raise NameRefused(
+                f"{spelled(entry.key)}: expected another name than {masks[0]!r}, which TorchRL "
+                f"takes for a mask of lanes ({entry.what}); {entry.settle}"
             )
     flags = {*_FLAGS, *((NEXT, *key) for key in (*rewards, *flags))}
     _require_apart(

@@ -99,7 +99,10 @@ def check(rows: TensorDictBase, **wanted: int) -> None:
 # The space, what settles its names, and the column of each leaf then.
 COLLIDING: dict[str, tuple[Any, Any, dict[tuple[Any, ...], str]]] = {
     name: (group(name, "zeta"), {name: "fine"}, {(name,): "fine", ("zeta",): "zeta"})
-    for name in ("action", "next", "collector", "reward", "done", "terminated", "truncated", "")
+    for name in (
+        *("action", "next", "collector", "reward", "done", "terminated", "truncated", ""),
+        *("_reset", "_step"),
+    )
 }
 COLLIDING |= {
     "a group": (
@@ -111,6 +114,11 @@ COLLIDING |= {
         spaces.Dict({"next": spaces.Tuple((box(), box()))}),
         {"next/0": "a", ("next", "1"): ("b", "c")},
         {("next", 0): "a", ("next", 1): "b__c"},
+    ),
+    "a mask in a group": (
+        spaces.Dict({"a": group("_reset", "x")}),
+        {"a/_reset": "b"},
+        {("a", "_reset"): "b", ("a", "x"): "a__x"},
     ),
     "an empty part": (spaces.Dict({"a": group("")}), {("a", ""): "b"}, {("a", ""): "b"}),
     "1 and '1'": (group(1, "1"), {1: "one"}, {(1,): "one", ("1",): "1"}),
@@ -336,7 +344,16 @@ def test_a_step_count_of_the_environments_own_is_not_written_over() -> None:
 
 @pytest.mark.parametrize("env", ["gymnasium", "torchrl"])
 @pytest.mark.parametrize(
-    "key", ["reward", "", "collector", ("collector", "step"), ("collector", "own"), ("reward", "x")]
+    "key",
+    [
+        "reward",
+        "",
+        "collector",
+        ("collector", "step"),
+        ("collector", "own"),
+        ("reward", "x"),
+        "_step",
+    ],
 )
 def test_keys_of_a_policy_that_are_taken(env: str, key: Any) -> None:
     def policy(td: TensorDictBase) -> TensorDictBase:
