@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
 from tallyroll.storage.base import DiskStorage
@@ -70,11 +71,13 @@ def in_a_fork(path: Path, kind: type[DiskStorage], end: str, options: dict[str, 
 
 def rows_of(path: Path, kind: type[DiskStorage]) -> dict[str, Any]:
     with kind(path, mode="read") as storage:
-        rows = storage.get(np.arange(len(storage)))
+        slots = storage.slots_of(np.array(storage.span))
         return {
             "first_row": storage.span.start,
             "head": storage.head,
-            "columns": {"/".join(key): rows[key].tolist() for key in storage.schema.keys},
+            "columns": {
+                "/".join(key): storage.column(key)[slots].tolist() for key in storage.schema.keys
+            },
         }
 
 
