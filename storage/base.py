@@ -42,8 +42,14 @@ class DiskStorage(RowStore, Storage):
         durability: what committed rows survive: ``"process"``, the death of any
             process; ``"power"``, a power cut too, at the price of waiting for
             the disk in every commit.
+        accept_copy: open a copy of files that were copied while a writer had the storage
+            open. Rows that were committed since the original was last closed may be missing
+            in it, and read as zeros; `verify` tells some of that. What is appended to is no
+            copy any more. Without it such a copy is refused; one of a storage that was
+            closed is not.
 
     Raises:
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
         OpenError: the path cannot be opened or created so (its subclasses say why).
         CorruptStorage: the files are damaged.
     """
@@ -60,11 +66,12 @@ class DiskStorage(RowStore, Storage):
         capacity: int | None = None,
         max_size: int | None = None,
         durability: Durability = "process",
+        accept_copy: bool = False,
     ) -> None:
         # Compilable, for otherwise it makes two semaphores that outlive a killed process,
         # for counts that we take from the header.
         Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
-        RowStore.__init__(self, path, mode, capacity, durability, max_size)
+        RowStore.__init__(self, path, mode, capacity, durability, max_size, accept_copy)
         if self.ring:
             self.max_size = self.ring
 

@@ -5,18 +5,18 @@ Layout, little-endian, offsets in bytes::
     0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of all that
     64     reserve   count: rows that may have been written
     128    head      count: rows that are committed
+    192    which file it lies in, and whether a writer has it open (see `origin`)
     4096   two record slots, each: sequence, head at write, length, CRC, payload
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
 machine word each, so that a reader, or whoever opens the file after a kill,
-sees the old count or the new one and nothing else. The upper 16 bits of a count
-are the CRC of the lower 48, so that a flipped bit is told. Records are written into
-the two slots in turn; a torn one fails its CRC and leaves the older.
+sees the old count or the new one and nothing else. They have check bits (see
+`count_words`). Records are written into the two slots in turn; a torn one fails
+its CRC and leaves the older.
 """
 
 from __future__ import annotations
 
-import binascii
 import mmap
 import os
 import struct
@@ -25,8 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import CorruptStorage, FormatVersionMismatch, RecordTooLarge
+from .count_words import COUNT_BITS, count_of, word_of
+from .errors import CorruptStorage, RecordTooLarge
+from .origin import Origin
 from .paths import failed, open_plain
+from .versions import FORMAT_VERSION, READABLE, is_newer, mismatch, require_readable
 
 __all__ = [
     "FORMAT_VERSION",
@@ -37,10 +40,10 @@ __all__ = [
     "committed_counts",
     "count_of",
     "header_bytes",
+    "refuse_newer",
     "word_of",
 ]
 
-FORMAT_VERSION = 2
 RECORD_LIMIT = 65536
 """The most bytes that a commit record may have."""
 
@@ -48,8 +51,7 @@ _MAGIC = b"TALLYROL"
 _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD = 64 // 8, 128 // 8
-_COUNT_BITS = 48
-_COUNT = (1 << _COUNT_BITS) - 1
+_COUNT = (1 << COUNT_BITS) - 1
 _SLOT = struct.Struct("<qqqI")
 _SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
 _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
@@ -57,21 +59,25 @@ HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
 
-def word_of(count: int) -> int:
-    """A count with its check bits."""
-    return count | binascii.crc_hqx(count.to_bytes(6, "little"), 0) << _COUNT_BITS
-
-
-def count_of(word: int) -> int | None:
-    """The count in a word; None where its check bits are others."""
-    count = word & _COUNT
-    return count if word_of(count) == word else None
-
-
 def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
     """A new header: no rows, no record; ``ring`` slots, or 0 for a storage that grows."""
     identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, ring, schema_crc)
     return (identity + _CHECKSUM.pack(zlib.crc32(identity))).ljust(HEADER_NBYTES, b"\0")
+
+
+def refuse_newer(header: bytes, path: Path) -> None:
+    """Raise `FormatVersionMismatch` for the first bytes of a later version's header.
+
+    Whatever else it may have where; of ours, a damaged version is told by the checksum.
+    """
+    content = header[: _IDENTITY.size + _CHECKSUM.size].ljust(_IDENTITY.size + _CHECKSUM.size)
+    magic, version, *rest = _IDENTITY.unpack_from(content)
+    if magic != _MAGIC or not is_newer(version):
+        return
+    (checksum,) = _CHECKSUM.unpack_from(content, _IDENTITY.size)
+    ours = (_IDENTITY.pack(magic, known, *rest) for known in READABLE)
+    if checksum not in map(zlib.crc32, ours):
+        raise mismatch(version, path)
 
 
 class Header:
@@ -81,13 +87,24 @@ class Header:
         path: the file.
         schema_crc: CRC-32 of the schema that the manifest declares.
         writable: map it for writing.
+        version: that the manifest declares.
+        accept_copy: open a copy that was made while a writer had the storage open.
 
     Raises:
         CorruptStorage: the file is missing, cut short or damaged.
         FormatVersionMismatch: written by another version.
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
     """
 
-    def __init__(self, path: Path, *, schema_crc: int, writable: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        schema_crc: int,
+        writable: bool,
+        version: int = FORMAT_VERSION,
+        accept_copy: bool = False,
+    ) -> None:
         self._path = path
         try:
             self._file = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
@@ -104,8 +121,11 @@ class Header:
         """The count stored last as reserve, and its word: most are stored as head next."""
         try:
             self._map = self._mapped(writable)
-            self.ring = self._check(schema_crc)
+            self.ring = self._check(schema_crc, version)
             self._words = memoryview(self._map)[:_SLOTS_AT].cast("Q")
+            self._origin = None if version < 3 else Origin(self._words, self._file, path)
+            if self._origin is not None:
+                self._origin.require(accept_copy=accept_copy)
             self._check_counts()
         except BaseException:
             os.close(self._file)
@@ -121,6 +141,7 @@ class Header:
 
     def _mapped(self, writable: bool) -> mmap.mmap:
         size = os.fstat(self._file).st_size
+        refuse_newer(os.pread(self._file, _SLOTS_AT, 0), self._path)
         if size < HEADER_NBYTES:
             raise CorruptStorage(
                 f"{self._path} should have {HEADER_NBYTES} bytes and has {size}: it was cut "
@@ -138,7 +159,7 @@ class Header:
                 "Restore it from a copy."
             )
 
-    def _check(self, schema_crc: int) -> int:
+    def _check(self, schema_crc: int, wanted: int) -> int:
         """Check the first bytes; returns the slots of the ring."""
         identity = self._map[: _IDENTITY.size]
         magic, version, ring, crc = _IDENTITY.unpack(identity)
@@ -148,10 +169,10 @@ class Header:
                 f"{self._path} does not begin as a header does: its first bytes are damaged. "
                 "Restore it from a copy."
             )
-        if version != FORMAT_VERSION:
-            raise FormatVersionMismatch(
-                f"{self._path} is of format version {version}, and this Tallyroll reads version "
-                f"{FORMAT_VERSION}. Use the Tallyroll that wrote it."
+        if require_readable(version, self._path) != wanted:
+            raise CorruptStorage(
+                f"{self._path} is of format version {version}, and the manifest beside it of "
+                f"{wanted}. Restore both from one copy."
             )
         if crc != schema_crc:
             raise CorruptStorage(
@@ -194,6 +215,16 @@ class Header:
         count, word = self._spelt
         self._words[_HEAD] = word if count == rows else word_of(rows)
         self._head = rows
+
+    def begin_writing(self) -> None:
+        """Mark the storage as open for writing, in this file."""
+        if self._origin is not None:
+            self._origin.take()
+
+    def end_writing(self) -> None:
+        """Take that mark away: all committed rows are in the files, and nothing else is."""
+        if self._origin is not None:
+            self._origin.leave(self.head)
 
     def sync(self) -> None:
         """Return when the header is on the disk."""

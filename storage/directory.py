@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from pathlib import Path
 
-from .commit import HEADER_NBYTES, committed_counts
+from .commit import HEADER_NBYTES, committed_counts, refuse_newer
 from .errors import (
     CorruptStorage,
     DirectoryNotEmpty,
@@ -61,6 +61,7 @@ class DirectoryFormat(Format):
             reserve, head = committed_counts(header[:HEADER_NBYTES])
         except OSError:
             return
+        refuse_newer(header, self.header_path)
         if reserve or head:
             raise CorruptStorage(
                 f"{self.path} has {head} committed rows and no {self.manifest_path.name}, which "

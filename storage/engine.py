@@ -489,4 +489,6 @@ class Engine:
             self._format.publish(self._slots(self.head))
             if self._power:
                 self._format.sync()
+            self._header.end_writing()
+            if self._power:
                 self._header.sync()

@@ -13,6 +13,7 @@
     │   ├── StorageMissing            append, read: nothing is there
     │   ├── NotAStorage               append, read: something else is there
     │   ├── FormatVersionMismatch     written by another version of the format
+    │   ├── CopyOfOpenStorage         a copy that was made while a writer had the original open
     │   ├── StorageLocked             another writer holds it
     │   ├── CapacityMissing           create: the format must know how many rows there will be
     │   ├── MissingLibrary            the format needs a library that is not installed
@@ -53,6 +54,7 @@ __all__ = [
     "BatchTooLong",
     "CapacityMissing",
     "ColumnsMissing",
+    "CopyOfOpenStorage",
     "CorruptStorage",
     "CursorOverflow",
     "DamagedTable",
@@ -135,6 +137,10 @@ class NotAStorage(OpenError):
 
 class FormatVersionMismatch(OpenError):
     """The storage was written by another version of the format."""
+
+
+class CopyOfOpenStorage(OpenError):
+    """Files that were copied while a writer had the storage open: rows may be missing in them."""
 
 
 class StorageLocked(OpenError):

@@ -12,6 +12,7 @@ from .errors import NotAStorage, StorageMissing
 from .hdf5 import H5Storage
 from .manifest import read_manifest
 from .memmap import MemmapStorage
+from .newer import refuse_newer_file, refuse_newer_group
 from .paths import refuse_impossible
 from .user_block import is_hdf5, is_ours
 from .zarr_store import ZarrStorage
@@ -37,11 +38,13 @@ def open_storage(
     Args:
         path: where it is.
         mode: ``"read"`` or ``"append"``.
-        options: as the storage's class takes them.
+        options: as the storage's class takes them, ``accept_copy`` for one.
 
     Raises:
         StorageMissing: nothing is there.
         NotAStorage: something else is there.
+        FormatVersionMismatch: another version of the format is there.
+        CopyOfOpenStorage: it is a copy of one that was open for writing.
         CorruptStorage: it is damaged.
     """
     return _class_at(Path(path))(path, mode=mode, **options)
@@ -89,6 +92,7 @@ def _name_at(place: Path) -> str:
 def _name_of_directory(place: Path) -> str:
     ours = place / "tallyroll" / "manifest.json"
     if not ours.exists() and not (place / "manifest.json").exists():
+        refuse_newer_group(place)
         for file in _OTHER_ZARR:
             if (place / file).exists():
                 raise NotAStorage(
@@ -110,6 +114,7 @@ def _name_of_directory(place: Path) -> str:
 def _name_of_file(place: Path) -> str:
     if is_ours(place):
         return "hdf5"
+    refuse_newer_file(place)
     what = "an HDF5 file that another program wrote" if is_hdf5(place) else "a file"
     raise NotAStorage(
         f"{place} is {what}, not a Tallyroll storage. Give the path of a storage."

@@ -24,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from .base import DiskStorage
-from .commit import HEADER_NBYTES, Header, committed_counts
+from .commit import HEADER_NBYTES, committed_counts, refuse_newer
 from .errors import (
     CapacityMissing,
     CorruptStorage,
@@ -35,7 +35,7 @@ from .errors import (
 from .format import Access
 from .hdf5_file import Layout, Places, layout_of, nbytes_of_file, shown_attributes
 from .hdf5_replace import aside, new_file, opened, rewrite, show_manifest, show_rows
-from .manifest import Manifest, parse_manifest, schema_crc
+from .manifest import Manifest, parse_manifest
 from .one_file import OneFileFormat
 from .paths import failed, open_plain
 from .preflight import Footprint
@@ -80,8 +80,10 @@ class H5Format(OneFileFormat):
         """The manifest, which says where the values of attributes lie. Read before `open`."""
         with opened(self.path, os.O_RDONLY) as file:
             size, content = os.fstat(file).st_size, newest_manifest(file)
-            _, head = committed_counts(os.pread(file, HEADER_NBYTES, 0))
-            written = has_slots(file)
+            header, written = os.pread(file, HEADER_NBYTES, 0), has_slots(file)
+        _, head = committed_counts(header)
+        if size < USER_BLOCK_NBYTES or content is None:
+            refuse_newer(header, self.path)
         if size < USER_BLOCK_NBYTES:
             raise CorruptStorage(
                 f"{self.path} should have more than {USER_BLOCK_NBYTES} bytes and has {size}: it "
@@ -146,10 +148,10 @@ class H5Format(OneFileFormat):
         """
         if not capacity:
             return
-        header = Header(self.path, schema_crc=schema_crc(schema), writable=False)
-        header.close()
         if capacity > self._checked(schema).capacity:
-            self._rewrite(schema, header.head, capacity)
+            with opened(self.path, os.O_RDONLY) as file:
+                _, head = committed_counts(os.pread(file, HEADER_NBYTES, 0))
+            self._rewrite(schema, head, capacity)
 
     def finish(self, schema: Schema, rows: int) -> None:
         """Write a file of exactly ``rows`` rows aside, unless this one has as many."""

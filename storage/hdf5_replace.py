@@ -20,6 +20,7 @@ from .hdf5_file import (
     nbytes_of_file,
 )
 from .manifest import Manifest, attributes_of, sync_directory
+from .origin import moved_into
 from .paths import failed, space_left
 from .schema import Schema
 from .user_block import write_all, write_manifest
@@ -108,7 +109,7 @@ def rewrite(
                 f"storage's: {', '.join(foreign)}. Move that to another file first."
             )
         with new_file(path, schema, capacity) as (new, places):
-            _copy(old, 0, new, 0, HEADER_NBYTES)
+            write_all(new, moved_into(new, os.pread(old, HEADER_NBYTES, 0)), 0)
             for column, start, to in zip(
                 schema.columns, source.offsets, places.layout.offsets, strict=True
             ):

@@ -11,16 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .commit import FORMAT_VERSION
-from .errors import (
-    CorruptStorage,
-    FormatVersionMismatch,
-    InvalidProvenance,
-    InvalidSchema,
-    NotAStorage,
-)
+from .errors import CorruptStorage, InvalidProvenance, InvalidSchema, NotAStorage
 from .paths import read_plain
 from .schema import Schema
+from .versions import FORMAT_VERSION, READABLE, require_readable
 
 __all__ = [
     "Manifest",
@@ -125,11 +119,10 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
             "Give the path of a storage."
         )
     version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise FormatVersionMismatch(
-            f"{path} is of format version {version!r}, and this Tallyroll reads version "
-            f"{FORMAT_VERSION}. Use the Tallyroll that wrote it."
-        )
+    if type(version) is not int or version not in READABLE:
+        if _fits_another_version(manifest):
+            raise _unsealed(path)
+        require_readable(version, path)
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
     if not wrong and not all(map(_is_run, manifest["runs"])):
         wrong = ["a run with its first row"]
@@ -140,11 +133,21 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
         )
     seal = manifest.pop(_SEAL, None)  # one that somebody changed on purpose has none
     if seal is not None and seal != _crc(manifest):
-        raise CorruptStorage(
-            f"{path} fails its check: a value in it is not what was written. Restore it from a "
-            f"copy; if you changed it yourself, remove {_SEAL} from it."
-        )
+        raise _unsealed(path)
     return manifest
+
+
+def _fits_another_version(manifest: Manifest) -> bool:
+    """Whether the checksum is right but for the version: it is damaged, and not a later one."""
+    rest = {name: value for name, value in manifest.items() if name != _SEAL}
+    return manifest.get(_SEAL) in [_crc({**rest, "format_version": known}) for known in READABLE]
+
+
+def _unsealed(path: Path) -> CorruptStorage:
+    return CorruptStorage(
+        f"{path} fails its check: a value in it is not what was written. Restore it from a copy; "
+        f"if you changed it yourself, remove {_SEAL} from it."
+    )
 
 
 def _is_run(run: Any) -> bool:

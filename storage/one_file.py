@@ -16,6 +16,7 @@ from .errors import (
 )
 from .format import Format
 from .hdf5_replace import aside, opened
+from .newer import refuse_newer_file
 from .paths import make_directory, refuse_impossible, require_creatable
 from .user_block import is_hdf5, is_ours, newest_manifest
 
@@ -102,6 +103,7 @@ class OneFileFormat(Format):
         if not os.access(self.path, os.R_OK):
             raise NotWritable(f"{self.path} cannot be read: permission denied.")
         if not is_ours(self.path):
+            refuse_newer_file(self.path)
             raise NotAStorage(
                 f"{self.path} is {_what(self.path)}, not a Tallyroll storage. Give the path of a "
                 "storage."

@@ -47,18 +47,26 @@ def manifest_of(format: Format) -> Manifest:
 
 
 def open_existing(
-    format: Format, *, writable: bool, capacity: int = 0, durability: Durability = "process"
+    format: Format,
+    *,
+    writable: bool,
+    capacity: int = 0,
+    durability: Durability = "process",
+    accept_copy: bool = False,
 ) -> Opened:
     """Open a storage, ``writable`` with the right to write and space for ``capacity`` rows.
 
     Raises:
+        CopyOfOpenStorage: it is a copy of one that was open for writing, and ``accept_copy`` is
+            False.
         OpenError, CorruptStorage: it cannot be opened.
         StorageFull: no space for that many rows.
     """
     manifest = manifest_of(format)
     if not writable:
         schema = schema_of(manifest, format.manifest_path)
-        return Opened(_start(format, schema, None, durability), manifest)
+        header = _header_of(format, manifest, writable=False, accept_copy=accept_copy)
+        return Opened(_start(format, schema, header, None, durability), manifest)
     with ExitStack() as undo:
         lock = WriterLock(format.lock_path)
         undo.callback(lock.release)
@@ -67,12 +75,29 @@ def open_existing(
         # The writer before us may have changed it before we had the lock.
         manifest = manifest_of(format)
         schema = schema_of(manifest, format.manifest_path)
+        # Before it may be written anew, into a file that is no copy.
+        _header_of(format, manifest, writable=False, accept_copy=accept_copy).close()
         format.fit(schema, capacity)
-        engine = _start(format, schema, lock, durability)
+        header = _header_of(format, manifest, writable=True, accept_copy=accept_copy)
+        engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
+        # Last: what fails before has changed nothing.
+        header.begin_writing()
         undo.pop_all()
     return Opened(engine, manifest)
+
+
+def _header_of(format: Format, manifest: Manifest, *, writable: bool, accept_copy: bool) -> Header:
+    crc = schema_crc(schema_of(manifest, format.manifest_path))
+    version = manifest["format_version"]
+    return Header(
+        format.header_path,
+        schema_crc=crc,
+        writable=writable,
+        version=version,
+        accept_copy=accept_copy,
+    )
 
 
 def create_new(
@@ -108,11 +133,12 @@ def create_new(
         # Another process may have created one before we had the lock.
         format.refuse_existing()
         undo.callback(format.undo, made=made)
-        header = header_bytes(schema_crc(schema), ring=ring)
-        format.create(schema, header, capacity=rows)
-        engine = _start(format, schema, lock, durability)
+        format.create(schema, header_bytes(schema_crc(schema), ring=ring), capacity=rows)
+        header = _header_of(format, manifest, writable=True, accept_copy=False)
+        engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
+        header.begin_writing()
         format.write_manifest(manifest, durable=durability == "power")
         undo.pop_all()
     return Opened(engine, manifest)
@@ -128,13 +154,15 @@ def _refuse_dims(format: Format, schema: Schema) -> None:
 
 
 def _start(
-    format: Format, schema: Schema, lock: WriterLock | None, durability: Durability
+    format: Format,
+    schema: Schema,
+    header: Header,
+    lock: WriterLock | None,
+    durability: Durability,
 ) -> Engine:
-    writable = lock is not None
     with ExitStack() as undo:
-        header = Header(format.header_path, schema_crc=schema_crc(schema), writable=writable)
         undo.callback(header.close)
-        format.open(schema, writable=writable)
+        format.open(schema, writable=lock is not None)
         undo.callback(format.close)
         engine = Engine(format, header, schema, lock=lock, durability=durability)
         undo.pop_all()

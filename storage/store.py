@@ -62,6 +62,7 @@ class RowStore:
         capacity: int | None,
         durability: Durability,
         max_size: int | None = None,
+        accept_copy: bool = False,
     ) -> None:
         _check_choice("mode", mode, ("create", "append", "read"))
         _check_choice("durability", durability, ("process", "power"))
@@ -85,7 +86,14 @@ class RowStore:
         if mode == "create":
             self._format.refuse_existing()
         else:
-            self._take(open_existing(self._format, writable=mode == "append", **self._options))
+            self._take(
+                open_existing(
+                    self._format,
+                    writable=mode == "append",
+                    accept_copy=accept_copy,
+                    **self._options,
+                )
+            )
             self._check_ring()
             if self.ring and mode == "append" and "finalized" in self.manifest:
                 # Checksums of rows that are about to be overwritten.

@@ -53,6 +53,7 @@ def verify(
     *,
     skip: Collection[str] = (),
     progress: Progress | None = None,
+    accept_copy: bool = False,
 ) -> Report:
     """Read every committed row of a storage, and find what cannot have been written so.
 
@@ -63,8 +64,10 @@ def verify(
         path: a storage, of any format.
         skip: names of `CHECKS` to leave out.
         progress: told now and then how many bytes of how many were read.
+        accept_copy: look at a copy that was made while a writer had the storage open.
 
     Raises:
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
         OpenError: there is no storage at ``path``, or it may not be read.
         ValueError: ``skip`` names no check.
     """
@@ -73,7 +76,7 @@ def verify(
             f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
         )
     try:
-        with open_storage(path) as storage:
+        with open_storage(path, accept_copy=accept_copy) as storage:
             return _Verification(storage, skip, progress).report(str(path))
     except CorruptStorage as error:
         found = Finding("files", str(error), 1, ())

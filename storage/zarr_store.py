@@ -34,9 +34,10 @@ from .base import DiskStorage
 from .chunks import ChunkedColumn
 from .commit import HEADER_NBYTES
 from .directory import DirectoryFormat
-from .errors import CorruptStorage, InvalidSchema, StorageFull, UnsupportedPlatform
+from .errors import CorruptStorage, InvalidSchema, NotAStorage, StorageFull, UnsupportedPlatform
 from .format import Access
 from .manifest import Manifest, attributes_of, write_aside
+from .newer import refuse_newer_group
 from .paths import failed, open_inside, read_plain
 from .preflight import Footprint
 from .regions import PAGE_NBYTES, maps_left
@@ -101,7 +102,11 @@ class ZarrFormat(DirectoryFormat):
 
     def read_manifest(self) -> Manifest:
         """The manifest, which says how many rows the chunks have. Read before `open`."""
-        manifest = super().read_manifest()
+        try:
+            manifest = super().read_manifest()
+        except NotAStorage:
+            refuse_newer_group(self.path)
+            raise
         self._chunk_rows = _chunk_rows_in(manifest, self.manifest_path)
         self._manifest = manifest
         return manifest

@@ -388,13 +388,13 @@ def test_an_out_that_will_not_do(
         (here / "data" / name).write_text('{"format": "other"}')
     before = files(here)
     assert tallyroll(*cartpole(out), *more) == 1
+    assert files(here) == before
     for each in held:
         each.close()
     said = capsys.readouterr()
     assert message in said.err
     assert said.err.startswith("tallyroll: error: ")
     assert said.err.count("\n") == 1
-    assert files(here) == before
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
         args.usage_error("one of the arguments --frames --episodes is required")
+    if args.accept_copy and not (args.resume or args.append):
+        args.usage_error("--accept-copy is for --resume and --append, which open a storage")
     # What a resumed run leaves out stands in its manifest.
     if not args.resume and (wrong := _wrong_workers(Plan.of(args), args)):
         args.usage_error(wrong)
@@ -417,7 +419,7 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
 
 def place_of(args: argparse.Namespace) -> Place:
     """Where a command line says that rows go."""
-    return Place(args.out, args.format, args.durability, args.max_size)
+    return Place(args.out, args.format, args.durability, args.max_size, args.accept_copy)
 
 
 def _of_bytes(

@@ -25,7 +25,7 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll inspect``; returns the exit status."""
     try:
-        with open_storage(args.path) as storage:
+        with open_storage(args.path, accept_copy=args.accept_copy) as storage:
             facts = examine(storage, args.rows)
     except KeyboardInterrupt:
         return 130

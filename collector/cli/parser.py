@@ -136,6 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
     )
+    _add_accept_copy(inspect)
     inspect.add_argument("--json", action="store_true", help="one JSON object, for machines")
     _add_common(inspect)
     _add_verify(commands)
@@ -156,6 +157,7 @@ def _add_verify(commands: Any) -> None:
         "--skip", type=_checks, metavar="A,B",
         help="checks to leave out, for data in which they find what is meant so: " + _CHECKS,
     )  # fmt: skip
+    _add_accept_copy(verify)
     verify.add_argument("--json", action="store_true", help="one JSON object, for machines")
     verify.add_argument("--quiet", action="store_true", help="no progress, no report")
     _add_common(verify)
@@ -167,6 +169,14 @@ def _new(
     return make(
         *args, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs
     )
+
+
+def _add_accept_copy(parser: Any) -> None:
+    parser.add_argument(
+        "--accept-copy", action="store_true",
+        help="open a copy that was made while a writer had the storage open, whose rows may lack "
+        "what was written meanwhile",
+    )  # fmt: skip
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -191,15 +201,15 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "--episodes", type=_positive, metavar="E",
         help="exactly the E episodes that start first, whole",
     )  # fmt: skip
-    existing = parser.add_argument_group(
-        "where PATH holds a storage already"
-    ).add_mutually_exclusive_group()
+    there = parser.add_argument_group("where PATH holds a storage already")
+    existing = there.add_mutually_exclusive_group()
     existing.add_argument("--append", action="store_true", help="add a new run behind its rows")
     existing.add_argument(
         "--resume", action="store_true",
         help="continue its last run up to its N; what is left out is taken from that run. "
         "Starts anew where nothing was written yet",
     )  # fmt: skip
+    _add_accept_copy(there)
     _add_source(parser.add_argument_group("environment and policy"))
     _add_workers(parser.add_argument_group("processes"))
     _add_storage(parser.add_argument_group("storage"))

@@ -181,6 +181,8 @@ class Place:
     durability: Durability | None = None
     max_size: int | None = None
     """Slots of a new ring."""
+    accept_copy: bool = False
+    """Open a copy that was made while a writer had the storage open."""
 
     def open(self, mode: Literal["create", "append"]) -> CommandStorage:
         """Open the storage; nothing is written yet.
@@ -197,7 +199,11 @@ class Place:
         options = {} if self.max_size is None else {"max_size": self.max_size}
         try:
             storage: CommandStorage = made(
-                self.path, mode=mode, durability=self.durability or "process", **options
+                self.path,
+                mode=mode,
+                durability=self.durability or "process",
+                accept_copy=self.accept_copy,
+                **options,
             )
         except ValueError as error:
             raise CommandError(f"--max-size: {error}") from error

@@ -15,7 +15,12 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     try:
         with reading_progress("verifying", args.quiet) as progress:
-            report = verify(args.path, skip=args.skip or (), progress=progress)
+            report = verify(
+                args.path,
+                skip=args.skip or (),
+                progress=progress,
+                accept_copy=args.accept_copy,
+            )
     except KeyboardInterrupt:
         return 130
     if args.json:
