@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from .findings import Findings, Place
 from .keys import NEXT
@@ -39,11 +40,28 @@ class _Observation:
     key: Key
     here: np.ndarray
     next: np.ndarray
-    values: int
-    """Values a row."""
+    column: Column
+    array: np.ndarray
+    """As ``next``, but as the values that they are."""
+    flags: bool = False
+    """All values are 0 or 1, as far as the rows were looked at: a mask, perhaps."""
     zero_midway: bool = False
     """An episode comes to zero, or leaves it, without ending there."""
     zero_ends: Findings = field(default_factory=Findings)
+    zero_with_all: Findings = field(default_factory=Findings)
+    """Those of its zeros at ends where all other observations are zero too."""
+
+    @property
+    def values(self) -> int:
+        """Values a row."""
+        return math.prod(self.column.shape)
+
+    def look_for_flags(self, rows: slice) -> None:
+        """Take notice of values in these slots that are neither 0 nor 1."""
+        for part in batches(rows.stop - rows.start, self.array.strides[0]) if self.flags else ():
+            if (self.array[rows][part] >> 1).any():
+                self.flags = False
+                return
 
 
 class ObservationChecks:
@@ -51,7 +69,10 @@ class ObservationChecks:
 
     Zero is a value like any other where the rows show how an episode came to it or left it.
     Where they do not, it looks like a row that was never written, or a final observation that
-    was lost.
+    was lost. Flags that are all off at an end, such as the mask of actions of a player that has
+    none left, are values like others: bools always, whole numbers that are only 0 and 1 where
+    another observation is not zero there. A final observation that is lost is lost with all its
+    parts.
 
     Args:
         columns: the storage's columns.
@@ -65,7 +86,12 @@ class ObservationChecks:
         self._ring = ring
         self._observations = [
             _Observation(
-                key, words(arrays[key]), words(arrays[(NEXT, *key)]), math.prod(columns[key].shape)
+                key,
+                words(arrays[key]),
+                words(arrays[(NEXT, *key)]),
+                columns[key],
+                arrays[(NEXT, *key)],
+                flags=arrays[key].dtype.kind in "iu" and columns[key].dtype != torch.bfloat16,
             )
             for key in observations_of(columns)
         ]
@@ -110,12 +136,18 @@ class ObservationChecks:
         first = slots_of(chunk.start, self._ring)
         all_here, all_next = np.ones(count, np.bool_), np.ones(count, np.bool_)
         final = chunk.ended if valid is None else chunk.ended & valid
+        turned: list[tuple[_Observation, np.ndarray]] = []
         for each in self._observations:
             here = zero_rows(each.here[first : first + count])
             next = zero_rows(each.next[first : first + count])
-            _look_at_ends(each, chunk, here, next, final)
+            if (turns := _turns_at_ends(each, chunk, here, next, final)).any():
+                turned.append((each, turns))
+                each.look_for_flags(slice(first, first + count))
             all_here &= here
             all_next &= next
+        for each, turns in turned:
+            _report_ends(each.zero_ends, each, chunk, turns)
+            _report_ends(each.zero_with_all, each, chunk, turns & all_next)
         self._rows += count
         both: np.ndarray = all_here & all_next
         if both.any():
@@ -131,22 +163,27 @@ class ObservationChecks:
         if sum(sizes) > 1 and self._zero_rows < self._rows and not self._zero_state:
             findings.merge(self._zeros)
         for each in self._observations:
-            # A single zero is a number like others.
-            if each.values > 1 and not each.zero_midway:
-                findings.merge(each.zero_ends)
+            # A single zero is a number like others, and so are flags that are all off.
+            if each.values > 1 and not each.zero_midway and each.column.dtype != torch.bool:
+                findings.merge(each.zero_with_all if each.flags else each.zero_ends)
 
 
-def _look_at_ends(
+def _turns_at_ends(
     each: _Observation, chunk: Chunk, here: np.ndarray, next: np.ndarray, final: np.ndarray
-) -> None:
-    if not next.any() and not here.any():
-        return
+) -> np.ndarray:
+    """Where the observation is zero at the end of an episode only, [n]."""
     turns: np.ndarray = next & ~here
     if (turns & ~chunk.ended).any() or (here & ~next).any():
         each.zero_midway = True
-    name = spell((NEXT, *each.key))
-    message = f"{name} is all zero at ends of episodes, and nowhere else"
-    chunk.report(each.zero_ends, "finals", message, turns & final, lambda at: "was it lost?")
+    turned: np.ndarray = turns & final
+    return turned
+
+
+def _report_ends(findings: Findings, each: _Observation, chunk: Chunk, where: np.ndarray) -> None:
+    if where.any():
+        name = spell((NEXT, *each.key))
+        message = f"{name} is all zero at ends of episodes, and nowhere else"
+        chunk.report(findings, "finals", message, where, lambda at: "was it lost?")
 
 
 def _comes_or_goes(chunk: Chunk, links: Links, here: np.ndarray, next: np.ndarray) -> bool:

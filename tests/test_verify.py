@@ -165,6 +165,51 @@ def test_zero_is_an_observation_like_others_where_episodes_come_to_it(tmp_path: 
     assert_sound(write(tmp_path / "zero", *episodes([0, 0, 0], [0, 0])))
 
 
+BOARD, MASK = ("player", "observation"), ("player", "action_mask")
+
+
+def games(mask_dtype: Any, board: int = 1, masks: tuple[int, int] = (1, 0)) -> list[dict[Any, Any]]:
+    """Games in which the mask of legal moves goes from ``masks[0]`` to ``masks[1]`` at the end.
+
+    And the board, which the players fill, from something to ``board`` times something.
+    """
+    rows = episodes([1, 2, 3], [1, 2], [1, 3, 2, 4])
+    for game in rows:
+        steps, observation = len(game[STEP]), game.pop(("observation",))
+        del game["next", "observation"]
+        last = np.arange(steps) == steps - 1
+        filled = observation.astype(np.int8)
+        game[BOARD], game[("next", *BOARD)] = filled, np.roll(filled, -1, 0)
+        game[("next", *BOARD)][-1] = 5 * board
+        legal = np.full((steps, 3), masks[0]).astype(mask_dtype)
+        game[MASK], game[("next", *MASK)] = legal, legal.copy()
+        game[("next", *MASK)][last] = masks[1]
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int8, np.int64])
+def test_masks_that_are_zero_at_ends_are_sound(tmp_path: Path, dtype: Any) -> None:
+    """As PettingZoo's games have them: no player has a legal move when it is over."""
+    assert_sound(write(tmp_path / "data", *games(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int64])
+def test_finals_that_are_lost_are_found_beside_a_mask(tmp_path: Path, dtype: Any) -> None:
+    report = verify(write(tmp_path / "lost", *games(dtype, board=0)))
+    found = [str(each) for each in report.findings if each.check == "finals"]
+    columns = ["player/observation"] + ["player/action_mask"] * (dtype != np.bool_)
+    assert [any(column in each for each in found) for column in columns] == [True] * len(columns)
+    assert len(found) == len(columns)
+
+
+def test_numbers_that_are_zero_at_ends_are_found_beside_others(tmp_path: Path) -> None:
+    """Of numbers that are more than flags one part may be lost alone."""
+    for dtype in (np.int8, np.float32):
+        report = verify(write(tmp_path / np.dtype(dtype).name, *games(dtype, masks=(2, 0))))
+        (found,) = (each for each in report.findings if each.check == "finals")
+        assert "player/action_mask is all zero at ends" in str(found)
+
+
 # --- storages that no collector wrote -------------------------------------------------------------
 
 
