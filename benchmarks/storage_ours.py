@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,7 +32,8 @@ class Ours(Store):
         path = spec.scratch / f"ours{SUFFIX[self.kind]}"
         options = dict.fromkeys(self.options, spec.room)
         self.storage = getattr(storage, self.kind)(path, **options)
-        self.write, self.read = self.storage.extend, self.storage.get
+        # The same rows are written again and again; and as a collector writes them.
+        self.write, self.read = partial(self.storage.extend, ids="fresh"), self.storage.get
 
     def asked(self, index: np.ndarray) -> torch.Tensor:
         """Return a tensor, as TorchRL's samplers make it."""
@@ -99,6 +102,8 @@ class UnderBuffer(Ours):
         """Put a buffer on it."""
         super().__init__(spec)
         self.buffer = self.buffer_class(storage=self.storage)
+        self.vouched = ExitStack()
+        self.vouched.enter_context(self.storage.fresh_ids())
         self.write, self.read = self.buffer.extend, self.buffer.sample
 
     def given(self, rows: Rows) -> TensorDict:

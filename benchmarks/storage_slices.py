@@ -11,6 +11,7 @@ import argparse
 import itertools
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class Reader:
         self.buffer = ReplayBuffer(storage=ring, sampler=sampler, batch_size=SLICES * SLICE)
         self.ours = isinstance(ring, MemmapStorage)
         if self.ours:
-            self.write, self.close = ring.extend, ring.close
+            self.write, self.close = partial(ring.extend, ids="fresh"), ring.close
             for batch in batches_of(whole):
                 self.write(batch)
         else:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -288,9 +289,11 @@ class Sink:
     def _put(self, rows: "Handed") -> None:
         # The storage last: what it has committed is counted, and nothing can fail after it.
         if self.replay_buffer is not None:
-            self.replay_buffer.extend(rows.batch)
+            behind = self.replay_buffer.storage
+            with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
+                self.replay_buffer.extend(rows.batch)
         if self._direct is not None and rows.arrays is not None:
-            written = self._direct.extend(rows.arrays)
+            written = self._direct.extend(rows.arrays, ids="fresh")
             _require("the storage", len(written), _length(rows.arrays))
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any]) -> None:

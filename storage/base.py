@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,11 +16,14 @@ from . import torchrl_face as face
 from .checkpoint import DiskStorageCheckpointer
 from .engine import Durability
 from .errors import NotAnAppend, NotPicklable, StateMismatch
+from .id_watch import Ids
 from .indexing import consecutive
 from .rows import Key
 from .store import Mode, RowStore
 
 __all__ = ["DiskStorage"]
+
+_IDS = ("check", "renumber", "fresh")
 
 
 class DiskStorage(RowStore, Storage):
@@ -58,6 +62,8 @@ class DiskStorage(RowStore, Storage):
 
     device = torch.device("cpu")
 
+    _ids: Ids = "check"
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -80,6 +86,7 @@ class DiskStorage(RowStore, Storage):
         rows: TensorDictBase | Mapping[Key, np.ndarray],
         *,
         record: bytes | None = None,
+        ids: Ids = "check",
     ) -> range:
         """Write rows behind the last one and commit them; returns their numbers.
 
@@ -87,11 +94,25 @@ class DiskStorage(RowStore, Storage):
             rows: a TensorDict [N], on any device, or one array [N, ...] for each
                 column by its key. The first rows of a new storage decide its schema.
             record: a payload that becomes `record` with the same commit.
+            ids: of the trajectories of rows that have ``("collector", "traj_ids")``,
+                ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is stored already,
+                unless its rows go on from that id's last row: same lane, next step, not
+                ended, and no other trajectory of the lane in between. ``"renumber"`` moves
+                all ids of the call by one number, to behind the largest id that is stored:
+                so the rows of another storage are appended, ``extend(other.get(...),
+                ids="renumber")``, in one call, for a trajectory whose rows come in two calls
+                becomes two; `initialise` before it makes them a run of their own.
+                ``"fresh"`` writes them as they are: the caller vouches for them.
 
         Raises:
+            TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
+                one trajectory.
+            ColumnsMissing: ``"renumber"`` of rows without ids.
             WriteError: refused, with nothing written (its subclasses say why).
         """
-        span = self._write(rows, record)
+        if ids not in _IDS:
+            raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
+        span = self._write(rows, record, None, ids)
         if self._attached_entities_list:
             face.tell_buffers(self, span)
         return span
@@ -101,6 +122,7 @@ class DiskStorage(RowStore, Storage):
 
         Raises:
             NotAnAppend: any other cursor.
+            TrajectoryIdTaken: as `extend`; to renumber, write with `extend`.
             WriteError: as `extend`.
         """
         self._require_open()
@@ -110,13 +132,25 @@ class DiskStorage(RowStore, Storage):
             data = face.as_batch(data, single=isinstance(cursor, int))
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
-            self._write(data, without=face.writers_index(self))
+            self._write(data, None, face.writers_index(self), self._ids)
         except BaseException:
             # TorchRL's writers count before they write.
             face.seat_writers(self)
             raise
         if len(self._attached_entities_list) > 1:
             face.seat_writers(self)
+
+    @contextmanager
+    def fresh_ids(self) -> Iterator[None]:
+        """Within it, what comes through a replay buffer is written with ids as they are.
+
+        As ``extend(..., ids="fresh")``: the caller numbers trajectories as collectors do.
+        """
+        self._ids = "fresh"
+        try:
+            yield
+        finally:
+            self._ids = "check"
 
     def attach(self, buffer: Any) -> None:
         """Join a replay buffer: its writer goes on behind the last row."""

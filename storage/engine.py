@@ -28,6 +28,7 @@ from .errors import (
     WriterForked,
 )
 from .format import Access, Format
+from .id_watch import IdWatch
 from .intake import Intake
 from .lent import Lent
 from .lock import ReaderLock, WriterLock, is_held
@@ -159,17 +160,30 @@ class Engine:
         """Whether the newest record fails its check."""
         return self._header.record_damaged
 
-    def append(self, rows: Mapping[Key, np.ndarray], record: bytes | None = None) -> range:
+    def append(
+        self,
+        rows: Mapping[Key, np.ndarray],
+        record: bytes | None = None,
+        watch: IdWatch | None = None,
+    ) -> range:
         """Copy ``rows`` behind the last row and commit them, ``record`` with them.
 
-        Returns the rows' numbers. Raises a `WriteError` with nothing changed.
+        ``watch`` may refuse their ids. Returns the rows' numbers. Raises a `WriteError` with
+        nothing changed.
         """
         self._admit(record)
         with self._mutex:
-            return self._append(self._intake.arrays(rows), record)
+            arrays = self._intake.arrays(rows)
+            if watch is not None:
+                watch.admit(self, arrays)
+            return self._append(arrays, record)
 
     def append_tensors(
-        self, rows: TensorDictBase, record: bytes | None = None, without: Key | None = None
+        self,
+        rows: TensorDictBase,
+        record: bytes | None = None,
+        without: Key | None = None,
+        watch: IdWatch | None = None,
     ) -> range | None:
         """As `append`, of plain tensors; None, and nothing done, if they are not.
 
@@ -188,11 +202,17 @@ class Engine:
                 and self._columns.in_place(slot, count)
                 and not (self._lent and self._lent.hold(addresses).any())
             ):
+                if watch is not None:
+                    watch.admit(self, leaves)
                 self._reserve(start, start + count)
                 self._columns.copy_memory(slot, count, addresses)
                 return self._commit(start, start + count, record)
             arrays = self._intake.tensors(leaves)
-            return None if arrays is None else self._append(arrays, record)
+            if arrays is None:
+                return None
+            if watch is not None:
+                watch.admit(self, arrays)
+            return self._append(arrays, record)
 
     def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
         start, count = self._header.head, len(arrays[0])

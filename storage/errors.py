@@ -25,6 +25,7 @@
     ├── WriteError                    a write that was refused; committed rows are as before
     │   ├── RowsMismatch              rows that do not fit the schema
     │   ├── BatchTooLong              more rows at once than a ring has
+    │   ├── TrajectoryIdTaken         trajectory ids that are stored already, or cannot be
     │   ├── NotAnAppend               a write anywhere but at the end
     │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
     │   ├── RecordTooLarge            a commit record beyond its slot
@@ -88,6 +89,7 @@ __all__ = [
     "StorageFull",
     "StorageLocked",
     "StorageMissing",
+    "TrajectoryIdTaken",
     "UnknownTrajectory",
     "UnsupportedPlatform",
     "WriteError",
@@ -185,6 +187,10 @@ class RowsMismatch(WriteError):
 
 class BatchTooLong(WriteError):
     """More rows at once than a ring has."""
+
+
+class TrajectoryIdTaken(WriteError):
+    """Rows of a trajectory id that other rows have already, or that is no one trajectory's."""
 
 
 class NotAnAppend(WriteError):

@@ -10,7 +10,7 @@ from typing import Any
 from .findings import Findings, Place
 from .lane_order import MOST_LANES
 
-__all__ = ["Record", "Run", "check_ledger", "check_record", "check_runs"]
+__all__ = ["Record", "Run", "check_ledger", "check_record", "check_runs", "next_id_in"]
 
 _SUMS = {
     "slots": ("executed", "reset_slots"),
@@ -163,6 +163,12 @@ def check_ledger(record: Record, episodes: int | None, largest_id: int, findings
                 "the ledger does not count what the rows show",
                 Place(what=f"{name} is {record.ledger[name]:,}, and the rows show {count:,}"),
             )
+
+
+def next_id_in(record: tuple[int, bytes] | None) -> int:
+    """The id that a collector's record says comes next; 0 where it says none."""
+    found = None if record is None else _parsed(*record)
+    return 0 if found is None or found.next_id is None else found.next_id
 
 
 def _check_sums(record: Record, findings: Findings) -> None:

@@ -23,6 +23,7 @@ from .checksums import Progress, checksums
 from .commit import check_record
 from .engine import Durability, Engine
 from .errors import (
+    ColumnsMissing,
     IndexOutOfRange,
     InvalidSchema,
     NotInitialised,
@@ -32,14 +33,17 @@ from .errors import (
     StorageFull,
 )
 from .format import Format
+from .id_watch import Ids, IdWatch, renumbered
 from .indexing import resolve
+from .keys import TRAJ_IDS
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
+from .record_checks import next_id_in
 from .ring import slots_of
 from .rows import Key, Nest, array_of, leaves, require_rows, spell
 from .schema import Column, Schema
 from .trajectories import Trajectories
-from .trajectory_index import TrajectoryIndex
+from .trajectory_index import TrajectoryIndex, says_whose
 
 __all__ = ["Mode", "RowStore"]
 
@@ -389,21 +393,59 @@ class RowStore:
         check_record(payload)
         self._staged = bytes(payload)
 
-    def _write(self, rows: Any, record: bytes | None = None, without: Key | None = None) -> range:
+    def _write(
+        self,
+        rows: Any,
+        record: bytes | None = None,
+        without: Key | None = None,
+        ids: Ids = "fresh",
+    ) -> range:
         """Append and commit; ``without`` names a column that may be there and is left out."""
         with self._turn:
             record = self._staged if record is None else record
+            if ids == "renumber":
+                rows = self._renumbered(rows)
             if self._ring:
                 self._index.make_way(self, rows)
             engine, span, kind = self._engine, None, type(rows)
             tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
+            watch = None
+            if engine is not None and ids != "fresh":
+                watch = self._id_watch
             if tensors and engine is not None:
-                span = engine.append_tensors(rows, record, without)
+                span = engine.append_tensors(rows, record, without, watch)
             if span is None:
                 arrays = self._arrays(rows, without)
-                span = self._running().append(arrays, record)
+                if engine is None and ids != "fresh":
+                    watch = self._id_watch
+                span = self._running().append(arrays, record, watch)
+            if watch is not None:
+                watch.settle(span.stop)
             self._staged = None
             return span
+
+    @cached_property
+    def _id_watch(self) -> IdWatch | None:
+        """Looks at ids that are written; None where rows have none."""
+        schema = self.schema
+        return IdWatch(schema, self.path) if says_whose(schema) else None
+
+    def _renumbered(self, rows: Any) -> Any:
+        """The rows with ids behind those that are stored or were given away."""
+        tensors = isinstance(rows, TensorDictBase)
+        found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
+        if found is None or (self._engine is not None and self._id_watch is None):
+            raise ColumnsMissing(
+                f'ids="renumber" changes the column {spell(TRAJ_IDS)}, which these rows or '
+                f"{self.path} do not have. Leave it out."
+            )
+        base = max(0, next_id_in(self.record))
+        if self._engine is not None and self._id_watch is not None:
+            base = max(base, self._id_watch.largest(self._engine) + 1)
+        ids = renumbered(found.numpy(force=True) if tensors else np.asarray(found), base)
+        if not tensors:
+            return {**rows, TRAJ_IDS: ids}
+        return rows.copy().set(TRAJ_IDS, torch.from_numpy(ids))
 
     def _arrays(self, rows: Any, without: Key | None = None) -> Mapping[Key, np.ndarray]:
         if type(rows) is not dict and isinstance(rows, TensorDictBase):

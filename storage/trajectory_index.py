@@ -20,12 +20,13 @@ from .lock import is_held
 from .ring import slots_of
 from .row_order import WHOSE, RowOrder, unread
 from .rows import Key, spell
+from .schema import Schema
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .store import RowStore
 
-__all__ = ["TrajectoryIndex"]
+__all__ = ["TrajectoryIndex", "says_whose"]
 
 
 class TrajectoryIndex:
@@ -138,8 +139,17 @@ def _active_from(store: RowStore) -> int | None:
     return runs[-1]["first_row"] if runs else 0
 
 
+def says_whose(schema: Schema) -> bool:
+    """Whether rows of these columns say to which trajectory they belong."""
+    return not _missing_in(schema, WHOSE)
+
+
 def _missing(store: RowStore, keys: tuple[Key, ...]) -> list[str]:
-    columns = {column.key: column for column in store.schema.columns}
+    return _missing_in(store.schema, keys)
+
+
+def _missing_in(schema: Schema, keys: tuple[Key, ...]) -> list[str]:
+    columns = {column.key: column for column in schema.columns}
     return [
         spell(key)
         for key in keys

@@ -118,7 +118,9 @@ class _Verification:
             ended = (
                 rows.ended.get(known.origin, 0) if whole and known.at == rows.span.stop else None
             )
-            check_ledger(known, ended, rows.largest_id, findings)
+            # Of rows that came later, which no collector wrote, it knows nothing.
+            largest = rows.largest_id if known.at == rows.span.stop else -1
+            check_ledger(known, ended, largest, findings)
         for name, why in rows.unavailable.items():
             self._leave_out(name, why)
         if sums is not None:

@@ -88,7 +88,7 @@ def test_two_threads_begin_a_storage(case: Case, tmp_path: Path) -> None:
         start.wait(WAIT_SECONDS)
         try:
             for _ in range(20):
-                storage.extend(tensors(0, 3))
+                storage.extend(tensors(0, 3), ids="fresh")
         except Exception as error:  # noqa: BLE001 - looked at by the test
             errors.append(error)
 

@@ -183,6 +183,7 @@ def test_dumps_and_loads_go_on_where_they_were(storage: Any, tmp_path: Path) -> 
         assert (copy.get(slice(None)) == storage.get(slice(None))).all()
         assert copy.span == storage.span
         more = storage.get(torch.arange(10))
+        more["collector", "traj_ids"] += 1000  # of other trajectories
         slots = [200 % storage.ring + i for i in range(10)] if storage.ring else range(200, 210)
         assert again.extend(more).reshape(-1).tolist() == list(slots)
     with open_storage(tmp_path / "copy") as reader:

@@ -275,7 +275,7 @@ def test_it_is_not_made_anew_on_opening(path: Path, monkeypatch: pytest.MonkeyPa
     assert (path / "episodes.npy").stat().st_mtime_ns == before.st_mtime_ns
     assert seen == 0
     with open_storage(path, mode="append") as storage:
-        storage.extend(big(10).rows())
+        storage.extend(big(10).rows(), ids="fresh")
         assert len(storage.trajectories) > 0
     assert seen == 10
 
@@ -345,12 +345,12 @@ def test_lanes_that_cannot_be_keep_nobody_from_writing(path: Path) -> None:
         storage.extend(rows[:10])
         assert len(storage.trajectories) > 0
         rows["collector", "lane"][20] = -5
-        storage.extend(rows[10:50])
+        storage.extend(rows[10:50], ids="fresh")
         with pytest.raises(CorruptStorage, match="row 20 says that it is of lane -5"):
             len(storage.trajectories)
-        storage.extend(rows[50:100])
+        storage.extend(rows[50:100], ids="fresh")
         assert len(storage.trajectories) > 0
-        storage.extend(rows[10:50])
+        storage.extend(rows[10:50], ids="fresh")
     with open_storage(path) as storage:
         assert storage.head == 140
 

@@ -250,7 +250,7 @@ def write(path: Path, *batches: dict[Any, np.ndarray]) -> Path:
     """A storage of these rows."""
     with MemmapStorage(path) as storage:
         for batch in batches:
-            storage.extend(batch)
+            storage.extend(batch, ids="fresh")  # as they are, wrong as they may be
     return path
 
 
