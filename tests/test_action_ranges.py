@@ -91,7 +91,7 @@ BUDGET = {"frames_per_batch": 100, "total_frames": 200, "seed": 0}
 def test_random_actions_cover_the_space(case: str, by: str) -> None:
     _, low, high = SPACES[case]
     env = GymnasiumVectorEnv(vec(case))
-    policy = None if by == "blocks" else RandomActions(env)
+    policy = None if by == "blocks" else RandomActions(env, np.random.default_rng(0))
     actions = joined(collect(env, policy, **BUDGET)[0])["action"].numpy().reshape(200, -1)
     low, high = (np.asarray(bound).reshape(-1).astype(object) for bound in (low, high))
     for column, least, most in zip(actions.T, low, high, strict=True):
