@@ -1,0 +1,168 @@
+"""What a random run is made of, and for which reasons it may be refused."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+import tallyroll.collector
+from tallyroll.collector import SyncCollector
+
+import random_spaces as sp
+from random_environments import EnvKind
+from random_lanes import CHANGING, SOMETIMES, LaneKind
+from random_policies import PolicyKind
+from random_spaces import Key
+
+Sink = Literal["", "memmap", "h5", "zarr", "ring", "buffer", "buffer on disk", "memory and disk"]
+Phase = Literal["", "stop", "resume", "state", "seed", "append", "weights"]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Everything that makes a run."""
+
+    number: int
+    env: EnvKind
+    policy: PolicyKind | None = None
+    given: Literal["factory", "object"] = "factory"
+    seed: int = 0
+    frames_per_batch: int = 10
+    total_frames: int | None = 40
+    total_episodes: int | None = None
+    layout: Literal["rows", "lanes", "trajectories"] = "rows"
+    surplus: Literal["carry", "discard", "never_step"] = "carry"
+    init_random_frames: int = 0
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool = False
+    postproc: bool = False
+    info_keys: bool = False
+    validate: Literal["raise", "warn", "off"] = "raise"
+    yield_large: bool = True
+    reset_slots: Literal["mask", "avoid"] = "mask"
+    sink: Sink = ""
+    phase: Phase = ""
+    phase_after: int = 1
+    """Batches until the phase."""
+    workers: int = 0
+    """Worker processes; 0: the collector of one process."""
+    mode: Literal["sync", "async"] = "sync"
+    threads: bool = True
+    """The workers are threads of this process."""
+    settled: bool = False
+    """The argument is given that settles what would be refused, where there is one."""
+
+    @property
+    def uses_files(self) -> bool:
+        """Lanes live in other processes."""
+        apart = self.env.system in ("async", "parallel")
+        return apart or (self.workers > 0 and not self.threads)
+
+    @property
+    def policy_keys(self) -> tuple[Key, ...]:
+        """Columns that the policy looks at."""
+        return tuple(self.column(key) for key in observation_keys(self.env.lane))
+
+    def column(self, key: Key) -> Key:
+        """The column of an observation, an action or a reward."""
+        lane = self.env.lane
+        if self.settled and accepts("rename") and key[0] in lane.names:
+            return (f"own {lane.names.index(key[0])}", *key[1:])
+        return ("agents", *key) if lane.agents and key[0] != "agents" else key
+
+    @property
+    def settling(self) -> dict[str, Any]:
+        """Arguments of the collector that settle what would be refused."""
+        lane, given = self.env.lane, {}
+        if not self.settled:
+            return {}
+        if lane.names and accepts("rename"):
+            given["rename"] = {name: f"own {i}" for i, name in enumerate(lane.names)}
+        if accepts("finals"):
+            given["finals"] = "lost" if self.loses_finals else "kept"
+        return given
+
+    @property
+    def loses_finals(self) -> bool:
+        """It says that final observations are lost."""
+        lost = self.env.lane.self_reset != "" and not self.env.auto_reset
+        return lost and self.settled and accepts("finals")
+
+    @property
+    def infos(self) -> tuple[Any, ...]:
+        """What `info_keys` are."""
+        names = self.env.lane.infos if self.info_keys else ()
+        if not self.settled or Info is None:
+            return names
+        return tuple(Info(name, *DECLARED[name]) if name in DECLARED else name for name in names)
+
+    def given_column(self, name: str) -> Key | None:
+        """The column that says where an info was given."""
+        declared = self.settled and Info is not None and name in SOMETIMES
+        return (f"{name}_given",) if declared else None
+
+
+Info: Any = getattr(tallyroll.collector, "Info", None)
+DECLARED: dict[str, tuple[Any, ...]] = {
+    "drift": ("float64",),
+    "flag": ("int64",),
+    "wide": ("int64",),
+    "unsigned": ("int64",),
+    "won": ("int64", (), 0),
+    "now and then": ("float64", (), -1.0),
+}
+
+
+def observation_keys(lane: LaneKind) -> tuple[Key, ...]:
+    """The columns of an observation."""
+    if lane.agents:
+        return (("agents", "observation"),)
+    value = sp.drawn(lane.observation_space(), np.random.default_rng(0))
+    return tuple(key for key in sp.leaves(value) if key != ("action_mask",))
+
+
+def accepts(name: str) -> bool:
+    """Collectors have that argument."""
+    return name in inspect.signature(SyncCollector).parameters
+
+
+# --- what may be refused --------------------------------------------------------------------------
+
+
+def refusals(config: Configuration) -> list[str]:
+    """Why this may end with an error of ours; none: it must not."""
+    env, lane = config.env, config.env.lane
+    same_step = env.is_vector and env.mode == "SameStep" and env.system != "native"
+    names = {name for key in config.policy_keys for name in key[:1]}
+    infos = {each for each in config.infos if isinstance(each, str)}
+    found = {
+        "names that collide": bool(names & set(sp.COLLIDING)),
+        "odd names": bool(names & {*sp.ODD, *sp.TAKEN}),
+        "a reused array in SAME_STEP": bool(lane.reuse) and same_step,
+        "reused observations that cannot be split": bool(lane.reuse or env.tensors)
+        and (env.system in ("parallel", "serial")),
+        "resets itself": bool(lane.self_reset) and not config.loses_finals,
+        "spoilt": bool(lane.spoil),
+        "infos that change": bool(infos & {*CHANGING, *SOMETIMES}),
+        "the policy returns less than at first": config.policy is not None
+        and config.policy.since > 1
+        and config.policy.habit in ("select", "deletes"),
+        "the policy raises": config.policy is not None and config.policy.habit == "raises",
+        "a part cannot be stepped": config.surplus == "never_step"
+        and not env.flat
+        and not (env.system in ("serial", "parallel") and not stands_outside(config))
+        and not (env.system == "sync" and env.mode == "Disabled" and not stands_outside(config)),
+        "masks are ignored": env.system == "native"
+        and bool(env.transforms or config.max_frames_per_traj),
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def stands_outside(config: Configuration) -> bool:
+    """Something stands around the vector."""
+    env = config.env
+    recurrent = config.policy is not None and config.policy.recurrent
+    return bool(env.vector_statistics or env.transforms or recurrent or config.max_frames_per_traj)

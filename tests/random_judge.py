@@ -1,0 +1,458 @@
+"""Is every row of a run a transition that was made, and every count right? Judged by journals.
+
+`judge` returns what is wrong, one line each, an empty list where all is right.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.collector import CollectorError, split_trajectories
+from tallyroll.storage import StorageError, verify
+
+from random_configurations import Configuration, refusals
+from random_lanes import Injected
+from random_policies import extra_of, numbers_of
+from random_rows import Made, Rows, Verdict, compare_lane, equal, made_by, may_skip
+from random_runs import RING, Outcome, Run, count_of, flat
+from random_spaces import Array, Key, acted
+
+SELF_RESETS_SEEN = 16
+"""So many ends at the latest show that an environment resets itself."""
+
+
+def judge(config: Configuration, outcome: Outcome) -> list[str]:
+    """Everything that is wrong with what came of a configuration."""
+    verdict = Verdict()
+    _errors(config, outcome, verdict)
+    for run in outcome.runs:
+        for batch, copy in zip(run.batches, run.copies, strict=True):
+            verdict(_same(batch, copy), "a batch changed after it was yielded")
+            _batch(config, batch, verdict)
+    _sizes(config, outcome, verdict)
+    whole = _by_run(config, outcome, verdict)
+    for run, rows in zip(outcome.runs, whole, strict=True):
+        _run(config, outcome, run, rows, verdict)
+    for earlier, later in pairwise(each["collector", "traj_ids"] for each in whole if len(each)):
+        verdict(earlier.max() < later.min(), "an id was used by two runs")
+    _random_frames(config, outcome, whole, verdict)
+    _split(outcome, verdict)
+    for path in outcome.paths:
+        if path.exists():
+            report = verify(path)
+            verdict(report.sound, f"verify: {[str(each) for each in report.findings]}")
+    return verdict.found
+
+
+def differences(outcome: Outcome, other: Outcome) -> list[str]:
+    """Where the yielded data of two configurations, which must be the same, differs."""
+    verdict = Verdict()
+    if outcome.error is not None or other.error is not None:
+        return []
+    mine, theirs = outcome.runs[0].copies, other.runs[0].copies
+    if not verdict(len(mine) == len(theirs), "its twin has another number of batches"):
+        return verdict.found
+    for number, (one, another) in enumerate(zip(mine, theirs, strict=True)):
+        left, right = (dict(td.items(True, True)) for td in (one, another))
+        verdict(left.keys() >= right.keys(), "its twin has other columns")
+        for key in left.keys() & right.keys():
+            same = left[key].numpy().tobytes() == right[key].numpy().tobytes()
+            verdict(same, f"its twin has another {key} in batch {number}")
+    return verdict.found
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _errors(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
+    for run in outcome.runs:
+        if run.error is None:
+            continue
+        what = f"run {run.number}: {type(run.error).__name__}: {run.error}"
+        reasons = refusals(config)
+        if isinstance(run.error, Injected):
+            verdict(config.env.lane.spoil or "the policy raises" in reasons, what)
+        elif config.env.lane.spoil in ("shape", "dtype", "raise", "raise in reset"):
+            ours = isinstance(run.error, (CollectorError, StorageError))
+            verdict(ours or _is_theirs(run.error), f"no error of ours: {what}")
+        else:
+            ours = isinstance(run.error, (CollectorError, StorageError))
+            verdict(ours, f"no error of ours: {what}")
+            verdict(reasons, f"refused without a reason: {what}")
+
+
+def _is_theirs(error: BaseException) -> bool:
+    """It was raised by what an environment is made of, not by us."""
+    trace = error.__traceback__
+    file = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        trace = trace.tb_next
+    return "gymnasium" in file or "torchrl" in file or "tensordict" in file or "random_" in file
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def _same(one: TensorDictBase, other: TensorDictBase) -> bool:
+    mine, theirs = (dict(td.items(True, True)) for td in (one, other))
+    return mine.keys() == theirs.keys() and all(
+        mine[key].numpy().tobytes() == theirs[key].numpy().tobytes() for key in mine
+    )
+
+
+def _batch(config: Configuration, batch: TensorDictBase, verdict: Verdict) -> None:
+    """What only a batch has: a shape, and cuts."""
+    rows = flat(batch)
+    cut = rows["collector", "cut"]
+    ids = rows["collector", "traj_ids"]
+    done = rows["next", "done"].reshape(len(rows))
+    ended = (rows["next", "terminated"] | rows["next", "truncated"]).reshape(len(rows))
+    last = torch.ones(len(rows), dtype=torch.bool)
+    last[:-1] = ids[1:] != ids[:-1]
+    verdict(torch.equal(cut, last & ~ended), "cut is not where trajectories go on")
+    verdict(torch.equal(done, ended | cut), "done is not where trajectories end or are cut")
+    agents = config.env.lane.agents
+    if agents:
+        nested = rows["next", "agents", "done"].reshape(len(rows), agents)
+        verdict(bool((nested == done[:, None]).all()), "the agents' done is not the root's")
+        wanted = [*batch.batch_size, agents]
+        for inner in (batch["agents"], batch["next", "agents"]):
+            got = list(inner.batch_size)
+            verdict(got == wanted, f"batch size of agents: {got}, not {wanted}")
+
+
+def _split(outcome: Outcome, verdict: Verdict) -> None:
+    """Batches of a run are split into trajectories of steps that follow one another."""
+    for run in outcome.runs:
+        if not run.copies:
+            continue
+        count = 0
+        for each in split_trajectories(
+            torch.cat([flat(batch) for batch in run.copies]), out="list"
+        ):
+            of, count = each["collector"], count + len(each)
+            verdict(bool((of["traj_ids"] == of["traj_ids"][0]).all()), "split: two ids")
+            verdict(bool((of["step"].diff() == 1).all()), "split: steps do not follow")
+            verdict(bool(each["next", "done"][-1].all()), "split: the last row is not done")
+        verdict(count == run.rows, f"split: {count} rows, not {run.rows}")
+
+
+def _sizes(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
+    runs, size = outcome.runs, config.frames_per_batch
+    for run in runs:
+        sizes = [count_of(batch) for batch in run.copies]
+        if not sizes:
+            continue
+        full = all(each == size for each in sizes[:-1]) and 0 < sizes[-1] <= size
+        verdict(full, f"sizes of batches: {sizes}")
+    if outcome.error is not None:
+        return
+    total = config.total_frames
+    if total is None or config.phase == "stop":  # which may be late
+        return
+    counted = runs[-1:] if config.phase == "append" else runs
+    left_early = config.phase in ("resume", "state", "append") and len(runs) == 1
+    if not left_early:
+        got = sum(run.rows for run in counted)
+        verdict(got == total, f"{got} rows, {total} were asked for")
+
+
+# --- rows by run ----------------------------------------------------------------------------------
+
+
+def _as_rows(batches: list[TensorDictBase], numbers: list[int]) -> Rows:
+    columns: dict[Key, list[Array]] = {}
+    for batch in batches:
+        for key, leaf in batch.items(True, True):
+            own = (key,) if isinstance(key, str) else tuple(key)
+            columns.setdefault(own, []).append(leaf.numpy())
+    of_batch = [np.full(len(b), number) for b, number in zip(batches, numbers, strict=True)]
+    none = np.zeros(0, np.int64)
+    return Rows(
+        {key: np.concatenate(parts) for key, parts in columns.items()},
+        np.concatenate([none, *of_batch]),
+    )
+
+
+def _restored(batch: TensorDictBase) -> TensorDictBase:
+    """Rows as they are stored."""
+    rows = flat(batch)
+    cut = rows["collector", "cut"]
+    stored = rows.exclude(("collector", "cut")).clone()
+    for key in [key for key in stored.keys(True, True) if key[0] == "next" and key[-1] == "done"]:
+        done = stored[key]
+        stored[key] = done & ~cut.reshape(-1, *[1] * (done.ndim - 1))
+    return stored
+
+
+def _by_run(config: Configuration, outcome: Outcome, verdict: Verdict) -> list[Rows]:
+    """The rows of each run: the stored ones, or those that were yielded."""
+    yielded = [
+        _as_rows([_restored(b) for b in run.copies], list(range(len(run.copies))))
+        for run in outcome.runs
+    ]
+    stored = [_as_rows([td], [0]) for td in outcome.stored]
+    if outcome.buffer is not None and len(yielded) == 1 and outcome.error is None:
+        _compare(_as_rows([outcome.buffer], [0]), yielded[0], "the buffer", verdict)
+    if not stored:
+        return yielded
+    if config.sink == "ring":
+        held, rows = stored[-1], yielded[-1]
+        if outcome.error is None:
+            tail = rows.take(np.arange(len(rows))[-len(held) :])
+            verdict(len(held) == min(RING, len(rows)), f"the ring holds {len(held)}")
+            _compare(held, tail, "the ring", verdict)
+        return yielded
+    if len(stored) == len(yielded):
+        parts = stored
+    else:
+        parts, first = [], 0
+        for run in yielded:
+            last = run is yielded[-1]
+            stop = len(stored[0]) if last else first + len(run)
+            parts.append(stored[0].take(np.arange(first, stop)))
+            first += len(run)
+    out = []
+    for part, mine, run in zip(parts, yielded, outcome.runs, strict=True):
+        more = len(part) - len(mine)
+        verdict(more == 0 or (run.error is not None and more > 0), f"{more} rows more are stored")
+        if more >= 0:
+            head = part.take(np.arange(len(mine)))
+            _compare(head, mine, "the storage", verdict)
+        number = np.concatenate([mine.batch, np.full(max(more, 0), len(run.copies))])
+        out.append(Rows(part.columns, number[: len(part)]))
+    return out
+
+
+def _compare(held: Rows, mine: Rows, what: str, verdict: Verdict) -> None:
+    if not verdict(len(held) == len(mine), f"{what} has {len(held)} rows, not {len(mine)}"):
+        return
+    if not len(mine):
+        return
+    missing = mine.columns.keys() - held.columns.keys()
+    verdict(not missing, f"{what} lacks {sorted(missing)}")
+    for key in mine.columns.keys() & held.columns.keys():
+        same = held[key].dtype == mine[key].dtype and held[key].tobytes() == mine[key].tobytes()
+        verdict(same, f"{what} has another {key} than was yielded")
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def _run(config: Configuration, outcome: Outcome, run: Run, rows: Rows, verdict: Verdict) -> None:
+    placed: list[tuple[list[int], list[Made]]] = []
+    executed = 0
+    for lane in range(config.env.lanes):
+        at = np.flatnonzero(rows["collector", "lane"] == lane) if len(rows) else np.zeros(0, int)
+        mine = rows.take(at) if len(rows) else rows
+        tries = []
+        for events in outcome.journals.get((run.number, lane), []):
+            trial = Verdict()
+            made = list(made_by(events))
+            where = compare_lane(config, mine, made, trial, lane) if len(mine) else []
+            tries.append((len(trial.found), trial, made, where))
+        if not tries:
+            verdict(not len(mine), f"lane {lane}: rows, and it was never stepped")
+            placed.append(([], []))
+            continue
+        _, trial, made, where = min(tries, key=lambda each: each[0])
+        for each in trial.found:
+            verdict(False, f"run {run.number}, lane {lane}: {each}")
+        executed += len(made)
+        placed.append((where, made))
+    if len(rows):
+        _bookkeeping(config, rows, verdict)
+        _policy(config, run, rows, verdict)
+        _flags(config, run, rows, verdict)
+    _ledger(config, outcome, run, rows, executed, verdict)
+    if run.error is None and not verdict.found:
+        _order(config, outcome, run, placed, verdict)
+
+
+# --- over all lanes -------------------------------------------------------------------------------
+
+
+def _bookkeeping(config: Configuration, rows: Rows, verdict: Verdict) -> None:
+    lane, ids = rows["collector", "lane"], rows["collector", "traj_ids"]
+    dtypes = {"lane": np.int32, "traj_ids": np.int64, "step": np.int64, "policy_version": np.int64}
+    for name, dtype in dtypes.items():
+        verdict(rows["collector", name].dtype == dtype, f"{name} has another dtype")
+    pairs = {(int(a), int(b)) for a, b in zip(ids, lane, strict=True)}
+    verdict(len({id for id, _ in pairs}) == len(pairs), "an id belongs to two lanes")
+    verdict(set(lane.tolist()) <= set(range(config.env.lanes)), "a lane that is none")
+
+
+def _policy(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
+    """Actions and columns are those that the policy makes of the row's own observation."""
+    policy = config.policy
+    version = rows["collector", "policy_version"]
+    if policy is None:
+        verdict.rows(version == -1, rows, "random actions of another version than -1")
+        return
+    _versions(config, run, rows, verdict)
+    chosen = version != -1
+    extra = [name for name in policy.extra if name not in config.env.lane.names]
+    for name in extra:
+        key: Key = ("deep", "down", "told") if name == "deep" else (name,)
+        if verdict(key in rows.columns, f"column {key} is missing"):
+            zero = ~rows[key].reshape(len(rows), -1).any(-1)
+            verdict.rows(zero | chosen, rows, f"{key} is not 0 where actions are random")
+    if policy.recurrent or policy.habit in ("keeps", "keeps td") or not chosen.any():
+        return
+    mine = rows.take(np.flatnonzero(chosen))
+    numbers = numbers_of([mine[key] for key in config.policy_keys])
+    wanted = acted(config.env.lane.action_space(), numbers)
+    action = mine[config.column(("action",))]
+    verdict.rows(equal(action, wanted), mine, "the policy does not act so on this observation")
+    for name in extra:
+        key = ("deep", "down", "told") if name == "deep" else (name,)
+        told = extra_of(numbers, name).numpy()
+        if key in mine.columns:
+            verdict.rows(equal(mine[key], told), mine, f"the policy did not write this {key}")
+
+
+def _versions(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
+    """0, and 1 behind an update; what was carried then was chosen before."""
+    version = rows["collector", "policy_version"]
+    if run.updated_at is None:
+        verdict.rows(version <= 0, rows, "policy_version")
+        return
+    late = np.arange(len(rows)) >= run.updated_at
+    verdict.rows((version == 1) <= late, rows, "a version that was not there yet")
+    for lane in range(config.env.lanes):
+        own = version[rows["collector", "lane"] == lane]
+        verdict(bool((np.diff(own) >= 0).all()), f"lane {lane}: versions go back")
+    old = late & (version == 0)
+    carried = 0 if config.surplus == "never_step" else config.env.lanes - 1
+    verdict(old.sum() <= carried, f"{old.sum()} rows chosen by old weights")
+
+
+def _random_frames(
+    config: Configuration, outcome: Outcome, whole: list[Rows], verdict: Verdict
+) -> None:
+    if config.policy is None or outcome.error is not None:
+        return
+    groups = [[each] for each in whole] if config.phase == "append" else [whole]
+    for group in groups:
+        count = sum(map(len, group))
+        random = sum(
+            int((each["collector", "policy_version"] == -1).sum()) for each in group if len(each)
+        )
+        wanted = min(config.init_random_frames, count)
+        verdict(random == wanted, f"{random} random frames, {wanted} were asked for")
+
+
+def _flags(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
+    """Self-resets are reported in time; agents' flags and transforms' columns follow the rows."""
+    env = config.env
+    if env.lane.self_reset == "once" and not env.auto_reset and not config.loses_finals:
+        last = rows.batch == rows.batch.max()
+        done = rows["next", "done"].reshape(-1)
+        late = int(done[~last].sum())
+        verdict(late < SELF_RESETS_SEEN + env.lanes, f"{late} lost finals before the last batch")
+    for name in ("done", "terminated", "truncated") if env.lane.agents else ():
+        same = rows["next", "agents", name].reshape(len(rows), -1) == rows["next", name]
+        verdict.rows(same.all(-1), rows, f"{name} of the agents")
+    if may_skip(config):
+        return
+    step = rows["collector", "step"]
+    if "steps" in env.transforms:
+        verdict.rows(rows["step_count",][:, 0] == step, rows, "step_count")
+        verdict.rows(rows["next", "step_count"][:, 0] == step + 1, rows, "next step_count")
+    if "init" in env.transforms:
+        verdict.rows(rows["is_init",].reshape(-1) == (step == 0), rows, "is_init")
+    if "sum" in env.transforms:
+        ids, total = rows["collector", "traj_ids"], rows["next", "episode_reward"].reshape(-1)
+        reward = rows["next", "reward"].reshape(-1)
+        for id in np.unique(ids):
+            own = ids == id
+            sums = np.cumsum(reward[own].astype(np.float64))
+            verdict(np.allclose(sums, total[own]), f"episode_reward of trajectory {id}")
+
+
+def _ledger(
+    config: Configuration,
+    outcome: Outcome,
+    run: Run,
+    rows: Rows,
+    executed: int,
+    verdict: Verdict,
+) -> None:
+    counts = run.counts
+    if not counts:
+        return
+    c = counts.get
+    balanced = c("slots") == c("executed", 0) + c("reset_slots", 0) and c("executed") == sum(
+        counts[name] for name in ("stored", "discarded", "carried", "lost")
+    )
+    verdict(balanced, f"the ledger does not balance: {counts}")
+    verdict(counts["carried"] == 0, f"{counts['carried']} are carried at the end")
+    if run.error is not None or run.number or config.env.lane.spoil:
+        return
+    verdict(counts["stored"] == len(rows), f"stored {counts['stored']}, there are {len(rows)}")
+    verdict(counts["executed"] == executed, f"executed {counts['executed']}, not {executed}")
+    complete = int(rows["next", "done"].sum()) if len(rows) else 0
+    got = counts["episodes_complete"]
+    verdict(got == complete, f"{got} complete episodes, there are {complete}")
+    if config.total_episodes is not None and config.phase == "":
+        verdict(complete == config.total_episodes, f"{complete} episodes")
+
+
+def _spends_slots(config: Configuration) -> bool:
+    env = config.env
+    recurrent = config.policy is not None and config.policy.recurrent
+    changed = env.transforms or config.max_frames_per_traj or recurrent
+    avoided = not env.adapter and config.reset_slots == "avoid" and env.system == "sync"
+    return env.has_reset_slots and not changed and not avoided
+
+
+def _order(
+    config: Configuration,
+    outcome: Outcome,
+    run: Run,
+    placed: list[tuple[list[int], list[Made]]],
+    verdict: Verdict,
+) -> None:
+    """The rows are the first ones: earlier slot first, then the lower lane."""
+    plain = config.surplus == "carry" and config.mode == "sync" and config.phase == ""
+    if not plain or config.reset_at_each_iter or config.env.lane.self_reset:
+        return
+    spends = _spends_slots(config)
+    slots = [
+        (each.event - 1 if spends else number, lane, number)
+        for lane, (_, made) in enumerate(placed)
+        for number, each in enumerate(made)
+    ]
+    taken = {(lane, number) for lane, (where, _) in enumerate(placed) for number in where}
+    if config.total_episodes is not None:
+        _first_episodes(config, slots, placed, verdict)
+        return
+    first = {(lane, number) for _, lane, number in sorted(slots)[: len(taken)]}
+    verdict(taken == first, "the rows are not the first ones in slot order")
+
+
+def _first_episodes(
+    config: Configuration,
+    slots: list[tuple[int, int, int]],
+    placed: list[tuple[list[int], list[Made]]],
+    verdict: Verdict,
+) -> None:
+    """The rows are the whole episodes that started first."""
+    wanted: set[tuple[int, int]] = set()
+    starts = 0
+    for _, lane, number in sorted(slots):
+        made = placed[lane][1]
+        if made[number].step or starts == config.total_episodes:
+            continue
+        starts += 1
+        stop = number + 1
+        while stop < len(made) and made[stop].step:
+            stop += 1
+        wanted |= {(lane, each) for each in range(number, stop)}
+    taken = {(lane, number) for lane, (where, _) in enumerate(placed) for number in where}
+    verdict(taken == wanted, "the rows are not the episodes that started first")

@@ -1,0 +1,269 @@
+"""One lane of a random environment: a Gymnasium environment, its journal, and its bad habits.
+
+From the inside out::
+
+    Lane        observations, rewards and infos are functions of (run, lane, episode, step, seed)
+    wrappers    Gymnasium's own
+    Witness     writes down what was truly done: the action that came, what went back
+    habits      what environments do to those that hold on to what they return
+
+So what a collector makes of the environment is judged by the journal alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from random_spaces import ACTIONS, Array, Leaves, action_sum, drawn, space_of_observation
+
+Reuse = Literal["", "same", "one key", "view", "double", "ring"]
+SelfReset = Literal["", "once", "twice"]
+Spoil = Literal["", "nan", "range", "dtype", "shape", "raise", "raise in reset"]
+
+
+class Injected(Exception):
+    """What a random environment or policy raises on its own account."""
+
+
+# --- journals -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Event:
+    """A reset (``action`` is None) or a step, and what it returned."""
+
+    obs: Leaves
+    infos: dict[str, Array]
+    action: Array | None = None
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+
+
+_HERE: dict[str, list[tuple[int, int, list[Event]]]] = defaultdict(list)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where lanes keep their journals: in this process, or in files of ``folder``."""
+
+    token: str
+    folder: str | None = None
+
+    def journal(self, run: int, lane: int) -> Journal:
+        """An empty journal, one an instance of a lane."""
+        if self.folder is not None:
+            return Journal(path=Path(self.folder) / f"{run}-{lane}-{os.getpid()}-{id(object())}")
+        journal = Journal()
+        _HERE[self.token].append((run, lane, journal.events))
+        return journal
+
+    def read(self) -> dict[tuple[int, int], list[list[Event]]]:
+        """By run and lane, the journals of all instances that were stepped, longest first."""
+        found: dict[tuple[int, int], list[list[Event]]] = defaultdict(list)
+        for run, lane, events in _HERE.get(self.token, []):
+            found[run, lane].append(events)
+        for path in Path(self.folder).glob("*-*-*-*") if self.folder is not None else ():
+            run, lane = map(int, path.name.split("-")[:2])
+            found[run, lane].append(_read(path))
+        return {
+            key: sorted((e for e in each if len(e) > 1), key=len, reverse=True)
+            for key, each in found.items()
+        }
+
+    def forget(self) -> None:
+        """Drop what is kept in this process."""
+        _HERE.pop(self.token, None)
+
+
+def _read(path: Path) -> list[Event]:
+    events = []
+    with path.open("rb") as file:
+        while file.peek(1):
+            events.append(pickle.load(file))
+    return events
+
+
+@dataclass
+class Journal:
+    """The events of one instance of a lane."""
+
+    path: Path | None = None
+    events: list[Event] = field(default_factory=list)
+
+    def write(self, event: Event) -> None:
+        """Add an event."""
+        if self.path is None:
+            self.events.append(event)
+        else:
+            with self.path.open("ab") as file:
+                pickle.dump(event, file)
+
+
+# --- what a lane is -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaneKind:
+    """What all lanes of an environment have in common."""
+
+    observation: str = "float32"
+    names: tuple[str, ...] = ()
+    """The observation is a Dict with these names instead."""
+    action: str = "discrete"
+    masked: bool = False
+    """The observation holds a mask of legal actions, nothing being legal at the end."""
+    lengths: tuple[tuple[int, ...], ...] = ((5,),)
+    """Of the episodes of each lane, in turn."""
+    ends: Literal["terminated", "truncated", "mixed", "both"] = "terminated"
+    infos: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    reuse: Reuse = ""
+    self_reset: SelfReset = ""
+    writes_action: bool = False
+    spoil: Spoil = ""
+    spoil_lane: int = 0
+    spoil_at: int = 0
+    """The step (or reset) of that lane, counted over all episodes."""
+    agents: int = 0
+
+    def observation_space(self) -> gym.Space[Any]:
+        """Of one lane."""
+        if self.agents:
+            return Box(-100, 100, (self.agents, 2), np.float32)
+        mask = int(self.action_space().n) if self.masked else 0  # type: ignore[attr-defined]
+        return space_of_observation(self.observation, self.names, mask)
+
+    def action_space(self) -> gym.Space[Any]:
+        """Of one lane."""
+        if self.agents:
+            return gym.spaces.MultiDiscrete([3] * self.agents)
+        return ACTIONS[self.action]()
+
+
+class Lane(gym.Env[Any, Any]):
+    """The innermost environment: right in everything, strict about how it is used."""
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
+
+    def __init__(self, kind: LaneKind, run: int, lane: int) -> None:
+        self.kind, self.run, self.lane = kind, run, lane
+        self.observation_space, self.action_space = kind.observation_space(), kind.action_space()
+        self.lengths = kind.lengths[lane % len(kind.lengths)]
+        self.episode, self.at, self.steps, self.resets = -1, 0, 0, 0
+        self.salt, self.over = 0, True
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Begin the next episode."""
+        super().reset(seed=seed)
+        self.salt = int(self.np_random.integers(2**31))
+        self.episode, self.at, self.over = self.episode + 1, 0, False
+        return self._observation(), self._infos()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute one action."""
+        assert not self.over, f"lane {self.lane}: a step behind the end of an episode"
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        reward = 1 + (31 * self.lane + 7 * self.episode + self.at) % 97 + action_sum(action)
+        self.at += 1
+        self.steps += 1
+        self.over = self.at >= self.lengths[self.episode % len(self.lengths)]
+        observation = self._observation()
+        if self._spoilt("nan"):
+            observation = np.full_like(observation, np.nan)
+        elif self._spoilt("range"):
+            observation = np.full_like(observation, 101)
+        ends = self.kind.ends
+        odd = (self.lane + self.episode) % 2
+        terminated = ends in ("terminated", "both") or (ends == "mixed" and odd == 0)
+        truncated = ends in ("truncated", "both") or (ends == "mixed" and odd == 1)
+        return (
+            observation,
+            float(reward),
+            self.over and terminated,
+            self.over and truncated,
+            self._infos(),
+        )
+
+    def _spoilt(self, what: Spoil) -> bool:
+        kind = self.kind
+        return (what, self.lane, self.steps) == (kind.spoil, kind.spoil_lane, kind.spoil_at)
+
+    def _observation(self) -> Any:
+        rng = np.random.default_rng([self.run, self.lane, self.episode, self.at, self.salt])
+        value = drawn(self.observation_space, rng)
+        if self.kind.masked:
+            mask = rng.integers(2, size=value["action_mask"].shape).astype(np.bool_)
+            mask[rng.integers(len(mask))] = True
+            value["action_mask"] = mask & (not self.over)
+        return value
+
+    def _infos(self) -> dict[str, Any]:
+        return {name: INFOS[name](self) for name in self.kind.infos if not _absent(name, self)}
+
+
+def _drift(lane: Lane) -> Any:
+    return 0 if lane.at < 3 else 0.75
+
+
+def _flag(lane: Lane) -> Any:
+    return False if lane.at < 3 else 3
+
+
+def _wide(lane: Lane) -> Any:
+    return np.int32(lane.at) if lane.at < 3 else np.int64(2**40)
+
+
+def _unsigned(lane: Lane) -> Any:
+    return np.uint8(lane.at) if lane.at < 3 else np.int64(-1)
+
+
+def _shrinking(lane: Lane) -> Any:
+    return np.arange(3.0) if lane.at < 3 else np.array([1.5])
+
+
+INFOS: dict[str, Any] = {
+    "tick": lambda lane: lane.steps,
+    "spot": lambda lane: np.array([lane.episode, lane.at], np.float32),
+    "even": lambda lane: lane.at % 2 == 0,
+    "drift": _drift,
+    "flag": _flag,
+    "wide": _wide,
+    "unsigned": _unsigned,
+    "shrinking": _shrinking,
+    "won": lambda lane: lane.episode + 1,
+    "now and then": lambda lane: lane.at + 0.5,
+}
+STEADY = ("tick", "spot", "even")
+CHANGING = ("drift", "flag", "wide", "unsigned", "shrinking")
+SOMETIMES = ("won", "now and then")
+
+
+def _absent(name: str, lane: Lane) -> bool:
+    if name == "won":
+        return not lane.over
+    return name == "now and then" and lane.at % 3 != 1
+
+
+def digest(parts: list[Array]) -> int:
+    """A number of the bytes of arrays."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(np.ascontiguousarray(part).tobytes(), found)
+    return found
+
+
+def is_discrete(kind: LaneKind) -> bool:
+    """One index, of which there may be a mask."""
+    space = kind.action_space()
+    return isinstance(space, Discrete) and space.start == 0

@@ -1,0 +1,159 @@
+"""Policies with every habit: all choose the action by the bytes of what they see, lane by lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from tensordict.nn import TensorDictSequential as Sequential
+from torch import nn
+from torchrl.modules import GRUModule
+
+from random_lanes import Injected, LaneKind, digest
+from random_spaces import Array, Key, acted
+
+Habit = Literal[
+    "", "new", "select", "writes", "fills", "replaces", "deletes", "keeps", "keeps td", "raises"
+]
+
+
+@dataclass(frozen=True)
+class PolicyKind:
+    """How a policy behaves. None in its place draws random actions."""
+
+    habit: Habit = ""
+    since: int = 1
+    """The call from which on it has its habit."""
+    memory: int = 3
+    """It acts by what it saw so many calls ago."""
+    copies: bool = False
+    """It keeps copies, and does everything else to copies."""
+    extra: tuple[str, ...] = ()
+    """Columns that it writes."""
+    module: bool = True
+    recurrent: bool = False
+
+    def clean(self) -> PolicyKind:
+        """The same policy, without any effect on what it is given."""
+        if self.habit in ("keeps", "keeps td"):
+            return PolicyKind("keeps", self.since, self.memory, True, self.extra)
+        return PolicyKind(extra=self.extra, recurrent=self.recurrent)
+
+
+class ActsByBytes(TensorDictModuleBase):
+    """The policy of a :class:`PolicyKind`."""
+
+    def __init__(self, kind: PolicyKind, lane: LaneKind, keys: tuple[Key, ...]) -> None:
+        super().__init__()
+        self.kind, self.space, self.keys = kind, lane.action_space(), keys
+        self.action_key: Key = ("agents", "action") if lane.agents else ("action",)
+        self.in_keys = list(keys)
+        self.out_keys = [self.action_key, *map(_extra_key, kind.extra)]
+        self.calls = 0
+        self.kept: deque[Any] = deque(maxlen=kind.memory)
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action, and do as is the habit."""
+        self.calls += 1
+        kind, lanes = self.kind, td.batch_size
+        has_habit = self.calls >= kind.since
+        if kind.habit == "raises" and has_habit:
+            raise Injected(f"call {self.calls} of the policy")
+        seen = self._seen(td)
+        numbers = numbers_of([np.asarray(each) for each in seen], len(lanes))
+        action = torch.from_numpy(acted(self.space, numbers))
+        out = TensorDict({}, lanes) if kind.habit == "new" else td
+        if kind.copies and kind.habit != "new":
+            out = td.copy()
+        if has_habit:
+            out = self._habit(td, out)
+        out.set(self.action_key, action.reshape((*lanes, *action.shape[1:])))
+        for name in kind.extra:
+            out.set(_extra_key(name), extra_of(numbers, name).reshape((*lanes, 2)))
+        return out
+
+    def _seen(self, td: TensorDictBase) -> list[torch.Tensor]:
+        now = [td.get(key) for key in self.keys]
+        if self.kind.habit == "keeps":
+            self.kept.append([each.clone() for each in now] if self.kind.copies else now)
+            return list(self.kept[0])
+        if self.kind.habit == "keeps td":
+            self.kept.append(td)
+            return [self.kept[0].get(key) for key in self.keys]
+        return now
+
+    def _habit(self, td: TensorDictBase, out: TensorDictBase) -> TensorDictBase:
+        habit = self.kind.habit
+        if habit == "select":
+            return td.select(*self.keys[:1])
+        for key in self.keys:
+            value = td.get(key)
+            if habit == "writes":
+                if value.dtype is torch.bool:
+                    value.logical_not_()
+                else:
+                    value.clamp_(0 if value.dtype is torch.uint8 else -1, 1)
+            elif habit == "fills":
+                value.numpy()[...] = 1
+            elif habit == "replaces":
+                out.set(key, torch.ones_like(value))
+        if habit == "deletes":
+            out.del_(self.keys[0])
+        return out
+
+
+def numbers_of(columns: list[Array], lead: int = 1) -> Any:
+    """A number for each row of these columns ``[row, ...]``; without rows, for the only one."""
+    if not lead:
+        columns = [column[None] for column in columns]
+    rows = len(columns[0])
+    return np.array([digest([column[row] for column in columns]) for row in range(rows)], np.uint64)
+
+
+def extra_of(numbers: Any, name: str) -> torch.Tensor:
+    """A column that is written beside the action ``[row, 2]``."""
+    dtype = torch.float64 if name == "deep" else torch.int32
+    each = np.stack([numbers % 1000, numbers % 77], -1).astype(np.int64)
+    return torch.from_numpy(each).to(dtype)
+
+
+def _extra_key(name: str) -> Key:
+    return ("deep", "down", "told") if name == "deep" else (name,)
+
+
+class _Argmax(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[..., : self.count].argmax(-1)
+
+
+def _recurrent(space: gym.Space[Any], size: int) -> Sequential:
+    assert isinstance(space, gym.spaces.Discrete)
+    torch.manual_seed(1)
+    gru = GRUModule(
+        input_size=size,
+        hidden_size=4,
+        in_keys=["observation", "state"],
+        out_keys=["hid", ("next", "state")],
+    )
+    choose = TensorDictModule(_Argmax(int(space.n)), in_keys=["hid"], out_keys=["action"])
+    return Sequential(gru, choose)
+
+
+def make_policy(kind: PolicyKind | None, lane: LaneKind, keys: tuple[Key, ...]) -> Any:
+    """The policy, a module or a plain function."""
+    if kind is None:
+        return None
+    if kind.recurrent:
+        return _recurrent(lane.action_space(), int(np.prod(lane.observation_space().shape)))
+    policy = ActsByBytes(kind, lane, keys)
+    return policy if kind.module else policy.forward

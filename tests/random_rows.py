@@ -1,0 +1,234 @@
+"""Rows of one lane are compared with the journal of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from random_configurations import DECLARED, Configuration
+from random_lanes import Event
+from random_spaces import Array, Key
+
+MOST = 8
+
+
+@dataclass(frozen=True)
+class Made:
+    """A transition of a journal."""
+
+    event: int
+    before: Event
+    after: Event
+    start: bool
+    """It is the first after a reset."""
+    step: int
+    """Steps since that reset."""
+
+
+@dataclass
+class Rows:
+    """Stored or yielded rows, lane by lane within each batch, as arrays."""
+
+    columns: dict[Key, Array]
+    batch: Array
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def __getitem__(self, key: Key) -> Array:
+        return self.columns[key]
+
+    def take(self, at: Array) -> Rows:
+        """Some of them."""
+        return Rows({key: column[at] for key, column in self.columns.items()}, self.batch[at])
+
+
+@dataclass
+class Verdict:
+    """What is wrong."""
+
+    found: list[str] = field(default_factory=list)
+
+    def __call__(self, right: Any, what: str) -> bool:
+        """Note ``what`` unless it is ``right``."""
+        if not right and len(self.found) < MOST:
+            self.found.append(what)
+        return bool(right)
+
+    def rows(self, right: Array, rows: Rows, what: str) -> None:
+        """Note the first row where it is not right."""
+        wrong = np.flatnonzero(~np.asarray(right, np.bool_))
+        if len(wrong):
+            at = {name: int(rows["collector", name][wrong[0]]) for name in ("lane", "step")}
+            self(False, f"{what}: {len(wrong)} of {len(right)} rows, first row {wrong[0]}, {at}")
+
+
+def made_by(events: list[Event]) -> Iterator[Made]:
+    before: Event | None = None
+    start, step = True, 0
+    for number, event in enumerate(events):
+        if event.action is None:
+            start, step = True, 0
+        else:
+            assert before is not None
+            yield Made(number, before, event, start, step)
+            start, step = False, step + 1
+        before = event
+
+
+def _plain(column: Array, wanted: Array) -> Array:
+    """One-hot columns as numbers; TorchRL's wrapper gives numbers a shape."""
+    if column.shape == (*wanted.shape, 1) and wanted.ndim == 1:
+        return column[:, 0]
+    if column.shape[1:] != wanted.shape[1:] and column.ndim == wanted.ndim + 1:
+        return column.argmax(-1)
+    return column
+
+
+def equal(column: Array, wanted: Array) -> Array:
+    """``[row]`` bit for bit, after a cast to the column's dtype."""
+    column = _plain(column, wanted)
+    if column.shape != wanted.shape:
+        return np.zeros(len(column), np.bool_)
+    with np.errstate(all="ignore"):
+        wanted = wanted.astype(column.dtype)
+    nan = (column != column) & (wanted != wanted)
+    same = ((column == wanted) | nan).reshape(len(column), -1).all(-1)
+    return np.asarray(same)
+
+
+def may_skip(config: Configuration) -> bool:
+    """Transitions between stored ones may have been discarded."""
+    return config.surplus == "discard" or config.phase == "seed"
+
+
+def compare_lane(
+    config: Configuration, rows: Rows, made: list[Made], verdict: Verdict, lane: int
+) -> list[int]:
+    """Compare the rows of one lane with a journal; returns which transition each one is."""
+    where = _align(config, rows, made, verdict)
+    if len(where) < len(rows):
+        rows = rows.take(np.arange(len(where)))
+    own = [made[at] for at in where]
+    if not own:
+        return where
+    valid = rows.columns.get(("collector", "next_valid"), np.ones(len(rows), np.bool_))
+    ended = np.array([ends_of(config, each)[2] for each in own])
+    kind = config.env.lane
+    for key in own[0].after.obs:
+        before = np.stack([each.before.obs[key] for each in own])
+        after = np.stack([each.after.obs[key] for each in own])
+        column = config.column(key)
+        verdict.rows(equal(rows[column], before), rows, f"{column} is not what was returned")
+        right = equal(rows["next", *column], after) | ~valid
+        verdict.rows(right | ended, rows, f"next {column} in mid-trajectory is another")
+        if not _may_lose_finals(config, rows, ended, valid):
+            verdict.rows(right, rows, f"next {column} at an end is not the final one")
+    action = np.stack([np.asarray(each.after.action) for each in own])
+    verdict.rows(equal(rows[config.column(("action",))], action), rows, "another action")
+    reward = np.array([each.after.reward for each in own])[:, None]
+    if kind.agents:
+        reward = (reward * np.arange(1, kind.agents + 1))[..., None]
+    column = rows["next", *config.column(("reward",))]
+    verdict.rows(equal(column, reward), rows, "another reward")
+    flags = np.array([ends_of(config, each) for each in own])
+    for number, name in enumerate(("terminated", "truncated", "done")):
+        verdict.rows(equal(rows["next", name], flags[:, number : number + 1]), rows, name)
+    if config.info_keys:
+        _infos(config, rows, own, verdict)
+    _numbers(rows, where, own, lane, verdict)
+    _valid(config, rows, ended, valid, verdict)
+    return where
+
+
+def ends_of(config: Configuration, made: Made) -> tuple[bool, bool, bool]:
+    limit = config.max_frames_per_traj
+    late = limit is not None and made.step >= limit - 1
+    terminated, truncated = bool(made.after.terminated), bool(made.after.truncated) or late
+    return terminated, truncated, terminated or truncated
+
+
+def _align(config: Configuration, rows: Rows, made: list[Made], verdict: Verdict) -> list[int]:
+    """The transition that each row is: the one after the last row's, unless some were skipped."""
+    keys = [config.column(key) for key in (made[0].before.obs if made else ())]
+    where: list[int] = []
+    at = -1
+    for row in range(len(rows)):
+        at += 1
+        if may_skip(config):
+            while at < len(made) and not _looks_like(config, rows, row, made[at], keys):
+                at += 1
+        if at >= len(made):
+            verdict(False, f"row {row} of the lane was never made ({len(made)} transitions were)")
+            break
+        where.append(at)
+    return where
+
+
+def _looks_like(config: Configuration, rows: Rows, row: int, made: Made, keys: list[Key]) -> bool:
+    reward = float(rows["next", *config.column(("reward",))][row].reshape(-1)[0])
+    if reward != np.float32(made.after.reward):
+        return False
+    return all(
+        equal(rows[key][row][None], np.asarray(value)[None])[0]
+        for key, value in zip(keys, made.before.obs.values(), strict=True)
+    )
+
+
+def _may_lose_finals(config: Configuration, rows: Rows, ended: Array, valid: Array) -> bool:
+    """The environment loses final observations, in a way that nobody can see (yet)."""
+    kind = config.env.lane
+    return kind.self_reset != "" and not config.env.auto_reset and not config.loses_finals
+
+
+def _valid(config: Configuration, rows: Rows, ended: Array, valid: Array, verdict: Verdict) -> None:
+    """Final observations are marked as lost where they are, and nowhere else."""
+    if config.env.auto_reset or config.loses_finals:
+        verdict.rows(valid == ~ended, rows, "next_valid is not where final observations are lost")
+    elif not config.env.lane.self_reset:
+        verdict.rows(valid, rows, "next_valid is False where nothing was lost")
+
+
+def _infos(config: Configuration, rows: Rows, own: list[Made], verdict: Verdict) -> None:
+    for name in config.env.lane.infos:
+        for key, events in (
+            ((name,), [each.before for each in own]),
+            (("next", name), [each.after for each in own]),
+        ):
+            column = rows[key]
+            fill = DECLARED[name][2] if config.given_column(name) else 0
+            right = [
+                _holds(column[row], event.infos.get(name), fill) for row, event in enumerate(events)
+            ]
+            verdict.rows(np.array(right), rows, f"info {key} is another")
+            if flag := config.given_column(name):
+                given = rows[*key[:-1], *flag].reshape(-1)
+                wanted = np.array([name in event.infos for event in events])
+                verdict.rows(given == wanted, rows, f"{flag} is wrong")
+
+
+def _holds(value: Array, wanted: Array | None, fill: float) -> bool:
+    """The column's value is the info's, which need not have the same dtype, or the filling."""
+    if wanted is None:
+        return bool(np.all(value == fill))
+    if np.shape(value) != wanted.shape:
+        return False
+    return bool(np.all(np.asarray(value, object) == wanted.astype(object)))
+
+
+def _numbers(rows: Rows, where: list[int], own: list[Made], lane: int, verdict: Verdict) -> None:
+    """Steps count from each start, and a trajectory has one id, larger than those before."""
+    step, ids = rows["collector", "step"], rows["collector", "traj_ids"]
+    wanted = 0
+    for row, each in enumerate(own):
+        begins = row == 0 or each.start or where[row] != where[row - 1] + 1
+        wanted = 0 if begins else wanted + 1
+        if not verdict(step[row] == wanted, f"row {row}: step {step[row]}, not {wanted}"):
+            return
+        if row:
+            grows = ids[row] > ids[row - 1] if begins else ids[row] == ids[row - 1]
+            if not verdict(grows, f"row {row}: id {ids[row]} after {ids[row - 1]}"):
+                return

@@ -1,0 +1,22 @@
+"""What is wrong with a configuration: its own rows, and that its twin has others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from random_configurations import Configuration
+from random_drawing import twin
+from random_judge import differences, judge
+from random_runs import carry_out
+
+
+def examined(config: Configuration, folder: Path) -> list[str]:
+    """Run ``config``, and its twin where it has one, in ``folder``; returns what is wrong."""
+    (folder / "it").mkdir()
+    outcome = carry_out(config, folder / "it")
+    wrong = judge(config, outcome)
+    other = twin(config)
+    if other is not None and outcome.error is None:
+        (folder / "twin").mkdir()
+        wrong += differences(outcome, carry_out(other, folder / "twin"))
+    return wrong
