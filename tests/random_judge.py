@@ -43,7 +43,8 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
     _split(outcome, verdict)
     for path in outcome.paths:
         if path.exists():
-            report = verify(path)
+            let_pass = config.env.lane.spoil == "nan" and config.validate != "raise"
+            report = verify(path, skip=["nan"] if let_pass else [])
             verdict(report.sound, f"verify: {[str(each) for each in report.findings]}")
     return verdict.found
 
