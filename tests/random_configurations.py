@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-import tallyroll.collector
-from tallyroll.collector import SyncCollector
+from tallyroll.collector import Info
 
 import random_spaces as sp
 from random_environments import EnvKind
@@ -69,7 +67,7 @@ class Configuration:
     def column(self, key: Key) -> Key:
         """The column of an observation, an action or a reward."""
         lane = self.env.lane
-        if self.settled and accepts("rename") and key[0] in lane.names:
+        if self.settled and key[0] in lane.names:
             return (f"own {lane.names.index(key[0])}", *key[1:])
         return ("agents", *key) if lane.agents and key[0] != "agents" else key
 
@@ -79,33 +77,31 @@ class Configuration:
         lane, given = self.env.lane, {}
         if not self.settled:
             return {}
-        if lane.names and accepts("rename"):
+        if lane.names:
             given["rename"] = {name: f"own {i}" for i, name in enumerate(lane.names)}
-        if accepts("finals"):
-            given["finals"] = "lost" if self.loses_finals else "kept"
+        given["finals"] = "lost" if self.loses_finals else "kept"
         return given
 
     @property
     def loses_finals(self) -> bool:
         """It says that final observations are lost."""
         lost = self.env.lane.self_reset != "" and not self.env.auto_reset
-        return lost and self.settled and accepts("finals")
+        return lost and self.settled
 
     @property
     def infos(self) -> tuple[Any, ...]:
         """What `info_keys` are."""
         names = self.env.lane.infos if self.info_keys else ()
-        if not self.settled or Info is None:
+        if not self.settled:
             return names
         return tuple(Info(name, *DECLARED[name]) if name in DECLARED else name for name in names)
 
     def given_column(self, name: str) -> Key | None:
         """The column that says where an info was given."""
-        declared = self.settled and Info is not None and name in SOMETIMES
+        declared = self.settled and name in SOMETIMES
         return (f"{name}_given",) if declared else None
 
 
-Info: Any = getattr(tallyroll.collector, "Info", None)
 DECLARED: dict[str, tuple[Any, ...]] = {
     "drift": ("float64",),
     "flag": ("int64",),
@@ -122,11 +118,6 @@ def observation_keys(lane: LaneKind) -> tuple[Key, ...]:
         return (("agents", "observation"),)
     value = sp.drawn(lane.observation_space(), np.random.default_rng(0))
     return tuple(key for key in sp.leaves(value) if key != ("action_mask",))
-
-
-def accepts(name: str) -> bool:
-    """Collectors have that argument."""
-    return name in inspect.signature(SyncCollector).parameters
 
 
 # --- what may be refused --------------------------------------------------------------------------
