@@ -237,7 +237,7 @@ def test_a_storage_that_takes_fewer_rows_than_it_is_given(tmp_path: Path) -> Non
         assert storage is not None
         original = storage.extend
         with (
-            patch.object(storage, "extend", lambda rows: original(rows)[:-1]),
+            patch.object(storage, "extend", lambda rows, **kwargs: original(rows, **kwargs)[:-1]),
             pytest.raises(LedgerError, match="to the storage, got 9"),
         ):
             next(iter(collector))
@@ -354,11 +354,11 @@ def test_of_a_batch_that_a_ring_took_half_the_half_is_counted(tmp_path: Path) ->
         next(iter(collector))
         original, calls = ring.extend, []
 
-        def full(rows: Any) -> Any:
+        def full(rows: Any, **kwargs: Any) -> Any:
             calls.append(len(rows[LANE]))
             if len(calls) == 2:
                 raise OSError("the disk is full")
-            return original(rows)
+            return original(rows, **kwargs)
 
         two = partial(_in_twos, sink._pieces)
         with (

@@ -159,7 +159,7 @@ def test_rows_of_no_collector_whose_lanes_are_all_nonsense(
     )
     with MemmapStorage(tmp_path / "rows", max_size=max_size) as storage:
         for _ in range(2):
-            storage.extend(batch)
+            storage.extend(batch, ids="fresh")
     assert verify(tmp_path / "rows").findings
 
 

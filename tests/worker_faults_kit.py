@@ -181,17 +181,25 @@ class Faults:
 
 
 class FaultyLane(OracleEnv):
-    """One lane; `slow` is in seconds a step."""
+    """One lane; `slow` is in seconds a step.
+
+    Reset with the seed 0, it is a child that is made to be looked at: it makes no experience, and
+    nothing is noted or fails. Lanes' seeds are words of 31 random bits.
+    """
 
     def __init__(
         self, lane: int, faults: Faults, *, lengths: Sequence[int], slow: float = 0.0
     ) -> None:
         super().__init__(lane, lengths, ends="mixed", kind="seeded")
-        self.faults, self.slow = faults, slow
+        self.faults, self.slow, self.looked_at = faults, slow, False
         faults.note("processes", os.getpid())
 
     def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begin the next episode."""
+        if seed is not None:
+            self.looked_at = seed == 0
+        if self.looked_at:
+            return super().reset(seed=seed, **kwargs)
         self.faults.note("seeds", seed)
         self.faults.note(f"seeds-{self.lane}", seed)
         self.faults.at("reset", self.lane)
@@ -199,6 +207,8 @@ class FaultyLane(OracleEnv):
 
     def step(self, action: Any) -> Any:
         """Execute one action."""
+        if self.looked_at:
+            return super().step(action)
         self.faults.at("step", self.lane, action)
         if self.slow:
             time.sleep(self.slow)
@@ -208,6 +218,8 @@ class FaultyLane(OracleEnv):
 
     def close(self) -> None:
         """Fail here, too."""
+        if self.looked_at:
+            return
         self.faults.at("close", self.lane)
 
 
