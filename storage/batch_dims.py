@@ -109,7 +109,8 @@ def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key
     found: dict[Key, int] = {}
     for key, given in columns:
         counts = [0] * len(key) if given is None else given
-        if len(counts) != len(key) or not all(type(n) is int and n >= 0 for n in counts):
+        listed = isinstance(counts, list) and len(counts) == len(key)
+        if not listed or not all(type(n) is int and n >= 0 for n in counts):
             raise InvalidSchema(f"{spell(key)} has batch_dims {given!r:.100}.")
         for depth, count in enumerate(counts):
             if found.setdefault(key[:depth], count) != count:

@@ -28,7 +28,7 @@ import numpy as np
 from .count_words import COUNT_BITS, count_of, word_of
 from .errors import CorruptStorage, RecordTooLarge
 from .origin import Origin
-from .paths import failed, open_plain
+from .paths import failed, open_plain, read_plain
 from .versions import FORMAT_VERSION, READABLE, is_newer, mismatch, require_readable
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "count_of",
     "header_bytes",
     "refuse_newer",
+    "refuse_newer_header",
     "word_of",
 ]
 
@@ -78,6 +79,15 @@ def refuse_newer(header: bytes, path: Path) -> None:
     ours = (_IDENTITY.pack(magic, known, *rest) for known in READABLE)
     if checksum not in map(zlib.crc32, ours):
         raise mismatch(version, path)
+
+
+def refuse_newer_header(path: Path) -> None:
+    """Raise `FormatVersionMismatch` where the file at ``path`` is a later version's header."""
+    try:
+        header = read_plain(path)
+    except OSError:
+        return
+    refuse_newer(header[:_SLOTS_AT], path)
 
 
 class Header:

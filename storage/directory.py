@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from pathlib import Path
 
-from .commit import HEADER_NBYTES, committed_counts, refuse_newer
+from .commit import HEADER_NBYTES, committed_counts, refuse_newer, refuse_newer_header
 from .errors import (
     CorruptStorage,
     DirectoryNotEmpty,
@@ -16,7 +16,7 @@ from .errors import (
     StorageMissing,
 )
 from .format import Format
-from .manifest import sync_directory
+from .manifest import Manifest, sync_directory
 from .paths import (
     failed,
     make_directory,
@@ -53,6 +53,19 @@ class DirectoryFormat(Format):
                 f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory "
                 "of its own; give another path."
             )
+
+    def read_manifest(self) -> Manifest:
+        """The manifest. Where there is none that can be read, the header may be a later version's.
+
+        Raises:
+            FormatVersionMismatch: a later Tallyroll wrote it.
+            NotAStorage, CorruptStorage: as `Format.read_manifest`.
+        """
+        try:
+            return super().read_manifest()
+        except (NotAStorage, CorruptStorage):
+            refuse_newer_header(self.header_path)
+            raise
 
     def _refuse_lost_manifest(self) -> None:
         """An unfinished creation has committed nothing; anything else is somebody's data."""

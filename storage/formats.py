@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .base import DiskStorage
-from .errors import NotAStorage, StorageMissing
+from .commit import refuse_newer_header
+from .errors import CorruptStorage, NotAStorage, StorageMissing
 from .hdf5 import H5Storage
 from .manifest import read_manifest
 from .memmap import MemmapStorage
@@ -89,6 +90,9 @@ def _name_at(place: Path) -> str:
     return _name_of_directory(place) if place.is_dir() else _name_of_file(place)
 
 
+_MEMMAP_HEADER = "tallyroll.header"
+
+
 def _name_of_directory(place: Path) -> str:
     ours = place / "tallyroll" / "manifest.json"
     if not ours.exists() and not (place / "manifest.json").exists():
@@ -100,7 +104,12 @@ def _name_of_directory(place: Path) -> str:
                     "it, or its creation was interrupted. Open it with zarr-python; if it was to "
                     "be a storage, create it again."
                 )
-    manifest = read_manifest(ours if ours.exists() else place / "manifest.json")
+    manifest_path = ours if ours.exists() else place / "manifest.json"
+    try:
+        manifest = read_manifest(manifest_path)
+    except (NotAStorage, CorruptStorage):
+        refuse_newer_header(place / _MEMMAP_HEADER)
+        raise
     for name, kind in FORMATS.items():
         if kind._format_class.name == manifest["format"]:
             return name

@@ -170,6 +170,7 @@ class IdWatch:
 
     def _admit_new(self, ids: np.ndarray, steps: np.ndarray, lane: np.ndarray) -> None:
         """Admit rows whose ids are larger than all that are stored, if no two are the same."""
+        _require_lanes(int(lane.min()), int(lane.max()), self._path)
         # In 64 bits, whatever they are; only what looks alike is looked at again.
         keys = ids * _SPREAD
         keys += steps
@@ -336,8 +337,10 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _flags(values: Any) -> np.ndarray:
-    """Bools [n, ...] as [n]: any of a row."""
+    """Flags [n, ...], bools or numbers, as bools [n]: any of a row."""
     found: np.ndarray = _array(values)
+    if found.dtype != np.bool_:
+        found = found != 0
     if found.ndim == 1:
         return found
     found = found.reshape(len(found), -1)

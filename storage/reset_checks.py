@@ -79,7 +79,7 @@ class ResetChecks:
             inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
             lanes = int(inside.max(initial=-1)) + 1
         known = self._runs.get(origin)
-        if known is None or known.lanes < lanes:
+        if known is None or not (known.decided or known.lanes >= lanes):
             known = self._runs[origin] = SelfResets(lanes)
         return known
 

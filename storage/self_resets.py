@@ -175,12 +175,12 @@ class SelfResets:
         """
         if self.decided or not len(rows.lane):
             return
+        if rows.lane.min() < 0 or rows.lane.max() >= self.lanes:
+            self.verdict = Verdict.FINE
+            return
         begins = rows.step == 0
         if not (begins.any() or rows.ended.any()):
             self._look_between(rows)
-            return
-        if rows.lane.min() < 0 or rows.lane.max() >= self.lanes:
-            self.verdict = Verdict.FINE
             return
         self._follow(rows, begins)
         self._judge()

@@ -355,6 +355,7 @@ def test_a_schema_with_them_is_read_back(time: tuple[int, ...]) -> None:
         (lambda columns: columns[1].update(batch_dims=[0, 9]), "other batch_dims than columns"),
         (lambda columns: columns[1].update(batch_dims=[0]), r"agents/o has batch_dims \[0\]"),
         (lambda columns: columns[1].update(batch_dims="x y"), "agents/o has batch_dims 'x y'"),
+        (lambda columns: columns[1].update(batch_dims=1), "agents/o has batch_dims 1"),
         (lambda columns: columns[1].update(batch_dims=[0, -1]), r"has batch_dims \[0, -1\]"),
         (lambda columns: columns[1].update(batch_dims=[0, True]), r"has batch_dims \[0, True\]"),
         (lambda columns: columns[0].update(batch_dims=[1]), "other batch_dims than columns beside"),

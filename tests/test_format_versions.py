@@ -306,6 +306,19 @@ def test_what_a_later_tallyroll_left_without_a_manifest_is_not_removed(tmp_path:
         assert files_of(path) == before
 
 
+def test_a_later_header_beside_a_manifest_that_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "five.memmap"
+    with MemmapStorage(path) as storage:
+        storage.extend(rows(0, 5))
+    format = MemmapStorage._format_class(path)
+    content = format.header_path.read_bytes()
+    format.header_path.write_bytes(LATER_HEADERS["with other fields"](content))
+    format.manifest_path.write_bytes(b"not JSON any more")
+    assert_told(path, FormatVersionMismatch, "version 4")
+    format.header_path.write_bytes(content)
+    assert_told(path, CorruptStorage, "not JSON any more")
+
+
 @pytest.mark.parametrize("version", [-1, 0, "4", True, None, 4.0, 10**30, 2**16, [4], {}])
 def test_a_version_that_cannot_be_is_damage(five: Path, version: object) -> None:
     with open_storage(five) as storage:

@@ -57,6 +57,28 @@ def stored(storage: DiskStorage) -> list[Row]:
     return list(zip(*(each.tolist() for each in (*columns, done)), strict=True))
 
 
+@pytest.mark.parametrize("lane", [-1, 2**30])
+def test_a_new_storage_has_lanes_that_can_be(tmp_path: Path, lane: int) -> None:
+    with MemmapStorage(tmp_path / "data") as storage:
+        with pytest.raises(TrajectoryIdTaken, match=f"of lane {lane}"):
+            storage.extend(batch([(9, 0, lane, False), (10, 0, 0, False)]))
+        storage.extend(batch([(9, 0, 1, False), (10, 0, 0, False)]))
+        assert storage.head == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+def test_done_may_be_a_number(tmp_path: Path, dtype: type) -> None:
+    def rows(*of: Row) -> dict[Any, np.ndarray]:
+        found = batch(list(of))
+        return found | {("next", "done"): found["next", "done"].astype(dtype)}
+
+    with MemmapStorage(tmp_path / "data") as storage:
+        storage.extend(rows((3, 0, 0, False), (4, 0, 1, True)))
+        storage.extend(rows((3, 1, 0, False), (5, 0, 1, False)))
+        with pytest.raises(TrajectoryIdTaken, match="it ended there"):
+            storage.extend(rows((4, 1, 1, False), (3, 2, 0, False)))
+
+
 class Model:
     """Plain: which batches are those of trajectories, row by row."""
 
