@@ -142,7 +142,7 @@ class Delivery:
         return as_tensordict(with_cuts(rows, self._dones), self._device, self._behind)
 
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
-        own = own_flags(rows, self._dones)
+        own = own_flags(rows, self._dones) if self._sink.stores else None
         with admitted():
             batch = postproc(self._as_batch(rows))
         count = len(rows[STEP])

@@ -82,6 +82,7 @@ def evaluate(
             seed=seed,
             exploration_type=exploration_type,
             max_frames_per_traj=max_frames_per_traj,
+            finals="lost",  # nothing is computed from final observations
         ) as collector,
     ):
         for _ in collector:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from types import FunctionType
 
 import torch
 from tensordict import TensorDictBase
@@ -20,11 +21,14 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
 
     A key under ``"next"`` is one where the policy reads it at the root. Found by calling copies of
     it on copies of ``td``, generators restored: twice alike, and with what it wrote put back. Of
-    one that is not repeatable, and of one that refuses its own output, none is found.
+    one that cannot be copied, one that is not repeatable, and one that refuses its own output,
+    none is found.
     """
     apart = {*action_keys(env), *map(as_key, td.keys(True, True))}
     places = {key: _place(key) for key in policy.writes if _place(key) not in apart}
     if not places:
+        return ()
+    if not _leaves_no_trace(policy):
         return ()
     given = td.clone()
     for name in list(given.keys(True, True)):
@@ -42,6 +46,14 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
         return ()
     found = (key for key, place in places.items() if _matters(policy, given, kept, place, after))
     return tuple(found) or tuple(places)
+
+
+def _leaves_no_trace(policy: Policy) -> bool:
+    """It can be called as often as one likes: a copy is, or it is a function of its input alone."""
+    module = policy.module
+    return for_trial(policy).module is not module or (
+        isinstance(module, FunctionType) and module.__closure__ is None
+    )
 
 
 def _matters(
@@ -79,7 +91,8 @@ def _called(
 
 def _same(one: Mapping[Key, torch.Tensor], other: Mapping[Key, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        value.shape == other[key].shape
+        (value.shape, value.dtype, value.device)
+        == (other[key].shape, other[key].dtype, other[key].device)
         and bool(torch.isclose(value, other[key], rtol=0, atol=0, equal_nan=True).all())
         for key, value in one.items()
     )

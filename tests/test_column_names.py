@@ -238,6 +238,13 @@ def test_two_columns_change_names_with_each_other() -> None:
     check(rows, p=100, o=200)
 
 
+def test_two_columns_of_a_torchrl_environment_do_too() -> None:
+    rename = {"own": "told", "told": "own"}
+    rows = joined(collect(partial(Echo, "told"), rename=rename, **BUDGET)[0])
+    assert torch.equal(rows["told"], rows["collector", "step"])
+    assert torch.equal(rows["next", "own"], rows["action"])
+
+
 def test_a_plain_observation_and_a_tuple_have_other_names_too() -> None:
     rows = joined(collect(partial(vec, box()), rename={"observation": "state"}, **BUDGET)[0])
     check(rows, state=0)

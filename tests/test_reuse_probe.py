@@ -105,10 +105,12 @@ def test_only_a_reset_does_harm() -> None:
 
 def test_one_factory_of_each_kind_is_tried() -> None:
     made = [lambda lane=lane: lane for lane in range(3)]
-    assert distinct([*made, partial(one, None, "float", 1), partial(one, "all", "float", 2)]) == [
-        0,
-        3,
+    ones = [
+        partial(one, *args)
+        for args in ((None, "float", 1), ("all", "float", 2), ("all", "float", 3))
     ]
+    assert distinct([*made, *ones]) == [0, 3, 4]
+    assert distinct([one] * 3, [{"reuse": None}, {"reuse": "all"}, {"reuse": None}]) == [0, 1]
 
 
 def test_a_throwaway_is_closed_whatever_happens() -> None:

@@ -390,7 +390,7 @@ def _checks(text: str) -> list[str]:
 
 
 def _frame_skip(text: str) -> int | str:
-    return text if text.isidentifier() else _positive(text)
+    return text if all(map(str.isidentifier, text.split("/"))) else _positive(text)
 
 
 def _rename(text: str) -> str:

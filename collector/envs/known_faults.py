@@ -1,6 +1,6 @@
 """TorchRL environments that are known to return wrong ends, recognised by their types' names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import Compose, Transform
 
+from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
 
 Fault = Callable[[EnvBase, int | None, bool], str | None]
@@ -35,12 +36,10 @@ def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: 
         limit = _lower(limit, _step_limit(env.transform))
         env = env.base_env
     if isinstance(env, BatchedEnvBase):
-        for make in _different(env):
-            inner = make()
-            try:
+        for index in distinct(env.create_env_fn, env.create_env_kwargs):
+            make = partial(env.create_env_fn[index], **env.create_env_kwargs[index])
+            with throwaway(make) as inner:
                 refuse_known_faults(inner, limit, finals_lost)
-            finally:
-                inner.close(raise_if_closed=False)
         return
     for kind in type(env).__mro__:
         fault = FAULTS.get((kind.__module__, kind.__qualname__))
@@ -62,15 +61,6 @@ def _step_limit(transform: Transform | None) -> int | None:
             limit = _lower(limit, _step_limit(each))
         return limit
     return transform.max_steps if isinstance(transform, StepCounter) else None
-
-
-def _different(env: BatchedEnvBase) -> Iterator[Callable[[], EnvBase]]:
-    """Makes one environment for each different factory of ``env``."""
-    seen: list[tuple[Any, Any]] = []
-    for create, kwargs in zip(env.create_env_fn, env.create_env_kwargs, strict=True):
-        if not any(create is other and kwargs == theirs for other, theirs in seen):
-            seen.append((create, kwargs))
-            yield partial(create, **kwargs)
 
 
 def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:

@@ -159,7 +159,9 @@ def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
     if not pairs:
         return env
     old, new = zip(*pairs, strict=True)
-    transform = RenameTransform(list(old), list(new))
+    # One after the other: in a single pass names that are swapped would overwrite each other.
+    between = [(f"_renamed_{index}",) for index in range(len(pairs))]
+    transform = Compose(RenameTransform(list(old), between), RenameTransform(between, list(new)))
     return TransformedEnv(env, transform, auto_unwrap=False)
 
 
@@ -324,7 +326,8 @@ def loses_finals(env: EnvBase) -> bool:
 def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
     """``env`` whose trajectories are truncated after ``frames`` transitions."""
     base = list(chain(env))[-1]
-    if _counts_otherwise(env):
+    declared_later = isinstance(base, GymnasiumVectorEnv) and ("step_count",) in base.info_keys
+    if declared_later or _counts_otherwise(env):
         raise NameRefused(
             "max_frames_per_traj counts in a column 'step_count', which the environment has "
             'already: rename={"step_count": "own_step_count"}'

@@ -45,7 +45,8 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
             f'got {env}; use surplus="carry" or "discard"'
         )
-    refuse_reused(env)
+    if options.finals != "lost":
+        refuse_reused(env)
     return env
 
 

@@ -113,7 +113,7 @@ def refuse_reused(env: EnvBase) -> None:
             _refuse_same_step(base)
     elif isinstance(base, BatchedEnvBase):
         in_one_call = isinstance(env, ParallelEnv) and env._use_buffers is not False
-        for index in distinct(base.create_env_fn):
+        for index in distinct(base.create_env_fn, base.create_env_kwargs):
             make = partial(base.create_env_fn[index], **base.create_env_kwargs[index])
             with throwaway(make) as child:
                 refuse_reused(child)

@@ -1,6 +1,6 @@
 """Environments that are made to be looked at, and closed again."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,26 +29,48 @@ def throwaway(make: Callable[[], Any], real: object = None) -> Iterator[Any]:
                 env.close()
 
 
-def distinct(factories: Sequence[Any]) -> list[int]:
-    """The first of each kind of factory: those whose code is the same make the same environment.
+def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    """The first of each kind of factory: those that do the same make the same environment.
 
-    A list of functions from one loop, or of ``functools.partial`` over one function, is one kind.
+    A list of functions from one loop, or of ``functools.partial`` over one function, is one kind
+    where they differ in numbers only, as seeds and numbers of lanes do.
+
+    Args:
+        factories: callables.
+        kwargs: what each is called with, where that is anything.
     """
     firsts: dict[Any, int] = {}
     for index, factory in enumerate(factories):
-        firsts.setdefault(_code(factory), index)
+        called = tuple(_plain(each) for each in kwargs[index].items()) if kwargs else ()
+        firsts.setdefault((*_kind(factory), called), index)
     return list(firsts.values())
 
 
-def _code(factory: Any) -> Any:
-    """What a factory runs, whatever it runs it on."""
+def _kind(factory: Any) -> tuple[Any, ...]:
+    """What a factory runs, and what it runs it on but for numbers."""
+    bound: list[Any] = []
     for _ in range(8):  # partial, EnvCreator and cloudpickle wrappers may lie around each other
-        for name in ("func", "create_env_fn", "fn"):
-            inner = getattr(factory, name, None)
-            if callable(inner):
-                factory = inner
-                break
-        else:
+        bound += [
+            *getattr(factory, "args", ()),
+            *(getattr(factory, "keywords", None) or {}).items(),
+        ]
+        inner = (getattr(factory, name, None) for name in ("func", "create_env_fn", "fn"))
+        found = next(filter(callable, inner), None)
+        if found is None:
             break
+        factory = found
+    bound += getattr(factory, "__defaults__", None) or ()
+    bound += (getattr(factory, "__kwdefaults__", None) or {}).items()
     code = getattr(factory, "__code__", factory)
-    return code if code.__hash__ is not None else id(code)
+    return (code if code.__hash__ is not None else id(code), *map(_plain, bound))
+
+
+def _plain(value: Any) -> Any:
+    """Something to compare values by; numbers are all alike, and what is not plain data too."""
+    if isinstance(value, (bool, str, bytes, type)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if isinstance(value, Mapping):
+        return tuple((str(key), _plain(each)) for key, each in value.items())
+    return None

@@ -1,6 +1,7 @@
 """Getting workers ready: environments, seeds, an agreed layout, memory; and getting new ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tallyroll.collector.board import FILLED, LEASE
@@ -59,7 +60,9 @@ class Muster:
         for member, answer in zip(self._crew.members, answers, strict=True):
             _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
-        self._planned = answers[0]
+        self._planned = replace(
+            answers[0], drawn_ahead=all(answer.drawn_ahead for answer in answers)
+        )
         self.ranges = _widest([answer.ranges for answer in answers])
         found = [seed for answer in answers for seed in answer.lane_seeds]
         return found if all(answer.lane_seeds for answer in answers) else []
