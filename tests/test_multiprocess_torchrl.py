@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from test_torchrl_envs import AutoResetGym, plain_states, recurrent
 from torchrl.data import Binary
 from torchrl.envs import (
+    CatFrames,
     Compose,
     GymWrapper,
     InitTracker,
@@ -38,6 +39,7 @@ from worker_kit import (
     alone,
     assert_alike,
     assert_gone,
+    in_threads,
     make,
     shares,
     spread,
@@ -78,6 +80,21 @@ def check_sums(rows: TensorDictBase) -> None:
     for ids in rows["collector", "traj_ids"].unique():
         own = rows[rows["collector", "traj_ids"] == ids]
         assert torch.equal(own["next", "episode_reward"], own["next", "reward"].cumsum(0))
+
+
+def stacked(first: int, lanes: int) -> TransformedEnv:
+    return TransformedEnv(make("torch", first, lanes), CatFrames(2, -1, in_keys=["observation"]))
+
+
+@both_modes
+def test_buffers_that_the_first_reset_makes(mode: str) -> None:
+    with in_threads():
+        rows = joined(through(start(each(stacked), mode=mode, **BUDGET)).batches)
+    now = rows["next", "observation"]
+    assert torch.equal(
+        now[..., : now.shape[-1] // 2], rows["observation"][..., now.shape[-1] // 2 :]
+    )
+    assert len(rows) == BUDGET["total_frames"]
 
 
 @pytest.mark.parametrize("source", ["serial", SAME])

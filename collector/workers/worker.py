@@ -124,7 +124,7 @@ class Worker:
         self.driver: LocalDriver | None = None
         self.rollout: LeasedRollout | None = None
         self._first: TensorDictBase | None = None
-        self._has_state = bool(self.env.state_dict())
+        self._has_state = False
 
     def made(self) -> m.Made:
         """The environment stands."""
@@ -180,6 +180,8 @@ class Worker:
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes)
         if self.plan is None:
             self._first = first_reset(self.env)
+            # Not before: buffers of some transforms (CatFrames) are made by the first reset.
+            self._has_state = bool(self.env.state_dict())
             self.doing = "trying the policy out"
             self.plan = plan_slab(self.env, self.policy, self._first, self.options)
         lost = self.plan.lost_finals
