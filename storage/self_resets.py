@@ -30,7 +30,7 @@ from .value_checks import BATCH_NBYTES, batches, words
 __all__ = ["Ends", "Seen", "SelfResets", "Verdict", "digest", "digests", "joined", "judge"]
 
 LEAST = 16
-"""Ends, and observations in mid-trajectory, before anything is said."""
+"""Ends, and four times the observations in mid-trajectory, before anything is said."""
 MOST_INNER = 1024
 """Observations in mid-trajectory that are compared in all, or `LEAST` a lane where that is more."""
 _INNER_AN_END = 16
@@ -69,12 +69,16 @@ class Seen:
 
 
 def judge(seen: Seen, least: int = LEAST) -> Verdict:
-    """Say what ``seen`` shows, once it holds ``least`` ends and observations in mid-trajectory."""
+    """Say what ``seen`` shows, once it holds ``least`` ends and a quarter as many observations
+    in mid-trajectory, for most episodes may be of one step.
+    """
     if seen.ends < least:
         return Verdict.UNDECIDED
     if 10 * seen.equal < 9 * seen.ends:
         return Verdict.FINE
-    if seen.inner < least:  # episodes of one step: a bandit looks like that, and so may anything
+    if (
+        4 * seen.inner < least
+    ):  # episodes of one step: a bandit looks like that, and so may anything
         return Verdict.UNDECIDED
     if 10 * seen.inner_equal >= seen.inner:
         return Verdict.FINE
