@@ -83,6 +83,7 @@ class MultiprocessCollector(ExactCollector):
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
+        SilentReset: while iterating: the environment resets itself; see ``finals``.
         WorkerError: a worker failed, here or while iterating; what was committed is safe.
     """
 
