@@ -14,6 +14,7 @@ from torchrl.data import Unbounded
 from tallyroll.collector.envs.info import GIVEN, Info
 from tallyroll.collector.envs.info_merge import install
 from tallyroll.collector.envs.lossless import cast
+from tallyroll.collector.envs.spaces import drawn_from
 from tallyroll.collector.envs.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.keys import Key
@@ -298,9 +299,8 @@ def discovered(
                 return tuple(infos)
             install(env, {info.key[-1] for info in infos})
             first = env.reset(seed=0)[1]
-            env.action_space.seed(0)
-            after = env.step(env.action_space.sample())[-1]
             lanes = int(env.num_envs)
+            after = env.step(drawn_from(env.single_action_space, lanes)())[-1]
     except Exception as error:
         raise ArgumentError(
             f"info_keys: {', '.join(names)} are looked for in a second environment, and making or "

@@ -24,6 +24,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import chain, loses_finals
 from tallyroll.collector.envs.reuse import contents, overlap, places
+from tallyroll.collector.envs.spaces import drawn_from
 from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.random_actions import MASK_NAME, RandomActions
@@ -182,6 +183,7 @@ def lane(env: Any, *, names: Sequence[str] = ()) -> Child:
     """A Gymnasium environment; ``names`` are those of its infos that become columns."""
     space = copy.deepcopy(env.action_space)
     space.seed(0)
+    drawn = drawn_from(space, 1) if isinstance(space, spaces.Box) else None
     info: Mapping[str, Any] = {}
 
     def reset() -> Call:
@@ -196,7 +198,7 @@ def lane(env: Any, *, names: Sequence[str] = ()) -> Child:
         if mask is not None and isinstance(space, spaces.Discrete):
             action: Any = space.sample(np.asarray(mask, np.int8))
         else:
-            action = space.sample()
+            action = space.sample() if drawn is None else drawn()[0]
         observation, reward, terminated, truncated, info = env.step(action)
         rest = (reward, terminated, truncated, *(info.get(name) for name in names))
         return Call((observation, rest), observation, rest, ended=bool(terminated or truncated))

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec, Unbounded
 
 from tallyroll.collector.errors import SpaceError
 from tallyroll.collector.keys import Key
+from tallyroll.collector.random_actions import block_draw
 
 _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
@@ -70,6 +72,21 @@ def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
             "flatten it with gymnasium.wrappers.FlattenAction or a wrapper of your own"
         )
     return next(_leaves(space, ("action",), (), lanes))
+
+
+def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[], Any]:
+    """Draws actions ``[lanes, ...]`` of one lane's ``space`` as collectors do, from a fixed seed.
+
+    Gymnasium itself cannot sample a ``Box`` of integers without a bound above.
+    """
+    plain = not isinstance(space, (spaces.Dict, spaces.Tuple))
+    draw = block_draw(action_leaf(space, lanes).spec) if plain else None
+    if draw is None:
+        batched = batch_space(space, lanes)
+        batched.seed(0)
+        return batched.sample
+    rng = np.random.default_rng(0)
+    return lambda: draw(rng, 1)[0]
 
 
 def _leaves(
