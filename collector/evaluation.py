@@ -50,6 +50,7 @@ def evaluate(
     seed: int | None = None,
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
     max_frames_per_traj: int | None = None,
+    rename: Mapping[str | tuple[str, ...], str | tuple[str, ...]] | None = None,
 ) -> Evaluation:
     """Run exactly the ``episodes`` first-started episodes, whole, and report them.
 
@@ -67,6 +68,7 @@ def evaluate(
             Global generators are as before afterwards.
         exploration_type: by default actions are deterministic where the policy knows how.
         max_frames_per_traj: a time limit.
+        rename: as for :class:`SyncCollector`.
     """
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0])
@@ -82,6 +84,7 @@ def evaluate(
             seed=seed,
             exploration_type=exploration_type,
             max_frames_per_traj=max_frames_per_traj,
+            rename=rename,
             finals="lost",  # nothing is computed from final observations
         ) as collector,
     ):

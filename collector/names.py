@@ -70,6 +70,8 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
                 f"rename: expected a new name for {old!r}, a string or a tuple of strings that are "
                 f"not empty, got {new!r}"
             )
+        if any(split(other) == split(old) for other in checked):
+            raise ArgumentError(f"rename: {old!r} is given two new names; give one")
         checked[old] = key
     return checked
 

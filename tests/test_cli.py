@@ -256,6 +256,7 @@ USAGE = {
     "--frames 5 --info-keys a,,b": "argument --info-keys: wanted names with commas between",
     "--frames 5 --validate maybe": "argument --validate: invalid choice: 'maybe'",
     "--frames 5 --frame-skip 0": "argument --frame-skip: wanted a whole number above 0, got '0'",
+    "--frames 5 --rename a=b --rename a=c": "--rename: a is given two new names; give one",
     "--frames 5 --workers -1": "argument --workers: wanted a whole number of at least 0, got '-1'",
     "--frames 5 --mode both": "argument --mode: invalid choice: 'both'",
     "--frames 5 --step-timeout 0": "argument --step-timeout: wanted a number of seconds above 0",

@@ -384,6 +384,9 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("one of the arguments --frames --episodes is required")
     if args.accept_copy and not (args.resume or args.append):
         args.usage_error("--accept-copy is for --resume and --append, which open a storage")
+    old = [each.rpartition("=")[0] for each in args.rename or ()]
+    if twice := [name for name in old if old.count(name) > 1]:
+        args.usage_error(f"--rename: {twice[0]} is given two new names; give one")
     # What a resumed run leaves out stands in its manifest.
     if not args.resume and (wrong := _wrong_workers(Plan.of(args), args)):
         args.usage_error(wrong)
