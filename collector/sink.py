@@ -108,6 +108,8 @@ class Sink:
         self._ready = False
         self._behind: Shapes = {}
         self._stored_before = self._next_id = 0
+        if self.storage is not None:
+            self.storage.claim(self)
 
     def resumed(self) -> Resumed | None:
         """The run to be continued, or None where a new one begins."""
@@ -300,6 +302,7 @@ class Sink:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run."""
         if self.storage is None:
             return
+        self.storage.claim(self)
         first = self._first_row if self._ready else self.storage.head
         self._stored_before = ledger.stored - (self.storage.head - first)
         if self._ready:
@@ -311,9 +314,12 @@ class Sink:
         if self.storage is not None and self._ready:
             self.storage.put_record(self._record(ledger, 0))
             self.storage.flush()
+            self.storage.release()
 
     def close(self) -> None:
         """Close the storage if it was opened here."""
+        if self.storage is not None:
+            self.storage.release()
         if self.owned and self._direct is not None:
             self._direct.close()
 

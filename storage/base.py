@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -62,7 +63,8 @@ class DiskStorage(RowStore, Storage):
 
     device = torch.device("cpu")
 
-    _ids: Ids = "check"
+    _fresh_in: int | None = None
+    """The thread within :meth:`fresh_ids`, whose ids are not looked at."""
 
     def __init__(
         self,
@@ -101,12 +103,13 @@ class DiskStorage(RowStore, Storage):
                 all ids of the call by one number, to behind the largest id that is stored:
                 so the rows of another storage are appended, ``extend(other.get(...),
                 ids="renumber")``, in one call, for a trajectory whose rows come in two calls
-                becomes two; `initialise` before it makes them a run of their own.
+                becomes two. Behind a collector's run they are a run of their own.
                 ``"fresh"`` writes them as they are: the caller vouches for them.
 
         Raises:
             TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
                 one trajectory.
+            RunUnderWay: a collector is writing a run to this storage; not with ``"fresh"``.
             ColumnsMissing: ``"renumber"`` of rows without ids.
             WriteError: refused, with nothing written (its subclasses say why).
         """
@@ -132,7 +135,8 @@ class DiskStorage(RowStore, Storage):
             data = face.as_batch(data, single=isinstance(cursor, int))
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
-            self._write(data, None, face.writers_index(self), self._ids)
+            fresh = self._fresh_in is not None and self._fresh_in == threading.get_ident()
+            self._write(data, None, face.writers_index(self), "fresh" if fresh else "check")
         except BaseException:
             # TorchRL's writers count before they write.
             face.seat_writers(self)
@@ -146,11 +150,11 @@ class DiskStorage(RowStore, Storage):
 
         As ``extend(..., ids="fresh")``: the caller numbers trajectories as collectors do.
         """
-        self._ids = "fresh"
+        self._fresh_in = threading.get_ident()
         try:
             yield
         finally:
-            self._ids = "check"
+            self._fresh_in = None
 
     def attach(self, buffer: Any) -> None:
         """Join a replay buffer: its writer goes on behind the last row."""

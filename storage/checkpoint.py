@@ -48,7 +48,9 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
 
         Raises:
             StateMismatch: ``storage`` holds other rows.
+            RunUnderWay: a collector is writing to ``storage``.
         """
+        storage._require_no_run()
         with type(storage)(path, mode="read") as copy:
             if storage._engine is not None:
                 _require_same(storage, copy)
@@ -85,6 +87,7 @@ def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
     if source.ring:
         if _behind(target, source):
             target._running().replace(engine)
+            target.__dict__.pop("_id_watch", None)  # it knew other rows
         return
     keys, columns = engine.schema.keys, engine.committed()
     step = max(1, _CHUNK_NBYTES // engine.schema.row_nbytes)

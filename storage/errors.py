@@ -25,6 +25,7 @@
     ├── WriteError                    a write that was refused; committed rows are as before
     │   ├── RowsMismatch              rows that do not fit the schema
     │   ├── BatchTooLong              more rows at once than a ring has
+    │   ├── RunUnderWay               rows from elsewhere while a collector writes a run
     │   ├── TrajectoryIdTaken         trajectory ids that are stored already, or cannot be
     │   ├── NotAnAppend               a write anywhere but at the end
     │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
@@ -80,6 +81,7 @@ __all__ = [
     "ReadOnlyStorage",
     "RecordTooLarge",
     "RowsMismatch",
+    "RunUnderWay",
     "SchemaMismatch",
     "SlotsMayChange",
     "StateMismatch",
@@ -191,6 +193,10 @@ class BatchTooLong(WriteError):
 
 class TrajectoryIdTaken(WriteError):
     """Rows of a trajectory id that other rows have already, or that is no one trajectory's."""
+
+
+class RunUnderWay(WriteError):
+    """Rows from elsewhere, while a collector writes a run and counts its rows."""
 
 
 class NotAnAppend(WriteError):

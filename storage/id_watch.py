@@ -33,8 +33,6 @@ _CHUNK_ROWS = 2**18
 _NEAR_FIRST = 2**11
 _FIRST = np.zeros(1, np.int64)
 _NONE = np.empty(0, np.int64)
-_SPREAD = np.int64(0x9E3779B97F4A7C15 - 2**64)
-"""An odd number, by which ids are spread over 64 bits."""
 
 
 class Runs:
@@ -144,9 +142,7 @@ class IdWatch:
             self._admit_one(engine, ids.item(), steps.item(), lane.item(), values)
         elif len(ids):
             numbers = _numbers(ids), _numbers(steps), _numbers(lane)
-            if int(np.minimum.reduce(numbers[0])) > self._largest:
-                self._admit_new(*numbers)
-            elif not self._admit_slot(*numbers, values):
+            if not self._admit_slot(*numbers, values):
                 self._admit_many(engine, *numbers, values)
 
     def _admit_one(
@@ -167,18 +163,6 @@ class IdWatch:
         else:
             id_next = id
         self._admitted = id, lane, id_next, step + 1
-
-    def _admit_new(self, ids: np.ndarray, steps: np.ndarray, lane: np.ndarray) -> None:
-        """Admit rows whose ids are larger than all that are stored, if no two are the same."""
-        _require_lanes(int(lane.min()), int(lane.max()), self._path)
-        # In 64 bits, whatever they are; only what looks alike is looked at again.
-        keys = ids * _SPREAD
-        keys += steps
-        if not (keys[1:] > keys[:-1]).all():
-            keys.sort()
-            if (keys[1:] == keys[:-1]).any():
-                self._runs_in(ids, steps, lane)
-        self._admitted = int(np.maximum.reduce(ids)), None, None, None
 
     def _admit_slot(
         self, ids: np.ndarray, steps: np.ndarray, lane: np.ndarray, values: Sequence[Any]
@@ -231,10 +215,7 @@ class IdWatch:
         """What was admitted is written, and ``head`` rows are committed."""
         if self._admitted is not None:
             (largest, lane, id, step), self._admitted = self._admitted, None
-            if lane is None:
-                self._tail_id = _NONE
-            else:
-                self._tail_id[lane], self._tail_next[lane] = id, step
+            self._tail_id[lane], self._tail_next[lane] = id, step
             self._largest, self._head = max(self._largest, largest), head
 
     def _know_lane(self, lane: int) -> None:

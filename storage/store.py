@@ -28,6 +28,7 @@ from .errors import (
     InvalidSchema,
     NotInitialised,
     RowsMismatch,
+    RunUnderWay,
     SchemaMismatch,
     StorageClosed,
     StorageFull,
@@ -87,6 +88,7 @@ class RowStore:
         """Held while rows are written, and while what they are written to is made or replaced."""
         self._manifest: Manifest | None = None
         self._staged: bytes | None = None
+        self._run: weakref.ref[object] | None = None
         if mode == "create":
             self._format.refuse_existing()
         else:
@@ -402,7 +404,11 @@ class RowStore:
     ) -> range:
         """Append and commit; ``without`` names a column that may be there and is left out."""
         with self._turn:
+            if ids != "fresh":
+                self._require_no_run()
             record = self._staged if record is None else record
+            if ids != "fresh" and record is None and self._last_is_collected():
+                return self._write_as_a_run(rows, without, ids)
             if ids == "renumber":
                 rows = self._renumbered(rows)
             if self._ring:
@@ -424,6 +430,41 @@ class RowStore:
             self._staged = None
             return span
 
+    def _last_is_collected(self) -> bool:
+        """The last run is a collector's, whose record counts its rows."""
+        return self._engine is not None and "first_row_of_run" in self.manifest["runs"][-1]
+
+    def _write_as_a_run(self, rows: Any, without: Key | None, ids: Ids) -> range:
+        """Write behind a collector's run: these rows are none of it."""
+        runs = self.manifest["runs"]
+        self._running().require_writer()
+        self._write_runs([*runs, run_of(self.head, {})])
+        try:
+            return self._write(rows, None, without, ids)
+        except BaseException:
+            self._write_runs(runs)
+            raise
+
+    def claim(self, run: object) -> None:
+        """From here on rows are written with ``ids="fresh"`` alone, until :meth:`release`.
+
+        A collector's run numbers its trajectories and counts its rows: others in between would
+        be counted as its own. The claim ends with ``run`` itself, too.
+        """
+        self._run = weakref.ref(run)
+
+    def release(self) -> None:
+        """End what :meth:`claim` began."""
+        self._run = None
+
+    def _require_no_run(self) -> None:
+        if self._run is not None and self._run() is not None:
+            raise RunUnderWay(
+                f"a collector is writing a run to {self.path}, and rows from elsewhere in the "
+                "middle of it would be counted as its own. Nothing was written. Add them when the "
+                "run is over, or after the collector's shutdown()."
+            )
+
     @cached_property
     def _id_watch(self) -> IdWatch | None:
         """Looks at ids that are written; None where rows have none."""
@@ -434,10 +475,11 @@ class RowStore:
         """The rows with ids behind those that are stored or were given away."""
         tensors = isinstance(rows, TensorDictBase)
         found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
-        if found is None or (self._engine is not None and self._id_watch is None):
+        nobodys = self._engine is not None and self._id_watch is None
+        if found is None or not _whole(found) or nobodys:
             raise ColumnsMissing(
-                f'ids="renumber" changes the column {spell(TRAJ_IDS)}, which these rows or '
-                f"{self.path} do not have. Leave it out."
+                f'ids="renumber" changes whole numbers in the column {spell(TRAJ_IDS)}, which '
+                f"these rows or {self.path} do not have. Leave it out."
             )
         base = max(0, next_id_in(self.record))
         if self._engine is not None and self._id_watch is not None:
@@ -571,6 +613,12 @@ def _renew_turns() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_turns)
+
+
+def _whole(numbers: Any) -> bool:
+    if isinstance(numbers, torch.Tensor):
+        return not (numbers.is_floating_point() or numbers.is_complex())
+    return np.asarray(numbers).dtype.kind in "iu"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -360,6 +360,36 @@ def test_other_rows_are_nobodys_business(tmp_path: Path) -> None:
             storage.extend({key: each for key, each in rows.items() if key != IDS})
 
 
+@pytest.mark.parametrize("new", [0, 100])
+@pytest.mark.parametrize(
+    "rows",
+    {
+        "one id in two lanes": [(9, 0, 0, False), (9, 1, 1, False)],
+        "steps that fall": [(9, 1, 0, False), (9, 0, 0, False)],
+        "a lane that goes to and fro": [(9, 0, 0, False), (8, 0, 0, False), (9, 1, 0, False)],
+    }.items(),
+    ids=lambda each: each[0],
+)
+def test_rows_of_no_one_trajectory_are_refused_also_where_ids_are_new(
+    tmp_path: Path, rows: tuple[str, list[Row]], new: int
+) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(batch(THREE))
+        wrong = [(id + new, step, lane, done) for id, step, lane, done in rows[1]]
+        with pytest.raises(TrajectoryIdTaken, match="cannot be those of trajectories"):
+            storage.extend(batch(wrong))
+        assert storage.head == 3
+
+
+def test_ids_that_are_no_whole_numbers_are_not_renumbered(tmp_path: Path) -> None:
+    rows = batch(THREE)
+    rows[IDS] = rows[IDS].astype(np.float64)
+    with MemmapStorage(tmp_path / "rows") as storage:
+        for given in (rows, tensors(rows)):
+            with pytest.raises(ColumnsMissing, match="whole numbers"):
+                storage.extend(given, ids="renumber")
+
+
 def test_numbers_that_do_not_fit_are_told(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(batch([(2**63 - 2, 0, 0, False)]))
