@@ -54,19 +54,28 @@ def levels_of(keys: Iterable[Key]) -> list[Key]:
 
 def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
     """Of ``dims`` what columns of these shapes can have, and no level less than its parent."""
+    if not dims:
+        return {}
     found: dict[Key, int] = {}
-    for level in levels_of(shapes):
+    common = _common(shapes)
+    for level in sorted(common, key=len):
         parent = found.get(level[:-1], 0) if level else 0
         count = max(dims.get(level, 0), parent)
-        found[level] = max(parent, min(count, _common(level, shapes)))
+        found[level] = max(parent, min(count, len(common[level])))
     return {level: count for level, count in found.items() if count}
 
 
-def _common(level: Key, shapes: Shapes) -> int:
-    """How many first dimensions the columns at a level and below have in common."""
-    below = [shape for key, shape in shapes.items() if key[: len(level)] == level]
-    least = min(map(len, below))
-    return next((at for at in range(least) if len({shape[at] for shape in below}) > 1), least)
+def _common(shapes: Shapes) -> dict[Key, tuple[int, ...]]:
+    """The first dimensions that the columns at each level and below have in common."""
+    found: dict[Key, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        for depth in range(len(key)):
+            other = found.setdefault(key[:depth], shape)
+            if other != shape[: len(other)]:
+                same = (at for at, (a, b) in enumerate(zip(other, shape, strict=False)) if a != b)
+                least = next(same, min(len(other), len(shape)))
+                found[key[:depth]] = shape[:least]
+    return found
 
 
 def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
@@ -88,11 +97,10 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
 
 def shapes_of(dims: BatchDims, shapes: Shapes) -> dict[Key, tuple[int, ...]]:
     """The batch size behind the rows of each level of ``dims``, which fits the columns."""
-    found: dict[Key, tuple[int, ...]] = {}
-    for level, count in dims.items():
-        own = next(shape for key, shape in shapes.items() if key[: len(level)] == level)
-        found[level] = own[:count]
-    return found
+    if not dims:
+        return {}
+    common = _common(shapes)
+    return {level: common[level][:count] for level, count in dims.items()}
 
 
 def counts_along(dims: BatchDims, key: Key) -> list[int]:

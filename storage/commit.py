@@ -21,14 +21,16 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from .count_words import COUNT_BITS, count_of, word_of
 from .errors import CorruptStorage, RecordTooLarge
+from .inside import Inside
 from .origin import Origin
-from .paths import failed, open_plain, read_plain
+from .paths import failed
 from .versions import FORMAT_VERSION, READABLE, is_newer, mismatch, require_readable
 
 __all__ = [
@@ -81,20 +83,21 @@ def refuse_newer(header: bytes, path: Path) -> None:
         raise mismatch(version, path)
 
 
-def refuse_newer_header(path: Path) -> None:
+def refuse_newer_header(inside: Inside, path: Path) -> None:
     """Raise `FormatVersionMismatch` where the file at ``path`` is a later version's header."""
     try:
-        header = read_plain(path)
+        header = inside.read_start(path, _SLOTS_AT)
     except OSError:
         return
-    refuse_newer(header[:_SLOTS_AT], path)
+    refuse_newer(header, path)
 
 
 class Header:
     """A header mapped from the start of a file.
 
     Args:
-        path: the file.
+        open_file: opens the file with the flags that it is given.
+        path: where it is, for messages.
         schema_crc: CRC-32 of the schema that the manifest declares.
         writable: map it for writing.
         version: that the manifest declares.
@@ -108,6 +111,7 @@ class Header:
 
     def __init__(
         self,
+        open_file: Callable[[int], int],
         path: Path,
         *,
         schema_crc: int,
@@ -117,7 +121,7 @@ class Header:
     ) -> None:
         self._path = path
         try:
-            self._file = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
+            self._file = open_file(os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError as error:
             raise CorruptStorage(
                 f"{path} is missing, and without it nobody knows which rows are committed. "

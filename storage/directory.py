@@ -16,11 +16,10 @@ from .errors import (
     StorageMissing,
 )
 from .format import Format
-from .manifest import Manifest, sync_directory
+from .manifest import Manifest
 from .paths import (
     failed,
     make_directory,
-    read_plain,
     refuse_impossible,
     require_creatable,
 )
@@ -30,6 +29,9 @@ __all__ = ["DirectoryFormat"]
 
 class DirectoryFormat(Format):
     """A storage that is a directory of its own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path)
 
     @abstractmethod
     def _owns(self, name: Path) -> bool:
@@ -64,14 +66,14 @@ class DirectoryFormat(Format):
         try:
             return super().read_manifest()
         except (NotAStorage, CorruptStorage):
-            refuse_newer_header(self.header_path)
+            refuse_newer_header(self.inside, self.header_path)
             raise
 
     def _refuse_lost_manifest(self) -> None:
         """An unfinished creation has committed nothing; anything else is somebody's data."""
         try:
-            header = read_plain(self.header_path)
-            reserve, head = committed_counts(header[:HEADER_NBYTES])
+            header = self.inside.read_start(self.header_path, HEADER_NBYTES)
+            reserve, head = committed_counts(header)
         except OSError:
             return
         refuse_newer(header, self.header_path)
@@ -108,7 +110,11 @@ class DirectoryFormat(Format):
 
     def prepare(self) -> None:
         """Make the directory."""
-        make_directory(self.lock_path.parent)
+        make_directory(self.path)
+        try:
+            self.inside.make_directory(self.lock_path.parent)
+        except OSError as error:
+            raise failed(self.lock_path.parent, error, 0) from error
 
     def discard(self) -> None:
         """Remove files of an unfinished creation, and directories that it leaves empty."""
@@ -133,7 +139,7 @@ class DirectoryFormat(Format):
 
     def _write_header(self, header: bytes) -> None:
         try:
-            with open(self.header_path, "wb", buffering=0) as target:
+            with open(self.inside.make(self.header_path), "wb", buffering=0) as target:
                 os.posix_fallocate(target.fileno(), 0, len(header))
                 target.write(header)
                 os.fsync(target.fileno())
@@ -142,4 +148,4 @@ class DirectoryFormat(Format):
 
     def _sync_directories(self, directories: set[Path]) -> None:
         for directory in {self.path, *directories}:
-            sync_directory(directory)
+            self.inside.sync_directory(directory)

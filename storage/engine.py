@@ -90,7 +90,8 @@ class Engine:
         self._look_at = 0.0
         self.commits = 0
         """Commits of rows made through this engine."""
-        self._reader = ReaderLock(format.lock_path) if lock is None and self.ring else None
+        follows_ring = lock is None and self.ring
+        self._reader = ReaderLock(format.inside, format.lock_path) if follows_ring else None
         self._opened_at = header.head
         self._columns = self._mapped(self._slots(header.head), warm=False)
         if lock is not None:
@@ -450,7 +451,8 @@ class Engine:
             count = head - min(head, first_valid(reserve, self.ring))
             if not index.size or (last := int(index.max())) < count:
                 return slots_at(index, head, reserve, self.ring).copy()
-            if time.monotonic() > deadline or not is_held(self._format.lock_path):
+            files = self._format
+            if time.monotonic() > deadline or not is_held(files.inside, files.lock_path):
                 raise IndexOutOfRange(
                     f"row {last} is not there: {self._format.path} has {count} rows that are whole."
                 )

@@ -61,6 +61,7 @@ __all__ = [
     "CursorOverflow",
     "DamagedTable",
     "DirectoryNotEmpty",
+    "DiskFailed",
     "ForeignContent",
     "FormatVersionMismatch",
     "IndexOutOfRange",
@@ -177,6 +178,10 @@ class SchemaMismatch(StorageError):
 
 class InvalidProvenance(StorageError):
     """Provenance that cannot be written as JSON."""
+
+
+class DiskFailed(StorageError):
+    """The system cannot read or write: a failing disk, or files that are gone."""
 
 
 class WriteError(StorageError):

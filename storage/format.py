@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from .manifest import Manifest, read_manifest, sealed, write_aside
-from .paths import failed
+from .inside import Inside
+from .manifest import Manifest, read_manifest, write_manifest
 from .preflight import Footprint
 from .schema import Schema
 
@@ -36,8 +35,10 @@ class Format(ABC):
     most_dims: ClassVar[int] = 64
     """Dimensions of a column, rows included. NumPy has so many."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, root: Path) -> None:
         self.path = path
+        self.inside = Inside(root)
+        """The way to all its files."""
 
     @property
     @abstractmethod
@@ -59,20 +60,21 @@ class Format(ABC):
     def episodes_path(self) -> Path:
         """The file for the table of episodes."""
 
+    def open_header(self, flags: int) -> int:
+        """A descriptor of the file that begins with the header."""
+        return self.inside.open(self.header_path, flags)
+
     def stands(self) -> bool:
         """Whether a storage is there: it is one from the moment that its manifest exists."""
         return self.manifest_path.exists()
 
     def read_manifest(self) -> Manifest:
         """The manifest, checked; raises as `manifest.read_manifest`."""
-        return read_manifest(self.manifest_path)
+        return read_manifest(self.inside, self.manifest_path)
 
     def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
         """Replace the manifest, whole or not at all."""
-        try:
-            write_aside(self.manifest_path, sealed(manifest), durable=durable)
-        except OSError as error:
-            raise failed(self.manifest_path, error, len(json.dumps(manifest))) from error
+        write_manifest(self.inside, self.manifest_path, manifest, durable=durable)
 
     @abstractmethod
     def refuse_existing(self) -> None:

@@ -11,6 +11,7 @@ from .base import DiskStorage
 from .commit import refuse_newer_header
 from .errors import CorruptStorage, NotAStorage, StorageMissing
 from .hdf5 import H5Storage
+from .inside import Inside
 from .manifest import read_manifest
 from .memmap import MemmapStorage
 from .newer import refuse_newer_file, refuse_newer_group
@@ -95,6 +96,7 @@ _MEMMAP_HEADER = "tallyroll.header"
 
 def _name_of_directory(place: Path) -> str:
     ours = place / "tallyroll" / "manifest.json"
+    refuse_impossible(ours)
     if not ours.exists() and not (place / "manifest.json").exists():
         refuse_newer_group(place)
         for file in _OTHER_ZARR:
@@ -106,9 +108,9 @@ def _name_of_directory(place: Path) -> str:
                 )
     manifest_path = ours if ours.exists() else place / "manifest.json"
     try:
-        manifest = read_manifest(manifest_path)
+        manifest = read_manifest(Inside(place), manifest_path)
     except (NotAStorage, CorruptStorage):
-        refuse_newer_header(place / _MEMMAP_HEADER)
+        refuse_newer_header(Inside(place), place / _MEMMAP_HEADER)
         raise
     for name, kind in FORMATS.items():
         if kind._format_class.name == manifest["format"]:

@@ -34,10 +34,10 @@ from .errors import (
 )
 from .format import Access
 from .hdf5_file import Layout, Places, layout_of, nbytes_of_file, shown_attributes
-from .hdf5_replace import aside, new_file, opened, rewrite, show_manifest, show_rows
+from .hdf5_replace import aside, new_file, open_file, opened, rewrite, show_manifest, show_rows
 from .manifest import Manifest, parse_manifest
 from .one_file import OneFileFormat
-from .paths import failed, open_plain
+from .paths import failed
 from .preflight import Footprint
 from .regions import MAP_NORESERVE
 from .rows import spell
@@ -183,14 +183,14 @@ class H5Format(OneFileFormat):
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the file, and ask h5py where the datasets lie."""
         try:
-            file = open_plain(self.path, os.O_RDWR if writable else os.O_RDONLY)
+            file = open_file(self.path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
             raise failed(self.path, error, 0) from error
         try:
             self._layout_in(file, schema)
             if writable:
                 self._require_attributes(file)
-                aside(self.path).unlink(missing_ok=True)
+                self.inside.remove(aside(self.path))
         except BaseException:
             os.close(file)
             raise

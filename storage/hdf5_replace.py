@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +20,14 @@ from .hdf5_file import (
     make_file,
     nbytes_of_file,
 )
-from .manifest import Manifest, attributes_of, sync_directory
+from .inside import Inside
+from .manifest import Manifest, attributes_of
 from .origin import moved_into
 from .paths import failed, space_left
 from .schema import Schema
 from .user_block import write_all, write_manifest
 
-__all__ = ["aside", "new_file", "opened", "rewrite", "show_manifest", "show_rows"]
+__all__ = ["aside", "new_file", "open_file", "opened", "rewrite", "show_manifest", "show_rows"]
 
 _COPY_NBYTES = 2**24
 
@@ -37,12 +39,25 @@ def aside(path: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """A descriptor of a file, closed at the end."""
-    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    """A descriptor of a plain file at a path without links, closed at the end; raises OSError."""
+    file = open_file(path, flags)
     try:
         yield file
     finally:
         os.close(file)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """A descriptor of a plain file at a path without links; raises OSError.
+
+    The user named it, so that it may have other names besides.
+    """
+    # A pipe would keep us waiting.
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.ENXIO, "it is no file", str(path))
+    return file
 
 
 @contextlib.contextmanager
@@ -55,12 +70,15 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, P
         StorageFull, UnsupportedPlatform: no space, and nothing was changed.
     """
     nbytes = nbytes_of_file(schema, capacity)
-    new = aside(path)
+    new, inside = aside(path), Inside(path.parent)
     try:
         _require_space(path, nbytes)
         # HDF5 says less clearly that a file may not be that large.
-        with opened(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+        file = inside.make(new)
+        try:
             os.ftruncate(file, nbytes)
+        finally:
+            os.close(file)
         places = make_file(new, schema, capacity)
         with opened(new, os.O_RDWR) as file:
             # A sparse file would kill us when the disk is full.
@@ -69,11 +87,11 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, P
             yield file, places
             os.fsync(file)
         os.replace(new, path)
-        sync_directory(path.parent)
+        inside.sync_directory(path.parent)
     except OSError as error:
         raise failed(path, error, nbytes) from error
     finally:
-        new.unlink(missing_ok=True)
+        inside.remove(new)
 
 
 def _require_space(path: Path, nbytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import time
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NotWritable, StorageLocked, UnsupportedPlatform
+from .inside import Inside
+from .paths import failed
 
 try:
     import fcntl
@@ -24,16 +27,17 @@ __all__ = ["ReaderLock", "WriterLock", "is_held"]
 
 _ORDERED = ("x86_64", "AMD64")
 _LOOKS, _LOOK_SECONDS = 5, 0.002
+_NO_FILE = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
 
 
-def is_held(path: Path) -> bool:
+def is_held(inside: Inside, path: Path) -> bool:
     """Whether a living writer holds the lock; True as well where nobody can tell."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = inside.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in _NO_FILE
     try:
         # For a moment nobody can acquire it: whoever tries tries again.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -56,12 +60,12 @@ class WriterLock:
         UnsupportedPlatform: the file system has no working locks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, inside: Inside, path: Path) -> None:
         self.lost = self.made = False
         """Made: there was no lock file, so that a writer whose file was removed may still write."""
         self.when_lost: Callable[[], None] | None = None
         """Called in a forked child."""
-        self._path = path
+        self._inside, self._path = inside, path
         self._file = -1
         try:
             self._open(path)
@@ -74,10 +78,12 @@ class WriterLock:
             raise
 
     def _open(self, path: Path) -> None:
-        self.made = self.made or not path.exists()
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            self.made = self.made or not os.path.lexists(path)
+            self._file = self._inside.open(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
+            if error.errno in _NO_FILE:
+                raise failed(path, error, 0) from error
             raise NotWritable(
                 f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
                 'mode="read", or as a user who may write there.'
@@ -94,7 +100,7 @@ class WriterLock:
     def stands(self) -> bool:
         """The lock file is where it was: whoever removes it lets a second writer in."""
         try:
-            return os.stat(self._path).st_ino == self._inode
+            return os.lstat(self._path).st_ino == self._inode
         except OSError:
             return False
 
@@ -153,12 +159,12 @@ class ReaderLock:
         UnsupportedPlatform: a writer holds the storage.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, inside: Inside, path: Path) -> None:
         self._file = -1
         if platform.machine() in _ORDERED:
             return
         with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._file = inside.open(path, os.O_RDONLY)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import uuid
 import zlib
 from collections.abc import Mapping
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CorruptStorage, InvalidProvenance, InvalidSchema, NotAStorage
-from .paths import read_plain
+from .inside import JSON_LIMIT, Inside
+from .paths import failed
 from .schema import Schema
 from .versions import FORMAT_VERSION, READABLE, require_readable
 
 __all__ = [
+    "MANIFEST_LIMIT",
     "Manifest",
     "attributes_of",
     "new_manifest",
@@ -26,11 +27,14 @@ __all__ = [
     "schema_crc",
     "schema_of",
     "sealed",
-    "write_aside",
+    "write_manifest",
 ]
 
 Manifest = dict[str, Any]
 """``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
+
+MANIFEST_LIMIT = JSON_LIMIT // 2
+"""The most bytes of a manifest."""
 
 _SEAL = "crc32"
 
@@ -83,7 +87,7 @@ def _crc(manifest: Manifest) -> str:
     return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(inside: Inside, path: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
@@ -92,7 +96,7 @@ def read_manifest(path: Path) -> Manifest:
         FormatVersionMismatch: another version wrote it.
     """
     try:
-        content = read_plain(path)
+        content = inside.read(path, MANIFEST_LIMIT)
     except FileNotFoundError as error:
         raise NotAStorage(
             f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "
@@ -181,27 +185,21 @@ def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str
     return {"schema": json.dumps(manifest["schema"]), "provenance": text}
 
 
-def write_aside(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write JSON to a file beside ``path`` and rename it, so that ``path`` is always whole."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    if durable:
-        sync_directory(path.parent)
+def write_manifest(
+    inside: Inside, path: Path, manifest: Manifest, *, durable: bool = False
+) -> None:
+    """Replace the manifest at ``path``, whole or not at all.
 
-
-def sync_directory(path: Path) -> None:
-    """Return when the directory's entries are on the disk."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    Raises:
+        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+    """
+    content = json.dumps(sealed(manifest)).encode()
+    if len(content) > MANIFEST_LIMIT:
+        raise InvalidProvenance(
+            f"the manifest {path}, with the provenance of all runs, may have {MANIFEST_LIMIT} "
+            f"bytes and would have {len(content)}. Give less provenance."
+        )
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        inside.write_aside(path, content, durable=durable)
+    except OSError as error:
+        raise failed(path, error, len(content)) from error

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -26,8 +27,7 @@ from .directory import DirectoryFormat
 from .errors import CorruptStorage, InvalidSchema
 from .format import Access
 from .layout import META_FIELDS, encode, meta_of, place_of
-from .manifest import write_aside
-from .paths import failed, open_inside
+from .paths import failed, opened
 from .regions import MAP_NORESERVE
 from .rows import spell
 from .schema import Column, Schema
@@ -114,8 +114,8 @@ class MemmapFormat(DirectoryFormat):
         try:
             for column in schema.columns:
                 file = self._file_of(column)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.touch()
+                self.inside.make_directory(file.parent)
+                os.close(self.inside.make(file))
         except OSError as error:
             raise failed(self.path, error, len(header)) from error
         self.publish(0)
@@ -129,8 +129,7 @@ class MemmapFormat(DirectoryFormat):
         files: list[int] = []
         try:
             for column in schema.columns:
-                parts = place_of(column.key, leaf=True).parts
-                files.append(open_inside(self.path, parts, flags, what="a column"))
+                files.append(opened(self.inside, self._file_of(column), flags, what="a column"))
         except BaseException:
             for file in files:
                 os.close(file)
@@ -185,13 +184,15 @@ class MemmapFormat(DirectoryFormat):
         assert self._schema is not None
         try:
             for directory, meta in sorted(meta_of(self._schema, rows).items(), reverse=True):
-                write_aside(self.path / directory / _META, meta)
+                content = json.dumps(meta).encode()
+                self.inside.write_aside(self.path / directory / _META, content)
         except OSError as error:
             raise failed(self.path, error, 4096) from error
 
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
         """Compare tensordict's metadata with what it should be."""
         return wrong_documents(
+            self.inside,
             lambda rows: {
                 self.path / directory / _META: meta
                 for directory, meta in meta_of(schema, rows).items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from .errors import CorruptStorage, MissingLibrary
 from .hdf5_file import shown_attributes
 from .hdf5_replace import opened
-from .paths import read_plain
+from .inside import Inside
 from .user_block import is_hdf5
 from .versions import refuse_newer_provenance
 
@@ -20,7 +19,7 @@ __all__ = ["refuse_newer_file", "refuse_newer_group"]
 def refuse_newer_group(path: Path) -> None:
     """Raise `FormatVersionMismatch` for a Zarr group that a later Tallyroll wrote."""
     with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-        provenance = json.loads(read_plain(path / "zarr.json"))["attributes"]["provenance"]
+        provenance = Inside(path).read_json(path / "zarr.json")["attributes"]["provenance"]
         refuse_newer_provenance(provenance, path)
 
 
@@ -28,5 +27,6 @@ def refuse_newer_file(path: Path) -> None:
     """Raise `FormatVersionMismatch` for an HDF5 file that a later Tallyroll wrote."""
     if not is_hdf5(path):
         return
-    with suppress(OSError, CorruptStorage, MissingLibrary), opened(path, os.O_RDONLY) as file:
+    real = Path(os.path.realpath(path))
+    with suppress(OSError, CorruptStorage, MissingLibrary), opened(real, os.O_RDONLY) as file:
         refuse_newer_provenance(shown_attributes(file, path).get("provenance"), path)

@@ -15,7 +15,7 @@ from .errors import (
     StorageMissing,
 )
 from .format import Format
-from .hdf5_replace import aside, opened
+from .hdf5_replace import aside, open_file, opened
 from .newer import refuse_newer_file
 from .paths import make_directory, refuse_impossible, require_creatable
 from .user_block import is_hdf5, is_ours, newest_manifest
@@ -28,7 +28,8 @@ class OneFileFormat(Format):
 
     def __init__(self, path: Path) -> None:
         # Not a link's: the file is replaced at times, and two names would be two locks.
-        super().__init__(Path(os.path.realpath(path)))
+        path = Path(os.path.realpath(path))
+        super().__init__(path, path.parent)
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
@@ -52,6 +53,10 @@ class OneFileFormat(Format):
     def episodes_path(self) -> Path:
         """The table of episodes, beside the file."""
         return self._beside(".episodes.npy")
+
+    def open_header(self, flags: int) -> int:
+        """A descriptor of the file."""
+        return open_file(self.path, flags)
 
     def stands(self) -> bool:
         """Whether there is a file of ours with a manifest in it."""

@@ -68,7 +68,7 @@ def open_existing(
         header = _header_of(format, manifest, writable=False, accept_copy=accept_copy)
         return Opened(_start(format, schema, header, None, durability), manifest)
     with ExitStack() as undo:
-        lock = WriterLock(format.lock_path)
+        lock = WriterLock(format.inside, format.lock_path)
         undo.callback(lock.release)
         if lock.made:
             time.sleep(2 * LOOK_SECONDS)
@@ -92,6 +92,7 @@ def _header_of(format: Format, manifest: Manifest, *, writable: bool, accept_cop
     crc = schema_crc(schema_of(manifest, format.manifest_path))
     version = manifest["format_version"]
     return Header(
+        format.open_header,
         format.header_path,
         schema_crc=crc,
         writable=writable,
@@ -128,7 +129,7 @@ def create_new(
     format.prepare()
     manifest = new_manifest(format.name, schema, runs, id)
     with ExitStack() as undo:
-        lock = WriterLock(format.lock_path)
+        lock = WriterLock(format.inside, format.lock_path)
         undo.callback(lock.release)
         # Another process may have created one before we had the lock.
         format.refuse_existing()

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import (
     CorruptStorage,
+    DiskFailed,
     NotWritable,
     PathIsFile,
     StorageFull,
     UnsupportedPlatform,
 )
+from .inside import Inside
 
 __all__ = [
     "failed",
     "make_directory",
-    "open_inside",
-    "open_plain",
-    "read_plain",
+    "opened",
     "refuse_impossible",
     "require_creatable",
     "space_left",
 ]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+_OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
@@ -75,65 +73,39 @@ def make_directory(path: Path) -> None:
         ) from error
 
 
-def open_inside(root: Path, parts: Iterable[str], flags: int, *, what: str) -> int:
-    """Open ``root/parts...``, through no link: a storage's rows lie inside its directory.
+def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
+    """A descriptor of a file, or with O_DIRECTORY of a directory, that the manifest names.
 
     Args:
-        root: the storage.
-        parts: names of directories, and of the file or directory itself.
+        inside: the storage's files.
+        path: the one that is wanted.
         flags: of `os.open`.
         what: what is there, for messages.
 
     Raises:
         CorruptStorage: it is missing, or something else is there.
         NotWritable: permission denied.
+        DiskFailed: the system cannot.
     """
-    *above, name = parts
-    place = root.joinpath(*above, name)
-    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for part in above:
-            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            os.close(directory)
-            directory = inner
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would keep us waiting
-        return _plain(os.open(name, flags, 0o666, dir_fd=directory), flags)
+        if flags & os.O_DIRECTORY:
+            return inside.open_directory(path)
+        return inside.open(path, flags)
     except FileNotFoundError as error:
         raise CorruptStorage(
-            f"{place} is missing, which the manifest says is {what}. Restore it from a copy."
+            f"{path} is missing, which the manifest says is {what}. Restore it from a copy."
         ) from error
     except PermissionError as error:
         raise NotWritable(
-            f"{place} cannot be opened: permission denied. Open the storage as a user who may."
+            f"{path} cannot be opened: permission denied. Open the storage as a user who may."
         ) from error
     except OSError as error:
         if error.errno not in _OTHER_KINDS:
-            raise
+            raise failed(path, error, 0) from error
         raise CorruptStorage(
-            f"{place} is not {what}, but a link or of another kind ({error.strerror}). Restore it "
+            f"{path} is not {what}, but a link or of another kind ({error.strerror}). Restore it "
             "from a copy."
         ) from error
-    finally:
-        os.close(directory)
-
-
-def open_plain(path: Path, flags: int) -> int:
-    """Open a file, and nothing but a file; raises OSError."""
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK
-    return _plain(os.open(path, flags), flags)
-
-
-def read_plain(path: Path) -> bytes:
-    """The content of a file, and of nothing but a file; raises OSError."""
-    with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        return file.read()
-
-
-def _plain(file: int, flags: int) -> int:
-    if flags & os.O_DIRECTORY or stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise OSError(errno.ENXIO, "it is no file")
 
 
 def space_left(path: Path) -> int:
@@ -145,7 +117,7 @@ def space_left(path: Path) -> int:
 
 def failed(
     path: Path, error: OSError, nbytes: int
-) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | OSError:
+) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
     """What an error of the file system means to a storage at ``path`` that wanted ``nbytes``."""
     if error.errno in _FULL:
         return StorageFull(
@@ -178,4 +150,12 @@ def failed(
             f"{path} cannot be written to ({error.strerror}). Open the storage as a user who may, "
             "or in a place where one can."
         )
-    return error
+    if error.errno in {errno.ENOENT, errno.ESTALE}:
+        return DiskFailed(
+            f"{error.filename or path} is gone: the storage, or a part of it, was deleted or moved "
+            "while it was open. What was committed is where it was moved to."
+        )
+    return DiskFailed(
+        f"the system cannot read or write {path}: {error.strerror or error}. Committed rows are "
+        "as they were, as far as the disk still has them: see what `tallyroll verify` says."
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,9 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.complex64: np.dtype(np.complex64),
     torch.complex128: np.dtype(np.complex128),
 }
+_MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
+_MOST_ROW_NBYTES = 2**47
+"""More than any machine maps."""
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _NUMPY}
 _TORCH = {numpy: dtype for dtype, numpy in _NUMPY.items() if dtype is not torch.bfloat16}
 
@@ -67,6 +71,16 @@ class Column:
             raise InvalidSchema(
                 f"column {spell(self.key)} has dtype {self.dtype}; a storage holds "
                 f"{', '.join(_NAMES)}. Convert it before writing."
+            )
+        if len(self.shape) > _MOST_SIZES:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has {len(self.shape)} dimensions a row, and may have "
+                f"{_MOST_SIZES}. Flatten some."
+            )
+        if min(self.shape, default=1) >= 1 and self.row_nbytes > _MOST_ROW_NBYTES:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has shape {list(self.shape)}: a row would have "
+                f"{self.row_nbytes} bytes, and may have {_MOST_ROW_NBYTES}."
             )
         if min(self.shape, default=1) < 1:
             raise InvalidSchema(
@@ -105,11 +119,12 @@ class Schema:
     more; ``()`` is the root. They are the first ones of the columns' shapes."""
 
     def __post_init__(self) -> None:
+        _check_count(self.columns)
         keys = self.keys
         if not keys:
             raise InvalidSchema("a storage needs at least one column and got none.")
         if len(set(keys)) < len(keys):
-            twice = sorted({spell(key) for key in keys if keys.count(key) > 1})
+            twice = sorted(spell(key) for key, count in Counter(keys).items() if count > 1)
             raise InvalidSchema(f"columns named twice: {', '.join(twice)}.")
         groups = {key[:depth] for key in keys for depth in range(1, len(key))}
         for key in keys:
@@ -181,6 +196,7 @@ class Schema:
         """
         if not isinstance(value, list):
             raise InvalidSchema(f"a schema is a list of columns, got {type(value).__name__}.")
+        _check_count(value)
         columns = tuple(_column_from_json(item) for item in value)
         counts = [item.get("batch_dims") for item in value]
         dims = from_counts([(c.key, n) for c, n in zip(columns, counts, strict=True)])
@@ -206,9 +222,19 @@ def _differ(wanted: Column, got: Column) -> Iterable[str]:
         yield f"{spell(wanted.key)} has shape {list(got.shape)} a row, wanted {list(wanted.shape)}"
 
 
+def _check_count(columns: Sized) -> None:
+    if len(columns) > _MOST_COLUMNS:
+        raise InvalidSchema(f"a storage holds {_MOST_COLUMNS} columns, got {len(columns)}.")
+
+
 def _check_key(key: Key) -> None:
     if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
-        raise InvalidSchema(f"a column's key is a tuple of names, got {key!r}.")
+        raise InvalidSchema(f"a column's key is a tuple of names, got {key!r:.200}.")
+    if len(key) > _MOST_PARTS or max(map(len, key)) > _LONGEST_PART:
+        raise InvalidSchema(
+            f"a column's key has at most {_MOST_PARTS} names of {_LONGEST_PART} characters, got "
+            f"{len(key)} of up to {max(map(len, key))}: {key!r:.200}. Make it shorter."
+        )
     for part in key:
         if part in ("", ".", "..") or "/" in part or "\0" in part or not _is_utf8(part):
             raise InvalidSchema(
@@ -250,9 +276,11 @@ def _column_to_json(column: Column, batch_dims: list[int]) -> dict[str, Any]:
 
 def _column_from_json(item: Any) -> Column:
     try:
-        key, dtype, shape = tuple(item["key"]), _NAMES[item["dtype"]], tuple(item["shape"])
+        key, dtype, shape = item["key"], _NAMES[item["dtype"]], item["shape"]
     except (KeyError, TypeError) as error:
-        raise InvalidSchema(f"not a column with key, dtype and shape: {item!r}.") from error
+        raise InvalidSchema(f"not a column with key, dtype and shape: {item!r:.200}.") from error
+    if not isinstance(key, list) or not isinstance(shape, list):
+        raise InvalidSchema(f"not a column with lists for key and shape: {item!r:.200}.")
     if not all(type(size) is int for size in shape):
-        raise InvalidSchema(f"not a shape of whole numbers: {item!r}.")
-    return Column(key, dtype, shape)
+        raise InvalidSchema(f"not a shape of whole numbers: {item!r:.200}.")
+    return Column(tuple(key), dtype, tuple(shape))

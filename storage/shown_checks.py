@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CorruptStorage
-from .paths import read_plain
+from .inside import Inside
 
 __all__ = ["differs", "require_committed", "wrong_documents"]
 
 
 def wrong_documents(
-    documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]
+    inside: Inside, documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]
 ) -> Iterator[str]:
     """What other libraries would read wrongly in JSON files, one sentence a file.
 
     What was added to them is nobody's business here.
 
     Args:
+        inside: the storage's files.
         documents: what the files should hold for a number of rows.
         head: tells how many rows are committed now.
     """
     for file, blank in documents(0).items():
         try:
-            found = _read(file)
+            found = _read(inside, file)
             rows = _rows_shown(found, blank, file)
             _require(documents(rows)[file], found, file)
             require_committed(rows, head(), file)
@@ -52,9 +53,9 @@ def differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
     return CorruptStorage(f"{file} is not as it was written for other libraries: {what}.")
 
 
-def _read(file: Path) -> Any:
+def _read(inside: Inside, file: Path) -> Any:
     try:
-        return json.loads(read_plain(file))
+        return inside.read_json(file)
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptStorage(f"{file} cannot be read by other libraries ({error}).") from error
 

@@ -36,6 +36,7 @@ from .errors import (
 from .format import Format
 from .id_watch import Ids, IdWatch, renumbered
 from .indexing import resolve
+from .inside import Inside
 from .keys import TRAJ_IDS
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
@@ -322,6 +323,11 @@ class RowStore:
     def grows(self) -> bool:
         """Whether space for more rows can be added to it while it is open."""
         return self._format.grows
+
+    @property
+    def inside(self) -> Inside:
+        """The way to its files."""
+        return self._format.inside
 
     @property
     def lock_path(self) -> Path:

@@ -90,7 +90,7 @@ class TrajectoryIndex:
         shapes = {column.key: column.shape for column in engine.schema.columns}
         episodes = Episodes(engine.ring, shapes.get(REWARD, ()))
         try:
-            lines = read_table(store.episodes_path, episodes.dtype, engine.head)
+            lines = read_table(store.inside, store.episodes_path, episodes.dtype, engine.head)
         except DamagedTable:
             return episodes  # what is in it follows from the rows; `verify` tells
         if lines is not None and self._belongs(lines, engine):
@@ -127,13 +127,13 @@ class TrajectoryIndex:
             with contextlib.suppress(CorruptStorage):  # as above
                 episodes = self.episodes(store)
                 if episodes.seen != self._in_file:
-                    write_table(store.episodes_path, episodes.table(store.span.start))
+                    write_table(store.inside, store.episodes_path, episodes.table(store.span.start))
                     self._in_file = episodes.seen
 
 
 def _active_from(store: RowStore) -> int | None:
     """The first row of the run that is being written, None where nobody writes."""
-    if not store._running().owns_lock and not is_held(store.lock_path):
+    if not store._running().owns_lock and not is_held(store.inside, store.lock_path):
         return None
     runs = store.manifest["runs"]
     return runs[-1]["first_row"] if runs else 0

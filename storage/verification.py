@@ -149,7 +149,7 @@ class _Verification:
         reward = [each.shape for each in storage.schema.columns if each.key == REWARD]
         path, dtype = storage.episodes_path, table_dtype(reward[0] if reward else ())
         try:
-            table = read_table(path, dtype, storage.head)
+            table = read_table(storage.inside, path, dtype, storage.head)
         except DamagedTable as error:
             self._findings.add("episodes", str(error))
             return None

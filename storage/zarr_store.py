@@ -36,9 +36,10 @@ from .commit import HEADER_NBYTES
 from .directory import DirectoryFormat
 from .errors import CorruptStorage, InvalidSchema, NotAStorage, StorageFull, UnsupportedPlatform
 from .format import Access
-from .manifest import Manifest, attributes_of, write_aside
+from .inside import JSON_LIMIT
+from .manifest import Manifest, attributes_of
 from .newer import refuse_newer_group
-from .paths import failed, open_inside, read_plain
+from .paths import failed, opened
 from .preflight import Footprint
 from .regions import PAGE_NBYTES, maps_left
 from .rows import spell
@@ -54,11 +55,15 @@ _FILES = re.compile(
     rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
     rf"|{_OURS}/(?:lock|(?:manifest\.json|episodes\.npy)(?:\.tmp)?)"
 )
-# What our own writer, zarr-python and TensorStore leave when they are killed.
-_LEFT_BEHIND = (".tmp", ".partial", ".__lock")
+# What our own writer, zarr-python and TensorStore leave of these when they are killed.
+_LEFT_BEHIND = re.compile(
+    rf"(?:zarr\.json|manifest\.json|episodes\.npy)\.tmp"
+    rf"|(?:zarr|c[.0-9]*)\.[0-9a-f]+\.partial|(?:zarr\.json|{CHUNK_NAME})\.__lock"
+)
 _FEW_MAPS = 1000
 _OTHER_FILES = 16
 _LARGEST_CHUNK = 2**31
+_PROVENANCE_NBYTES = JSON_LIMIT // 4
 
 
 class ZarrFormat(DirectoryFormat):
@@ -143,8 +148,8 @@ class ZarrFormat(DirectoryFormat):
         self._schema, self._chunk_rows = schema, _chunks(schema, capacity)
         try:
             for column in schema.columns:
-                self.path.joinpath(*column.key).mkdir(parents=True, exist_ok=True)
-            write_aside(self.path / _OURS / _META, header_document(len(header)))
+                self.inside.make_directory(self.path.joinpath(*column.key))
+            self._write_json(self.path / _OURS / _META, header_document(len(header)))
         except OSError as error:
             raise failed(self.path, error, len(header)) from error
         self.publish(0)
@@ -166,12 +171,12 @@ class ZarrFormat(DirectoryFormat):
         try:
             for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
                 _require_pages(self.path, column, rows)
-                flags = os.O_RDONLY | os.O_DIRECTORY
-                directory = open_inside(self.path, column.key, flags, what="a column")
+                place = self.path.joinpath(*column.key)
+                directory = opened(self.inside, place, os.O_DIRECTORY, what="a column")
                 columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
         except BaseException:
-            for opened in columns:
-                opened.close()
+            for each in columns:
+                each.close()
             raise
         self._columns = columns
         if writable:
@@ -179,11 +184,14 @@ class ZarrFormat(DirectoryFormat):
             self._attributes = self._read_attributes()
 
     def _sweep(self) -> None:
-        for directory in {self.path, self.header_path.parent, *map(self._place, self._places())}:
-            for name in os.listdir(directory):
-                if name.endswith(_LEFT_BEHIND) and (directory / name).is_file():
-                    with contextlib.suppress(OSError):
-                        (directory / name).unlink()
+        for place in {self.path, self.header_path.parent, *map(self._place, self._places())}:
+            with contextlib.suppress(OSError):
+                directory = self.inside.open_directory(place)
+                try:
+                    for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
+                        os.unlink(name, dir_fd=directory)
+                finally:
+                    os.close(directory)
 
     @property
     def _known(self) -> Schema:
@@ -202,7 +210,7 @@ class ZarrFormat(DirectoryFormat):
         found: dict[PurePosixPath, Mapping[str, Any]] = {}
         for place in self._places():
             with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-                document = json.loads(read_plain(self._place(place) / _META))
+                document = self.inside.read_json(self._place(place) / _META)
                 found[place] = dict(document["attributes"])
         return found
 
@@ -253,19 +261,23 @@ class ZarrFormat(DirectoryFormat):
         """Write Zarr's metadata for ``rows`` rows: arrays, then groups, the root last."""
         root = dict(self._attributes.get(_ROOT, {}))
         if self._manifest is not None:
-            root |= attributes_of(self._manifest)
+            root |= attributes_of(self._manifest, _PROVENANCE_NBYTES)
         attributes = self._attributes | {_ROOT: root | {"rows": rows}}
         try:
             shown = documents(self._known, self._chunk_rows, rows, attributes)
             for place, document in shown.items():
-                write_aside(self._place(place) / _META, document)
+                self._write_json(self._place(place) / _META, document)
         except OSError as error:
             raise failed(self.path, error, 4096) from error
         self._shown = rows
 
+    def _write_json(self, path: Path, value: Any, *, durable: bool = False) -> None:
+        self.inside.write_aside(path, json.dumps(value).encode(), durable=durable)
+
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
         """Compare Zarr's metadata with what it should be."""
         yield from wrong_documents(
+            self.inside,
             lambda rows: {
                 self._place(place) / _META: document
                 for place, document in documents(schema, self._chunk_rows, rows, {}).items()
@@ -273,7 +285,7 @@ class ZarrFormat(DirectoryFormat):
             head,
         )
         header = {self.header_path.parent / _META: header_document(HEADER_NBYTES)}
-        yield from wrong_documents(lambda _: header, lambda: HEADER_NBYTES)
+        yield from wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
 
     def trim(self, rows: int) -> None:
         """Remove chunks without rows, those of a killed writer too."""

@@ -27,6 +27,7 @@ from tallyroll.storage.episodes import (
     what_is_wrong,
 )
 from tallyroll.storage.errors import DamagedTable, NotWritable
+from tallyroll.storage.inside import Inside
 from tallyroll.storage.lane_order import Chunk
 
 from lane_model import Model, models
@@ -213,12 +214,12 @@ def table() -> np.ndarray:
 
 @pytest.fixture
 def path(tmp_path: Path, table: np.ndarray) -> Path:
-    write_table(tmp_path / "episodes.npy", table)
+    write_table(Inside(tmp_path), tmp_path / "episodes.npy", table)
     return tmp_path / "episodes.npy"
 
 
 def read(path: Path, head: int = 100) -> np.ndarray | None:
-    return read_table(path, table_dtype(), head)
+    return read_table(Inside(path.parent), path, table_dtype(), head)
 
 
 def test_what_was_written_is_read(path: Path, table: np.ndarray) -> None:
@@ -256,10 +257,10 @@ def with_checksum(content: bytes) -> bytes:
 
 
 def test_another_array_is_noticed(path: Path, table: np.ndarray) -> None:
-    write_table(path, table[["id", "lane"]])
+    write_table(Inside(path.parent), path, table[["id", "lane"]])
     with pytest.raises(DamagedTable, match="fields"):
         read(path)
-    write_table(path, table[None])
+    write_table(Inside(path.parent), path, table[None])
     with pytest.raises(DamagedTable, match="fields"):
         read(path)
     path.write_bytes(with_checksum(b"text"))
@@ -294,7 +295,7 @@ def test_lines_that_cannot_be_are_noticed(
 ) -> None:
     for name, value in change.items():
         table[name][0] = value
-    write_table(path, table)
+    write_table(Inside(path.parent), path, table)
     with pytest.raises(DamagedTable, match=message):
         read(path)
 
@@ -307,12 +308,12 @@ def test_a_table_from_the_future_is_noticed(path: Path) -> None:
 def test_a_table_that_cannot_be_written_leaves_the_old_one(
     path: Path, table: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*paths: object) -> None:
+    def refuse(*paths: object, **descriptors: int) -> None:
         raise PermissionError(13, "Permission denied")
 
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(NotWritable):
-        write_table(path, table[:1])
+        write_table(Inside(path.parent), path, table[:1])
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]

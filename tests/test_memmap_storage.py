@@ -121,7 +121,7 @@ def test_a_refresh_without_disk_space_does_not_fail_the_commit(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("tallyroll.storage.memmap.write_aside", full)
+            patch.setattr("tallyroll.storage.inside.Inside.write_aside", full)
             patch.setattr("tallyroll.storage.engine.time.monotonic", lambda: 1e12)
             storage.extend(rows(1, 1))
             with pytest.raises(StorageFull, match="more bytes"):

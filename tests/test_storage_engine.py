@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tallyroll.storage import CorruptStorage, Schema
 from tallyroll.storage.commit import RECORD_LIMIT, Header, header_bytes
 from tallyroll.storage.errors import IndexOutOfRange, InvalidSchema, NotAnAppend
 from tallyroll.storage.indexing import consecutive, resolve
+from tallyroll.storage.inside import Inside
 from tallyroll.storage.schema import Column
 
 NAMES = st.text(min_size=1, max_size=8).filter(
@@ -166,7 +168,11 @@ def test_only_consecutive_rows_are(numbers: list[int]) -> None:
 
 def new_header(path: Path) -> Header:
     path.write_bytes(header_bytes(7))
-    return Header(path, schema_crc=7, writable=True)
+    return opened_header(path, schema_crc=7, writable=True)
+
+
+def opened_header(path: Path, **options: Any) -> Header:
+    return Header(partial(Inside(path.parent).open, path), path, **options)
 
 
 def test_counts_and_records_lie_where_the_layout_says(tmp_path: Path) -> None:
@@ -210,7 +216,7 @@ def test_records_of_rows_that_were_lost_are_forgotten(tmp_path: Path) -> None:
 def test_a_header_of_another_schema_is_refused(tmp_path: Path) -> None:
     new_header(tmp_path / "header").close()
     with pytest.raises(CorruptStorage, match="another schema than the manifest"):
-        Header(tmp_path / "header", schema_crc=8, writable=False)
+        opened_header(tmp_path / "header", schema_crc=8, writable=False)
 
 
 # -- the end of the process

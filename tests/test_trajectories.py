@@ -43,6 +43,7 @@ from tallyroll.storage.errors import (
     StorageFull,
     UnknownTrajectory,
 )
+from tallyroll.storage.inside import Inside
 from tallyroll.storage.lock import is_held
 
 from lane_model import Model, models
@@ -529,15 +530,15 @@ def test_a_killed_writer_leaves_trajectories_that_are_cut(path: Path) -> None:
 def test_a_reader_that_looks_for_a_writer_keeps_nobody_out(path: Path) -> None:
     with MemmapStorage(path) as storage:
         fill(storage, big(50))
-        assert is_held(storage.lock_path)
-    assert not is_held(path / "nothing")
+        assert is_held(storage.inside, storage.lock_path)
+    assert not is_held(Inside(path), path / "nothing")
     with open(storage.lock_path) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         timer = threading.Timer(0.003, lambda: fcntl.flock(file, fcntl.LOCK_UN))
         timer.start()
         with open_storage(path, mode="append"):
             timer.join()
-        assert not is_held(storage.lock_path)
+        assert not is_held(storage.inside, storage.lock_path)
 
 
 # --- slices ---------------------------------------------------------------------------------------

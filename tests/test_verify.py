@@ -30,6 +30,7 @@ from tallyroll.storage.episode_file import read_table, write_table
 from tallyroll.storage.episodes import table_dtype
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.findings import PLACES
+from tallyroll.storage.inside import Inside
 from tallyroll.storage.verification import CHECKS
 
 from oracles import KINDS, Kind, OracleEnv, OracleTorchEnv, make_oracle_vec
@@ -613,11 +614,11 @@ def change_table(path: Path, change: Callable[[np.ndarray], np.ndarray | None]) 
     """Write the table anew, changed; returns the first row of its tenth line."""
     with open_storage(path) as storage:
         file, head = storage.episodes_path, storage.head
-    table = read_table(file, table_dtype(), head)
+    table = read_table(Inside(file.parent), file, table_dtype(), head)
     assert table is not None
     table = table.copy()
     changed = change(table)
-    write_table(file, table if changed is None else changed)
+    write_table(Inside(file.parent), file, table if changed is None else changed)
     return int(table["first_row"][9])
 
 

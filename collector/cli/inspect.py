@@ -127,7 +127,7 @@ def _part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _trajectories(found: Scan, storage: DiskStorage) -> dict[str, Any]:
-    being_written = is_held(storage.lock_path)
+    being_written = is_held(storage.inside, storage.lock_path)
     return {
         "total": found.terminated + found.truncated + found.unfinished,
         "terminated": found.terminated,

@@ -1,0 +1,160 @@
+"""The one way to the files of a storage: through no link, and to plain files alone.
+
+Whoever can write into a storage's directory may have put a link there, to a file of somebody else.
+The path that a user names may be a link, or lie behind some; what lies below it may not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["JSON_LIMIT", "Inside"]
+
+JSON_LIMIT = 2**25
+"""The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
+
+_ASIDE = ".tmp"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WRITES = os.O_WRONLY | os.O_RDWR
+
+
+class Inside:
+    """The files below a directory, which its user named. Paths are those of files below it.
+
+    Every method raises OSError: ELOOP or ENOTDIR for a link, ENXIO for what is no plain file,
+    EMLINK for a file to write to that has another name besides.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @contextlib.contextmanager
+    def _above(self, path: Path) -> Iterator[tuple[int, str]]:
+        """A descriptor of the directory that ``path`` lies in, and its name there."""
+        *above, name = path.relative_to(self.root).parts
+        directory = os.open(self.root, _DIRECTORY)
+        try:
+            for part in above:
+                inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                os.close(directory)
+                directory = inner
+            yield directory, name
+        finally:
+            os.close(directory)
+
+    def open(self, path: Path, flags: int) -> int:
+        """A descriptor of a plain file."""
+        with self._above(path) as (directory, name):
+            return _opened(directory, name, flags)
+
+    def open_directory(self, path: Path) -> int:
+        """A descriptor of a directory."""
+        if path == self.root:
+            return os.open(path, _DIRECTORY)
+        with self._above(path) as (directory, name):
+            return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+
+    def read(self, path: Path, limit: int) -> bytes:
+        """The content of a file.
+
+        Raises:
+            OSError: EFBIG, before anything is read: it has more than ``limit`` bytes.
+        """
+        with open(self.open(path, os.O_RDONLY), "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > limit:
+                raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {limit}")
+            return file.read(limit)
+
+    def read_start(self, path: Path, nbytes: int) -> bytes:
+        """The first bytes of a file."""
+        with open(self.open(path, os.O_RDONLY), "rb") as file:
+            return file.read(nbytes)
+
+    def read_json(self, path: Path) -> Any:
+        """The value in a JSON file; raises ValueError and RecursionError, too."""
+        return json.loads(self.read(path, JSON_LIMIT))
+
+    def write_aside(self, path: Path, content: bytes, *, durable: bool = False) -> None:
+        """Write a file beside ``path`` and rename it, so that ``path`` is always whole."""
+        with self._above(path) as (directory, name):
+            aside = name + _ASIDE
+            try:
+                with open(_made(directory, aside), "wb") as file:
+                    file.write(content)
+                    if durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                os.replace(aside, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                _remove(directory, aside)
+                raise
+            if durable:
+                os.fsync(directory)
+
+    def make(self, path: Path) -> int:
+        """A descriptor of a new, empty file; what had its name, a link for one, is gone."""
+        with self._above(path) as (directory, name):
+            return _made(directory, name)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a link, if it is there."""
+        with self._above(path) as (directory, name):
+            _remove(directory, name)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory and those above it, below the root."""
+        place = self.root
+        for part in path.relative_to(self.root).parts:
+            above, place = place, place / part
+            directory = self.open_directory(above)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=directory)
+            finally:
+                os.close(directory)
+        os.close(self.open_directory(path))
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the directory's entries are on the disk."""
+        directory = self.open_directory(path)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _opened(directory: int, name: str, flags: int) -> int:
+    # A pipe would keep us waiting.
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(name, flags, 0o666, dir_fd=directory)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.ENXIO, "it is no file")
+        if flags & _WRITES and found.st_nlink > 1:
+            raise OSError(errno.EMLINK, "it is a file of another place, too: a hard link")
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _made(directory: int, name: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    try:
+        return _opened(directory, name, flags)
+    except FileExistsError:
+        _remove(directory, name)  # of a process that was killed, or a link
+        return _opened(directory, name, flags)
+
+
+def _remove(directory: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
