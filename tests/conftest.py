@@ -45,8 +45,8 @@ def _children() -> dict[int, psutil.Process]:
 
 
 def _shared_files() -> set[str]:
-    """Names in /dev/shm."""
-    return {path.name for path in SHM.iterdir()} if SHM.is_dir() else set()
+    """Names in /dev/shm. Directories there are of tests that want files in memory."""
+    return {path.name for path in SHM.iterdir() if not path.is_dir()} if SHM.is_dir() else set()
 
 
 def _used_elsewhere(name: str) -> bool:
