@@ -20,6 +20,8 @@ from .value_checks import batches, words, zero_rows
 __all__ = ["ObservationChecks", "observations_of"]
 
 _FLAGS = {"done", "terminated", "truncated", "reward"}
+_FEW_VALUES, _SHARE = 16, 1 / 4
+"""Of so few whole numbers some ends are all zero by chance; more than this share are not."""
 
 
 def observations_of(columns: Mapping[Key, Column]) -> list[Key]:
@@ -45,6 +47,12 @@ class _Observation:
     """As ``next``, but as the values that they are."""
     flags: bool = False
     """All values are 0 or 1, as far as the rows were looked at: a mask, perhaps."""
+    few: bool = False
+    """A row is a few whole numbers, all of which may be zero by chance."""
+    ends: int = 0
+    """Ends whose final observation is there."""
+    turned: int = 0
+    """Those at which it is zero, and was not before."""
     zero_midway: bool = False
     """An episode comes to zero, or leaves it, without ending there."""
     zero_ends: Findings = field(default_factory=Findings)
@@ -72,7 +80,7 @@ class ObservationChecks:
     was lost. Flags that are all off at an end, such as the mask of actions of a player that has
     none left, are values like others: bools always, whole numbers that are only 0 and 1 where
     another observation is not zero there. A final observation that is lost is lost with all its
-    parts.
+    parts. And of a few whole numbers all may be zero by chance, at few ends.
 
     Args:
         columns: the storage's columns.
@@ -91,7 +99,8 @@ class ObservationChecks:
                 words(arrays[(NEXT, *key)]),
                 columns[key],
                 arrays[(NEXT, *key)],
-                flags=arrays[key].dtype.kind in "iu" and columns[key].dtype != torch.bfloat16,
+                flags=_is_whole(columns[key]),
+                few=_is_whole(columns[key]) and math.prod(columns[key].shape) <= _FEW_VALUES,
             )
             for key in observations_of(columns)
         ]
@@ -142,7 +151,9 @@ class ObservationChecks:
             next = zero_rows(each.next[first : first + count])
             if (turns := _turns_at_ends(each, chunk, here, next, final)).any():
                 turned.append((each, turns))
+                each.turned += int(turns.sum())
                 each.look_for_flags(slice(first, first + count))
+            each.ends += int(final.sum())
             all_here &= here
             all_next &= next
         for each, turns in turned:
@@ -163,9 +174,15 @@ class ObservationChecks:
         if sum(sizes) > 1 and self._zero_rows < self._rows and not self._zero_state:
             findings.merge(self._zeros)
         for each in self._observations:
+            if each.few and each.turned <= _SHARE * each.ends:
+                continue
             # A single zero is a number like others, and so are flags that are all off.
             if each.values > 1 and not each.zero_midway and each.column.dtype != torch.bool:
                 findings.merge(each.zero_with_all if each.flags else each.zero_ends)
+
+
+def _is_whole(column: Column) -> bool:
+    return column.numpy_dtype.kind in "iu" and column.dtype != torch.bfloat16
 
 
 def _turns_at_ends(

@@ -64,8 +64,12 @@ class Configuration:
         """Columns that the policy looks at."""
         return tuple(self.column(key) for key in observation_keys(self.env.lane))
 
+    def own_column(self, name: str) -> Key:
+        """The column of the action or the reward."""
+        return ("agents", name) if self.env.lane.agents else (name,)
+
     def column(self, key: Key) -> Key:
-        """The column of an observation, an action or a reward."""
+        """The column of an observation."""
         lane = self.env.lane
         if self.settled and key[0] in lane.names:
             return (f"own {lane.names.index(key[0])}", *key[1:])
@@ -132,7 +136,8 @@ def refusals(config: Configuration) -> list[str]:
     found = {
         "names that collide": bool(names & set(sp.COLLIDING)),
         "odd names": bool(names & {*sp.ODD, *sp.TAKEN}),
-        "a reused array in SAME_STEP": bool(lane.reuse) and same_step,
+        # What resets itself may return its first observation twice.
+        "a reused array in SAME_STEP": bool(lane.reuse or lane.self_reset) and same_step,
         "reused observations that cannot be split": bool(lane.reuse or env.tensors)
         and (env.system in ("parallel", "serial")),
         "resets itself": bool(lane.self_reset) and not config.loses_finals,
@@ -146,6 +151,9 @@ def refusals(config: Configuration) -> list[str]:
         and not env.flat
         and not (env.system in ("serial", "parallel") and not stands_outside(config))
         and not (env.system == "sync" and env.mode == "Disabled" and not stands_outside(config)),
+        "TorchRL has no such names": env.system in ("torch", "one", "serial", "parallel")
+        and bool(set(lane.names) & set(sp.COLLIDING)),
+        "statistics twice": env.vector_statistics and "statistics" in lane.wrappers,
         "masks are ignored": env.system == "native"
         and bool(env.transforms or config.max_frames_per_traj),
     }

@@ -128,11 +128,11 @@ def compare_lane(
         if not _may_lose_finals(config, rows, ended, valid):
             verdict.rows(right, rows, f"next {column} at an end is not the final one")
     action = np.stack([np.asarray(each.after.action) for each in own])
-    verdict.rows(equal(rows[config.column(("action",))], action), rows, "another action")
+    verdict.rows(equal(rows[config.own_column("action")], action), rows, "another action")
     reward = np.array([each.after.reward for each in own])[:, None]
     if kind.agents:
         reward = (reward * np.arange(1, kind.agents + 1))[..., None]
-    column = rows["next", *config.column(("reward",))]
+    column = rows["next", *config.own_column("reward")]
     verdict.rows(equal(column, reward), rows, "another reward")
     flags = np.array([ends_of(config, each) for each in own])
     for number, name in enumerate(("terminated", "truncated", "done")):
@@ -169,7 +169,7 @@ def _align(config: Configuration, rows: Rows, made: list[Made], verdict: Verdict
 
 
 def _looks_like(config: Configuration, rows: Rows, row: int, made: Made, keys: list[Key]) -> bool:
-    reward = float(rows["next", *config.column(("reward",))][row].reshape(-1)[0])
+    reward = float(rows["next", *config.own_column("reward")][row].reshape(-1)[0])
     if reward != np.float32(made.after.reward):
         return False
     return all(
