@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import torch
 
 from . import lane_order
 from .episode_checks import EpisodeChecks
@@ -31,6 +32,7 @@ from .observation_checks import ObservationChecks, observations_of
 from .record_checks import Run
 from .reset_checks import ResetChecks
 from .ring import slots_of
+from .row_order import floats_of
 from .rows import Key, spell
 from .value_checks import UnwrittenRows, check_finite, holds_numbers, words
 
@@ -213,6 +215,8 @@ class RowChecks:
 
     def _episode_rows(self, chunk: Chunk, slots: slice) -> EpisodeRows:
         reward = self._arrays[REWARD][slots]
+        if self._columns[REWARD].dtype is torch.bfloat16:
+            reward = floats_of(reward)
         if math.prod(reward.shape[1:]) == 1:
             reward = reward.reshape(-1)
         return EpisodeRows(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .links import Links
 
-__all__ = ["WHOSE", "RowOrder", "unread"]
+__all__ = ["WHOSE", "RowOrder", "floats_of", "unread"]
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
@@ -109,6 +109,10 @@ class RowOrder:
         else:
             parts = pieces(start, stop, engine.ring)
             found = np.concatenate([column[slot : slot + count] for slot, _, count in parts])
-        if key in self._sixteen_bits:
-            return (found.astype(np.uint32) << 16).view(np.float32)
-        return found
+        return floats_of(found) if key in self._sixteen_bits else found
+
+
+def floats_of(bits: np.ndarray) -> np.ndarray:
+    """The numbers of bfloat16 columns, whose arrays hold their bits, as float32."""
+    found: np.ndarray = (bits.astype(np.uint32) << 16).view(np.float32)
+    return found

@@ -31,6 +31,7 @@ from tallyroll.storage.episodes import table_dtype
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.findings import PLACES
 from tallyroll.storage.inside import Inside
+from tallyroll.storage.rows import nest
 from tallyroll.storage.verification import CHECKS
 
 from oracles import KINDS, Kind, OracleEnv, OracleTorchEnv, make_oracle_vec
@@ -164,6 +165,17 @@ def test_zero_is_an_observation_like_others_where_episodes_come_to_it(tmp_path: 
     position = [0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2]
     assert_sound(write(tmp_path / "line", *episodes(position, [0, 0, 0, 1], [2, 1, 0])))
     assert_sound(write(tmp_path / "zero", *episodes([0, 0, 0], [0, 0])))
+
+
+def test_zeros_at_ends_are_sound_where_episodes_leave_zero_midway(tmp_path: Path) -> None:
+    """In either of two episodes, which nothing shows to come to zero but at its end."""
+    assert_sound(write(tmp_path / "one", *episodes([1, 2, 0], [0, 1, 2], [3, 0])))
+    assert_sound(write(tmp_path / "same", *episodes([0, 1, 0])))
+    assert_sound(write(tmp_path / "comes", *episodes([1, 0, 0, 2], [2, 0])))
+    report = verify(write(tmp_path / "never", *episodes([1, 2, 0], [3, 1, 2], [3, 0])))
+    (found,) = (each for each in report.findings if each.check == "finals")
+    assert found.count == 2
+    assert [place.row for place in found.places] == [1, 4]
 
 
 BOARD, MASK = ("player", "observation"), ("player", "action_mask")
@@ -322,6 +334,33 @@ def test_nan_is_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype, bad: fl
         storage.extend(TensorDict({"x": values}, [20]))
     (finding,) = verify(tmp_path / "data").findings
     assert told(finding) == "nan: NaN in x\n    row 27, column x"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("key", ["observation", "next/observation", "next/reward"])
+def test_infinities_are_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype, key: str) -> None:
+    """Of either sign, and not the largest number beside them."""
+    (episode,) = episodes([1, 2, 3, 4, 5])
+    limit = torch.finfo(dtype).max
+    for name, bad in (("most", limit), ("least", -limit), ("high", torch.inf), ("low", -torch.inf)):
+        rows = {each: torch.from_numpy(array) for each, array in episode.items()}
+        columns = [each for each in rows if rows[each].is_floating_point()]
+        rows |= {each: rows[each].to(dtype) for each in columns}
+        place = rows[tuple(key.split("/"))]
+        place[2, 0] = bad
+        if key == "observation":  # as the row before says
+            rows["next", "observation"][1, 0] = bad
+        elif key == "next/observation":
+            rows["observation",][3, 0] = bad
+        with MemmapStorage(tmp_path / name) as storage:
+            storage.extend(nest(rows.items(), [4]))
+        if abs(bad) <= limit:
+            assert_sound(tmp_path / name)
+            continue
+        found = verify(tmp_path / name).findings
+        assert [each.check for each in found] == ["nan"] * (1 if key == "next/reward" else 2)
+        assert any(each.places[0].row == 2 and each.places[0].column == key for each in found)
+        assert all("NaN or infinity" in str(each) for each in found)
 
 
 # --- damage ---------------------------------------------------------------------------------------
