@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tallyroll.storage import CorruptStorage, StorageFull, open_storage
+from tallyroll.storage import CorruptStorage, StorageFull, open_storage, verify
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.commit import word_of
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage, StorageError
@@ -306,6 +306,31 @@ class DamageContract:
             assert storage.record is None
             storage.put_record(b"again")
             assert storage.record == (5, b"again")
+
+    def test_an_older_record_that_is_garbled_is_no_damage(self, recorded: Path) -> None:
+        """The newer one stands, and counts; a writer goes on in the garbled slot."""
+        header = self.header_of(recorded)
+        content = header.read_bytes()
+        start = content.index(b"older") - 28
+        for at in range(28 + 5):
+            for change in (0x01, 0x40, 0x80):
+                garbled = bytearray(content[start : start + 33])
+                garbled[at] ^= change
+                damage(header, start, garbled)
+                # A larger sequence looks as if it were of a newer record.
+                newer = int.from_bytes(garbled[:8], "little", signed=True) > 2
+                with open_storage(recorded) as storage:
+                    assert storage.record == (5, b"newer")
+                    assert storage.record_damaged == newer, (at, change)
+        damage(header, start, content[start : start + 33])
+        damage(header, start + 28, b"X")
+        assert verify(recorded).sound
+        with open_storage(recorded, "append") as storage:
+            storage.put_record(b"newest")
+            assert storage.record == (5, b"newest")
+            damage(header, content.index(b"newer"), b"X")
+            assert storage.record == (5, b"newest")
+            assert not storage.record_damaged
 
     # -- a full disk
 

@@ -334,6 +334,13 @@ def test_a_header_of_a_version_that_cannot_be_is_damage(five: Path, version: int
     assert_told(five, CorruptStorage, "which is no version: it is damaged")
 
 
+def test_an_older_header_than_is_read_is_told(five: Path) -> None:
+    """Beside a manifest of a version that is read."""
+    header = kind_of(five)._format_class(five).header_path
+    damage(header, 0, _with_version(header.read_bytes()[:HEADER_NBYTES], 1)[:36])
+    assert_told(five, FormatVersionMismatch, "version 1, and this Tallyroll reads versions 2 and 3")
+
+
 def test_a_damaged_version_is_no_later_one(five: Path) -> None:
     header = kind_of(five)._format_class(five).header_path
     damage(header, 8, bytes([LATER]))

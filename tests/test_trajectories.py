@@ -676,6 +676,25 @@ def test_whole_rewards_become_floats(path: Path) -> None:
     assert found["next", "reward"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rewards_keep_their_precision(path: Path, dtype: torch.dtype) -> None:
+    """As `float` would tell apart in float64 alone."""
+    model = big(50)
+    rows, rewards = model.rows(), torch.from_numpy(model.rewards + 2.0**-40).to(dtype)
+    rows["next", "reward"] = rewards[:, None]
+    with MemmapStorage(path) as storage:
+        found = n_step(fill_with(storage, rows), slice(None), 3, 0.5)
+    assert found["next", "reward"].dtype == found["next", "original_reward"].dtype == dtype
+    assert found["gamma"].dtype == dtype
+    total = torch.zeros(50, dtype=torch.float64)
+    for row in range(50):
+        at, (_, used, _) = row, n_steps(model, row, 3, 0.5)
+        for step in range(used):
+            total[row] += 0.5**step * rewards[at].item()
+            at = model.next_of(at)
+    assert (found["next", "reward"][:, 0] == total.to(dtype)).all()
+
+
 @pytest.mark.parametrize(
     ("n", "gamma", "message"),
     [(0, 0.5, "n is"), (1.0, 0.5, "n is"), (1, 1.5, "gamma"), (1, -1, "g")],
