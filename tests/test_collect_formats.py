@@ -15,8 +15,11 @@ import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.arguments import column
+from tallyroll.collector.errors import ArgumentError, LedgerError
 from tallyroll.collector.lanes import lane_seed
+from tallyroll.collector.ledger import Ledger
+from tallyroll.collector.sink import Sink
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.hdf5 import H5Storage
@@ -88,6 +91,30 @@ def test_what_an_error_leaves_may_be_more_than_a_ring_takes_at_once(tmp_path: Pa
         assert storage.record is not None
         assert json.loads(storage.record[1])["ledger"]["stored"] == storage.head
     assert verify(tmp_path / "data").sound
+
+
+@pytest.mark.parametrize("count", [8, 9, 10, 18, 19, 40])
+def test_a_sink_writes_more_rows_than_a_ring_has_piece_by_piece(tmp_path: Path, count: int) -> None:
+    """As workers leave them, of whom one raised: the ledger goes with the last piece."""
+    numbers = torch.arange(count)
+    rows = {("x",): numbers * 2.0, IDS: numbers // 5, ("collector", "step"): numbers % 5}
+    with MemmapStorage(tmp_path / "data", max_size=9) as storage:
+        sink = Sink(storage, None, False)
+        schema = {key: column(leaf) for key, leaf in rows.items()}
+        sink.open(schema, {"environment": {}}, {})  # type: ignore[arg-type]
+        sink.write(rows, count, Ledger(slots=count, executed=count, stored=count), 1, {})  # type: ignore[arg-type]
+        assert storage.head == count
+        left = np.array(storage.span)
+        assert left.tolist() == list(range(max(0, count - 9), count))
+        assert (storage.get(storage.slots_of(left))["x"].numpy() == 2.0 * left).all()
+        assert storage.record is not None
+        at, payload = storage.record
+        record = json.loads(payload)
+        assert (at, record["ledger"]["stored"]) == (count, count)
+        assert record["next_id"] == (count - 1) // 5 + 1
+        with pytest.raises(LedgerError, match=f"expected to hand {count + 1} rows.* got {count}"):
+            sink.write(rows, count + 1, Ledger(), 1, {})  # type: ignore[arg-type]
+        assert storage.head == count
 
 
 def test_ids_are_never_used_again_though_their_rows_are_gone(tmp_path: Path) -> None:
