@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import threading
 import time
@@ -978,6 +979,22 @@ class StorageContract:
                 with pytest.raises(StateMismatch, match="hold rows of different storages"):
                     act(tmp_path / "dump")
             assert_rows(storage, 5)
+
+    def test_dumps_refuses_a_copy_that_is_newer(self, five: Path, tmp_path: Path) -> None:
+        """As after the storage was restored from a copy that is older than the dump."""
+        backup = tmp_path / "backup"
+        backup.mkdir()
+        for file in five.parent.glob(five.name + "*"):
+            (shutil.copytree if file.is_dir() else shutil.copy2)(file, backup / file.name)
+        with self.make(five, mode="append") as storage:
+            storage.extend(rows(5, 2))
+            storage.dumps(tmp_path / "dump")
+        with self.make(backup / five.name, mode="append") as older:
+            with pytest.raises(StateMismatch, match=r"has 7 rows and .* 5: the target is newer"):
+                older.dumps(tmp_path / "dump")
+            assert_rows(older, 5)
+        with self.make(tmp_path / "dump", mode="read") as dump:
+            assert_rows(dump, 7)
 
 
 class GrowingStorageContract(StorageContract):

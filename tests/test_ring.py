@@ -24,6 +24,7 @@ from tallyroll.storage.errors import (
     BatchTooLong,
     IndexOutOfRange,
     NotAnAppend,
+    StateMismatch,
     StorageLocked,
     UnsupportedPlatform,
 )
@@ -372,6 +373,20 @@ def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
         model[slot : slot + count] = model[slot - shift : slot - shift + count].copy()
         ring.extend(own)
         np.testing.assert_array_equal(ring.column("x"), model)
+
+
+@pytest.mark.parametrize("size", [None, 9, 11])
+def test_a_dump_of_a_ring_of_another_size_is_refused(
+    path: Path, tmp_path: Path, size: int | None
+) -> None:
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 10))
+        storage.extend(rows(10, 5))
+        storage.dumps(tmp_path / "dump")
+    other = MemmapStorage(tmp_path / "other", max_size=size)
+    wording = rf"other has max_size={size} and .*dump max_size=10\. Make it with the same max_size"
+    with other, pytest.raises(StateMismatch, match=wording):
+        other.loads(tmp_path / "dump")
 
 
 def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -> None:

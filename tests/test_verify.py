@@ -759,6 +759,25 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "", lambda path: replace(path / "meta.json", b"1000", b"1001"),
         "meta.json shows other libraries 1,001 rows, and 1,000 are committed",
     ),
+    "memmap, no rows": (
+        "", lambda path: replace(path / "meta.json", b"[1000]", b"[-1]"), "it has -1 rows",
+    ),
+    "memmap, no shape": (
+        "", lambda path: replace(path / "meta.json", b'"shape"', b'"size"'), "it has no shape",
+    ),
+    "memmap, no object": (
+        "", lambda path: change_json(path / "meta.json", lambda meta: {**meta, "action": 3}),
+        "action is no JSON object",
+    ),
+    "memmap, a column gone": (
+        "", lambda path: change_json(path / "meta.json", lambda meta: meta.pop("action") and meta),
+        "meta.json is not as it was written for other libraries: action is gone",
+    ),
+    "zarr, an array gone from the root": (
+        ".zarr", lambda path: change_json(
+            path / "zarr.json", lambda root: {**root, "consolidated_metadata": None}
+        ), "what it says of action is gone",
+    ),
     "memmap, gone": ("", lambda path: (path / "meta.json").unlink(), "No such file"),
     "zarr, no JSON": (
         ".zarr", lambda path: truncate(path / "observation" / "zarr.json", 40),
@@ -799,6 +818,10 @@ def replace(file: Path, old: bytes, new: bytes) -> None:
     # What is in the user block of HDF5 is ours.
     start = 2**20 if file.suffix == ".h5" else 0
     file.write_bytes(content[:start] + content[start:].replace(old, new))
+
+
+def change_json(file: Path, change: Callable[[Any], Any]) -> None:
+    file.write_text(json.dumps(change(json.loads(file.read_bytes()))))
 
 
 def change_attribute(path: Path, name: str, value: int) -> None:
