@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,45 @@ def test_a_dtype_that_no_file_holds_is_refused() -> None:
 def test_json_that_is_no_schema_is_refused(value: Any) -> None:
     with pytest.raises(InvalidSchema, match=r"a list of columns|not a column with key"):
         Schema.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "wording"),
+    [
+        (lambda: Column(("x",), torch.int8, (1,) * 65), "has 65 dimensions a row, and may have 64"),
+        (lambda: Column(("x",), torch.int8, (3, 0)), r"has shape \[3, 0\], which holds no values"),
+        (lambda: Column(("x",), torch.int8, (3, -1)), r"has shape \[3, -1\], which holds no val"),
+        (
+            lambda: Column(("x",), torch.int8, (2**47 + 1,)),
+            f"would have {2**47 + 1} bytes, and may",
+        ),
+        (
+            lambda: Column(("x",) * 33, torch.int8, ()),
+            "at most 32 names of 4096 characters, got 33",
+        ),
+        (lambda: Column(("x" * 4097,), torch.int8, ()), "got 1 of up to 4097"),
+        (lambda: Schema.of(TensorDict({"x": torch.ones(())}, [])), r"needs a batch size \[N\]"),
+        (lambda: Schema.from_json([{}] * (2**14 + 1)), "holds 16384 columns, got 16385"),
+        (lambda: Schema.of({("x",): np.ones(())}), r"must be an array \[N, ...\], got ndarray"),
+        (lambda: Schema.of({("x",): [1, 2]}), r"must be an array \[N, ...\], got list"),
+        (lambda: Schema.of({("x",): np.ones(2, "U3")}), "x has dtype <U3; a storage holds bool"),
+    ],
+)
+def test_what_is_beyond_a_schemas_limits_is_refused(
+    make: Callable[[], object], wording: str
+) -> None:
+    with pytest.raises(InvalidSchema, match=wording):
+        make()
+
+
+def test_what_is_within_a_schemas_limits_is_not() -> None:
+    Column(("x",), torch.int8, (1,) * 64)
+    Column(("x",), torch.int8, (2**47,))
+    Column(("x" * 4096,) * 32, torch.int8, ())
+    columns = tuple(Column((str(number),), torch.int8, ()) for number in range(2**14))
+    assert len(Schema(columns).keys) == 2**14
+    with pytest.raises(InvalidSchema, match="got 16385"):
+        Schema((*columns, Column(("x",), torch.int8, ())))
 
 
 # -- indices

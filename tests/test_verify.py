@@ -569,6 +569,80 @@ def test_a_record_that_is_none_is_found(
     assert (finding.check, finding.message) == ("record", message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_row_of_run": 7}, "it is of another run than the last rows"),
+        ({"first_row_of_run": "0"}, "none is of a collector, and a collector made the last rows"),
+        ({"stored_before": 0.5}, "none is of a collector, and a collector made the last rows"),
+        ({"ledger": {}}, "none is of a collector, and a collector made the last rows"),
+    ],
+)
+def test_a_record_that_does_not_fit_its_run_is_found(
+    sound: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = copied(sound[""], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        assert storage.record is not None
+        storage.put_record(json.dumps(json.loads(storage.record[1]) | change).encode())
+    report = verify(path)
+    assert {each.check for each in report.findings} == {"record"}
+    assert message in {each.message for each in report.findings}
+
+
+def test_rows_behind_the_newest_record_are_found(sound: dict[str, Path], tmp_path: Path) -> None:
+    """As if the commit's own record had been lost."""
+    path = copied(sound[""], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        more = storage.get(torch.arange(ROWS - 3, ROWS))
+        more[STEP] += 3
+        storage.extend(more, ids="fresh")
+    found = {each.message: each for each in verify(path).findings}
+    late = found["the newest intact one is not that of the last commit"]
+    assert str(late.places[0]) == "it was written with 1,000 rows, and 1,003 are committed"
+
+
+CHECKSUMS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda sums: {}, "the checksums in the manifest are damaged"),
+    "text": (lambda sums: "all", "the checksums in the manifest are damaged"),
+    "another algorithm": (lambda sums: sums | {"algorithm": "md5"}, "in the manifest are damaged"),
+    "blocks of no rows": (lambda sums: sums | {"block_rows": 0}, "in the manifest are damaged"),
+    "fewer rows": (lambda sums: sums | {"rows": 1}, "are for 1 rows in blocks of"),
+    "more rows": (lambda sums: sums | {"rows": 1001}, "are for 1001 rows in blocks of"),
+    "a column less": (
+        lambda sums: (
+            sums | {"columns": {k: v for k, v in sums["columns"].items() if k != "action"}}
+        ),
+        "are of other columns than the storage has: action is in one of them only",
+    ),
+    "a column more": (
+        lambda sums: sums | {"columns": sums["columns"] | {"x": ""}},
+        "are of other columns than the storage has: x is in one of them only",
+    ),
+    "a digit less": (
+        lambda sums: sums | {"columns": {k: v[1:] for k, v in sums["columns"].items()}},
+        "it has 1000 rows and 31 digits: one of them is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHECKSUMS)
+def test_checksums_that_are_none_are_found(
+    sound: dict[str, Path], tmp_path: Path, what: str
+) -> None:
+    path = copied(sound[""], tmp_path)
+    with open_storage(path, mode="append") as storage:
+        storage.finalize()
+    file, (change, message) = path / "manifest.json", CHECKSUMS[what]
+    manifest = json.loads(file.read_bytes())
+    del manifest["crc32"]
+    manifest["finalized"]["checksums"] = change(manifest["finalized"]["checksums"])
+    file.write_text(json.dumps(manifest))
+    (finding,) = verify(path).findings
+    assert finding.check == "checksums"
+    assert message in finding.message
+
+
 def test_a_next_id_that_was_used_is_found(sound: dict[str, Path], tmp_path: Path) -> None:
     path = copied(sound[""], tmp_path)
     with open_storage(path, mode="append") as storage:
@@ -803,6 +877,9 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         ".h5", lambda path: change_attribute(path, "rows", 1005),
         "shows other libraries 1,005 rows, and 1,000 are committed",
     ),
+    "hdf5, rows that are a text": (
+        ".h5", lambda path: replace_attribute(path, "rows", "many"), "its attribute rows is 'many'",
+    ),
     "hdf5, its capacity": (
         ".h5", lambda path: change_attribute(path, "capacity", 3), "its attribute capacity is 3",
     ),
@@ -829,6 +906,14 @@ def change_attribute(path: Path, name: str, value: int) -> None:
 
     with h5py.File(path, "r+") as file:
         file.attrs.modify(name, np.int64(value))
+
+
+def replace_attribute(path: Path, name: str, value: str) -> None:
+    import h5py
+
+    with h5py.File(path, "r+") as file:
+        del file.attrs[name]
+        file.attrs[name] = np.bytes_(value)
 
 
 @pytest.mark.parametrize("what", SHOWN)
