@@ -47,6 +47,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.commit import Header
 from tallyroll.storage.commit import FORMAT_VERSION, RECORD_LIMIT
 from tallyroll.storage.errors import (
     CursorOverflow,
@@ -655,7 +656,7 @@ class StorageContract:
                     write()
             assert_rows(storage, 5)
 
-    @pytest.mark.parametrize("step", ["rows", "record", "head"])
+    @pytest.mark.parametrize("step", ["rows", "record", "commit", "head"])
     @pytest.mark.parametrize("reopened", [False, True])
     def test_an_interrupted_append_leaves_nothing(
         self, five: Path, step: str, reopened: bool, monkeypatch: pytest.MonkeyPatch
@@ -669,7 +670,9 @@ class StorageContract:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            if step == "head":
+            if step == "head":  # the record is written, and its rows are not committed
+                patch.setattr(Header, "head", property(Header.head.fget, interrupt))
+            elif step == "commit":
                 patch.setattr(engine, "_commit", interrupt)
             elif step == "record":
                 patch.setattr(engine._header, "write_record", interrupt)

@@ -7,9 +7,10 @@ import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from tallyroll.storage import (
     CorruptStorage,
     H5Storage,
     Schema,
+    StorageError,
     StorageFull,
     StorageLocked,
     open_storage,
@@ -483,6 +485,84 @@ def test_datasets_that_lie_elsewhere_are_refused(five: Path, tmp_path: Path) -> 
         del file["id"]
         file["id"] = np.arange(7)
     assert_refused(five, CorruptStorage, r"have \[6, 7\] rows, and should have equally many")
+
+
+OFFSETS = ("id", "wide", "next/id", "next/done")
+
+
+def move_dataset(path: Path, name: str, to: Callable[[dict[str, int], int], int]) -> None:
+    """Say in HDF5's metadata, and in the manifest, that a dataset lies at another byte.
+
+    ``to`` is told where all datasets lie, by name, and the size of the file.
+    """
+    with h5py.File(path) as file:
+        offsets = {each: file[each].id.get_offset() for each in OFFSETS}
+        nbytes = file[name].nbytes
+    content = path.read_bytes()
+    at = to(offsets, len(content))
+    message = struct.pack("<QQ", offsets[name] - USER_BLOCK_NBYTES, nbytes)
+    assert content.count(message) == 1
+    damage(path, content.index(message), struct.pack("<Q", (at - USER_BLOCK_NBYTES) % 2**64))
+    with open(path, "r+b") as file:
+        found = newest_manifest(file.fileno())
+        assert found is not None
+        manifest = json.loads(found)
+        places = manifest["places"]
+        places["offsets"] = [at if each == offsets[name] else each for each in places["offsets"]]
+        write_manifest(file.fileno(), json.dumps(manifest).encode())
+
+
+MOVES: dict[str, tuple[str, Callable[[dict[str, int], int], int]]] = {
+    "onto another": ("id", lambda at, size: at["wide"]),
+    "into the end of another": ("id", lambda at, size: at["wide"] + 71),
+    "before another, into its begin": ("id", lambda at, size: at["wide"] - 47),
+    "into the header": ("id", lambda at, size: 64),
+    "into the end of the user block": ("next/done", lambda at, size: USER_BLOCK_NBYTES - 1),
+    "past the end, by one byte": ("next/done", lambda at, size: size - 5),
+    "past the end": ("next/done", lambda at, size: size),
+    "far past the end": ("id", lambda at, size: 2**40),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_datasets_that_overlap_or_pass_the_end_are_refused(five: Path, move: str) -> None:
+    """Where the manifest says so, too: nothing that is written may fall on something else."""
+    move_dataset(five, *MOVES[move])
+    wording = "should lie apart from each other between bytes|cannot be read as HDF5|do not lie"
+    assert_refused(five, CorruptStorage, wording)
+    with pytest.raises(CorruptStorage, match=wording):
+        open_storage(five, "append", capacity=1000)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_datasets_that_touch_lie_apart(five: Path, gap: int) -> None:
+    move_dataset(five, "next/done", lambda at, size: at["wide"] + 72 + gap)
+    with open_storage(five, "append") as storage:
+        storage.extend(rows(5, 1), ids="fresh")
+        assert storage.column("wide").tolist() == rows(0, 6)["wide"].tolist()
+    with open_storage(five) as storage:
+        assert storage.column(("next", "done"))[5:].tolist() == [[False]]
+
+
+def test_a_file_cut_short_while_it_is_written_anew(
+    five: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old file stays as it is, and the new one goes."""
+    with h5py.File(five) as file:
+        at = file["next/done"].id.get_offset()
+    read = os.pread
+
+    def short(file: int, count: int, offset: int) -> bytes:
+        return b"" if offset == at else read(file, count, offset)
+
+    before = files_of(five)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", short)
+        with pytest.raises(StorageError, match="the file ends before its rows do"):
+            open_storage(five, "append", capacity=1000)
+    assert files_of(five) == before
+    with open_storage(five, "append", capacity=1000) as storage:
+        assert_rows(storage, 5)
 
 
 @pytest.mark.parametrize(
