@@ -32,7 +32,8 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.columns import Columns
-from tallyroll.storage.engine import LOOK_SECONDS, Engine
+from tallyroll.storage.commit import Header
+from tallyroll.storage.engine import LOOK_SECONDS
 from tallyroll.storage.errors import WriterForked
 from tallyroll.storage.inside import Inside
 from tallyroll.storage.lock import WriterLock
@@ -237,10 +238,11 @@ def test_the_last_good_record_is_never_written_over(
     with case.create(path) as storage:
         storage.extend(oracle(0, 3), record=record_of(3))
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_commit", interrupt)
+            patch.setattr(Header, "head", property(Header.head.fget, interrupt))
             with pytest.raises(KeyboardInterrupt):
                 storage.extend(oracle(3, 3), record=b"never committed")
-            patch.setattr("tallyroll.storage.commit._slot_crc", interrupt)
+        with monkeypatch.context() as patch:
+            patch.setattr("tallyroll.storage.commit._SEQUENCE", Interrupting)
             with pytest.raises(KeyboardInterrupt):
                 storage.put_record(b"torn")
         assert storage.record == (3, record_of(3))
@@ -251,6 +253,12 @@ def test_the_last_good_record_is_never_written_over(
 
 def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+class Interrupting:
+    """In the place of what writes the sequence of a record, behind all else of it."""
+
+    size, pack_into = 8, staticmethod(interrupt)
 
 
 def test_what_others_are_shown_fails_no_commit(

@@ -375,6 +375,39 @@ def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
         np.testing.assert_array_equal(ring.column("x"), model)
 
 
+@pytest.mark.parametrize("form", [rows, arrays])
+def test_power_durability_waits_for_the_reserve_before_a_row_is_overwritten(
+    path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    """And for nothing more than data and head where no row is."""
+    with MemmapStorage(path, max_size=10, durability="power") as storage:
+        storage.extend(form(0, 3))
+        engine, done = storage._engine, []
+        assert engine is not None
+        header = engine._header
+
+        def note(name: str, real: Any) -> Any:
+            def noted(*args: Any) -> Any:
+                done.append((name, header.reserve, header.head))
+                return real(*args)
+
+            return noted
+
+        for name in ("copy", "copy_memory"):
+            monkeypatch.setattr(Columns, name, note("rows", getattr(Columns, name)))
+        monkeypatch.setattr(header, "sync", note("header", header.sync))
+        monkeypatch.setattr(engine._format, "sync", note("data", engine._format.sync))
+        storage.extend(form(3, 7))
+        assert done == [("rows", 10, 3), ("data", 10, 3), ("header", 10, 10)]
+        done.clear()
+        storage.extend(form(10, 1))
+        assert done == [("header", 11, 10), ("rows", 11, 10), ("data", 11, 10), ("header", 11, 11)]
+        done.clear()
+        storage.extend(form(11, 10))
+        assert done[0] == ("header", 21, 11)
+        assert done[-2:] == [("data", 21, 11), ("header", 21, 21)]
+
+
 @pytest.mark.parametrize("size", [None, 9, 11])
 def test_a_dump_of_a_ring_of_another_size_is_refused(
     path: Path, tmp_path: Path, size: int | None
