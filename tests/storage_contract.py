@@ -27,9 +27,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict, tensorclass
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
     RandomSampler,
     RoundRobinWriter,
     SamplerWithoutReplacement,
@@ -96,6 +97,15 @@ def rows(start: int, count: int) -> TensorDict:
         },
         [count],
     )
+
+
+@tensorclass
+class Rows:
+    """`rows` as a tensorclass."""
+
+    id: torch.Tensor
+    wide: torch.Tensor
+    next: TensorDict
 
 
 def arrays(start: int, count: int) -> dict[tuple[str, ...], np.ndarray]:
@@ -833,6 +843,27 @@ class StorageContract:
                     assert sample["index"].equal(sample["id"])
             if prefetch:
                 replay._prefetch_executor.shutdown()
+
+    def test_lists_of_rows_and_tensorclasses_are_written(self, path: Path) -> None:
+        with self.make(path) as storage:
+            storage.set(range(3), list(rows(0, 3)))
+            storage.set(3, rows(3, 1)[0])
+            storage.set(range(4, 6), Rows.from_tensordict(rows(4, 2)))
+            assert_rows(storage, 6)
+            with pytest.raises(RowsMismatch, match="holds TensorDicts, got list"):
+                storage.set(range(6, 8), [1, 2])
+            with pytest.raises(NotAnAppend, match="2 rows were announced and 3 given"):
+                storage.set(range(6, 8), list(rows(6, 3)))
+            assert_rows(storage, 6)
+
+    def test_a_buffer_whose_writer_has_no_cursor_samples(self, five: Path) -> None:
+        with self.make(five, mode="read") as storage:
+            replay = ReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), batch_size=8)
+            sample = replay.sample()
+            assert (sample == rows(0, 5)[sample["id"]]).all()
+            with pytest.raises(RuntimeError, match="doesn't allow writing"):
+                replay.extend(rows(5, 1))
+            assert_rows(storage, 5)
 
     def test_an_index_column_of_ones_own_is_kept(self, path: Path) -> None:
         own = TensorDict({"index": torch.tensor([5, 6, 7])}, [3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -27,6 +29,7 @@ from tallyroll.storage.errors import (
     NotAStorage,
     NotWritable,
     PathIsFile,
+    UnsupportedPlatform,
 )
 
 from storage_contract import (
@@ -316,6 +319,24 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(PathIsFile, match="is a link to nothing"):
         MemmapStorage(tmp_path / "link")
+
+
+def test_a_file_system_without_locks_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    storage = MemmapStorage(path)
+    for _ in range(2):
+        with pytest.raises(UnsupportedPlatform, match=r"cannot lock files \(No locks available\)"):
+            storage.extend(rows(0, 1))
+    monkeypatch.undo()
+    with storage:
+        storage.extend(rows(0, 1))
+    with MemmapStorage(path, mode="append") as storage:
+        assert_rows(storage, 1)
 
 
 def test_a_removed_lock_file_ends_the_writing_and_harms_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage import ring as ring_
 from tallyroll.storage.columns import Columns
 from tallyroll.storage.commit import word_of
@@ -161,6 +161,13 @@ def test_a_ring_is_opened_as_the_ring_that_it_is(path: Path) -> None:
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="max_size is a positive number"):
             MemmapStorage(path.with_name("wrong"), max_size=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [H5Storage, ZarrStorage])
+def test_only_memory_maps_are_rings(kind: Any, path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"max_size=9 asks for a ring, and {kind.__name__} keeps"):
+        kind(path, max_size=9, capacity=9)
+    assert not path.exists()
 
 
 def interrupted(storage: MemmapStorage, at: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from tallyroll.storage.errors import (
     IndexOutOfRange,
     NoSlices,
     NotInitialised,
+    RowsMismatch,
     StorageClosed,
     StorageFull,
     UnknownTrajectory,
@@ -553,6 +554,49 @@ def test_slices_of_many_lanes_one_row_a_batch(path: Path) -> None:
     assert slices.batch_size == (300, 50)
     assert {tuple(s) for s in slices["observation"][..., 0].long().tolist()} <= every
     check_slices(slices)
+
+
+def test_slices_of_rows_that_do_not_say_whether_they_are_done(path: Path) -> None:
+    """Nothing is marked where nothing says whether a trajectory goes on."""
+    model = big(200)
+    with MemmapStorage(path) as storage:
+        storage.extend(model.rows().exclude(("next", "done")))
+        slices = storage.trajectories.sample_slices(20, 4)
+    assert ("next", "done") not in slices.keys(True)
+    assert ("collector", "cut") not in slices.keys(True)
+    number = slices["observation"][..., 0].long()
+    want = model.rows()[number]
+    assert (slices["next", "terminated"] == want["next", "terminated"]).all()
+    assert (slices["collector", "step"].diff(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize("given", ["arrays", "tensors", "nonsense"])
+def test_what_a_ring_overwrites_is_counted_first(path: Path, given: str) -> None:
+    """Whatever the rows are that overwrite it; the table is that of all rows from the first on."""
+    model = big(150)
+    with MemmapStorage(path, max_size=50) as storage:
+        assert storage.extend(model.rows(0, 40)).stop == len(storage)
+        before = storage.trajectories.table
+        storage.extend(model.rows(40, 50))
+        if given == "nonsense":
+            for wrong in (3, {("x",): 7}, {}, [1, 2]):
+                with pytest.raises(RowsMismatch):
+                    storage.extend(wrong)  # type: ignore[arg-type]
+        for start in range(50, 150, 25):
+            rows = model.rows(start, start + 25)
+            if given == "tensors":
+                storage.extend(rows)
+            else:
+                storage.extend(
+                    {
+                        key if isinstance(key, tuple) else (key,): leaf.numpy()
+                        for key, leaf in rows.items(True, True)
+                    }
+                )
+        table = storage.trajectories.table
+    assert set(before["first_row"]) >= set(table["first_row"][table["first_row"] < 40])
+    every = model.trajectories()
+    assert [line["length"] for line in table] == [len(every[line["id"]]) for line in table]
 
 
 def test_slices_repeat_with_the_seed(path: Path) -> None:
