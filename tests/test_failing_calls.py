@@ -13,9 +13,22 @@ from typing import Any
 
 import pytest
 
-from tallyroll.storage import H5Storage, MemmapStorage, Schema, ZarrStorage
+from tallyroll.storage import (
+    CorruptStorage,
+    H5Storage,
+    MemmapStorage,
+    Schema,
+    StorageError,
+    StorageFull,
+    ZarrStorage,
+    hdf5,
+    hdf5_replace,
+    memmap,
+)
 from tallyroll.storage.base import DiskStorage
-from tallyroll.storage.errors import StorageError
+from tallyroll.storage.errors import DiskFailed, NotWritable, UnsupportedPlatform
+from tallyroll.storage.inside import Inside
+from tallyroll.storage.regions import Region
 
 from storage_contract import assert_rows, files_of, rows
 
@@ -143,3 +156,111 @@ def test_an_opening_in_which_a_call_fails_changes_nothing(
             assert_rows(storage, 3)
         assert descriptors() <= before, what
     assert refused > number_of_calls // 3
+
+
+def opened(mode: Any) -> Callable[[str, Path], None]:
+    """Open a storage of three rows in a mode."""
+    return lambda case, path: KINDS[case][0](path, mode=mode).close()
+
+
+def add_a_run(case: str, path: Path) -> None:
+    with KINDS[case][0](path, mode="append") as storage, now_failing():
+        storage.initialise(storage.schema, {"second": True})
+
+
+def flush(case: str, path: Path) -> None:
+    with KINDS[case][0](path, mode="append") as storage, now_failing():
+        storage.flush()
+
+
+def map_views(case: str, path: Path) -> None:
+    with KINDS[case][0](path, mode="read") as storage, now_failing():
+        storage.get(slice(None))
+
+
+ARMED = [False]
+"""Whether the call fails already; for calls that something else needs before."""
+
+
+@contextmanager
+def now_failing() -> Iterator[None]:
+    ARMED[0] = True
+    try:
+        yield
+    finally:
+        ARMED[0] = False
+
+
+def from_now_on(act: Callable[[str, Path], None]) -> Callable[[str, Path], None]:
+    def armed(case: str, path: Path) -> None:
+        with now_failing():
+            act(case, path)
+
+    return armed
+
+
+def made(case: str, path: Path) -> None:
+    create(case, path.with_name("new")).close()
+
+
+MADE, READ, APPENDED = from_now_on(made), from_now_on(opened("read")), from_now_on(opened("append"))
+FAULTS: list[tuple[str, Callable[[str, Path], None], tuple[object, str], int, type[Exception]]] = [
+    ("memmap", MADE, (Inside, "make_directory"), errno.ENOSPC, StorageFull),
+    ("memmap", MADE, (Inside, "make"), errno.EACCES, NotWritable),
+    ("memmap", MADE, (Inside, "write_aside"), errno.EIO, DiskFailed),
+    ("memmap", READ, (memmap, "_map_column"), errno.ENOMEM, UnsupportedPlatform),
+    ("memmap", APPENDED, (memmap, "_map_column"), errno.EIO, DiskFailed),
+    ("memmap", map_views, (mmap, "mmap"), errno.ENOMEM, UnsupportedPlatform),
+    ("memmap", add_a_run, (Inside, "write_aside"), errno.ENOSPC, StorageFull),
+    ("memmap", flush, (Inside, "write_aside"), errno.EDQUOT, StorageFull),
+    ("zarr", MADE, (Inside, "make_directory"), errno.EROFS, NotWritable),
+    ("zarr", MADE, (Inside, "write_aside"), errno.ENOSPC, StorageFull),
+    ("zarr", MADE, (Inside, "make"), errno.EIO, DiskFailed),
+    ("zarr", READ, (Region, "add"), errno.ENOMEM, UnsupportedPlatform),
+    ("zarr", APPENDED, (Region, "add"), errno.EMFILE, DiskFailed),
+    ("zarr", map_views, (Region, "add"), errno.ENOMEM, UnsupportedPlatform),
+    ("zarr", add_a_run, (Inside, "write_aside"), errno.ENOSPC, StorageFull),
+    ("zarr", flush, (Inside, "write_aside"), errno.EIO, DiskFailed),
+    ("hdf5", MADE, (Inside, "make"), errno.EACCES, NotWritable),
+    ("hdf5", MADE, (hdf5_replace, "make_file"), errno.EIO, DiskFailed),
+    ("hdf5", READ, (hdf5, "open_file"), errno.EMFILE, DiskFailed),
+    ("hdf5", APPENDED, (hdf5, "open_file"), errno.ELOOP, CorruptStorage),
+    ("hdf5", READ, (hdf5.H5Format, "_mapped"), errno.ENOMEM, UnsupportedPlatform),
+    ("hdf5", map_views, (mmap, "mmap"), errno.ENOMEM, UnsupportedPlatform),
+    ("hdf5", add_a_run, (hdf5, "show_manifest"), errno.ENOSPC, StorageFull),
+    ("hdf5", flush, (hdf5, "show_rows"), errno.EIO, DiskFailed),
+]
+
+
+@pytest.mark.parametrize(("case", "act", "call", "code", "error"), FAULTS)
+def test_what_cannot_be_made_opened_or_shown_is_told(
+    tmp_path: Path,
+    case: str,
+    act: Callable[[str, Path], None],
+    call: tuple[Any, str],
+    code: int,
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an error of ours that says which path it is about; and the rows are there."""
+    path = tmp_path / "rows"
+    with create(case, path) as storage:
+        storage.extend(rows(0, 3))
+    owner, name = call
+    real = getattr(owner, name)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if ARMED[0]:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        with pytest.raises(error, match=f"{tmp_path}.*") as caught:
+            act(case, path)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert os.strerror(code) in str(caught.value)
+    with KINDS[case][0](path, mode="append") as storage:
+        storage.extend(rows(3, 2))
+        assert_rows(storage, 5)
+    create(case, tmp_path / "new").close()
