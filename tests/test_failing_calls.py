@@ -28,6 +28,7 @@ from tallyroll.storage import (
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.errors import DiskFailed, NotWritable, UnsupportedPlatform
 from tallyroll.storage.inside import Inside
+from tallyroll.storage.paths import failed
 from tallyroll.storage.regions import Region
 
 from storage_contract import assert_rows, files_of, rows
@@ -264,3 +265,19 @@ def test_what_cannot_be_made_opened_or_shown_is_told(
         storage.extend(rows(3, 2))
         assert_rows(storage, 5)
     create(case, tmp_path / "new").close()
+
+
+@pytest.mark.parametrize("code", sorted(errno.errorcode))
+def test_every_error_of_the_system_is_one_of_ours(tmp_path: Path, code: int) -> None:
+    found = failed(tmp_path / "rows", OSError(code, os.strerror(code)), 7)
+    assert isinstance(found, StorageError)
+    assert str(tmp_path) in str(found)
+    assert os.strerror(code) in str(found) or code in (errno.ENOENT, errno.ESTALE)
+    kinds = {
+        errno.ENOSPC: StorageFull, errno.EDQUOT: StorageFull, errno.EFBIG: StorageFull,
+        errno.ENOMEM: UnsupportedPlatform, errno.EOPNOTSUPP: UnsupportedPlatform,
+        errno.ELOOP: CorruptStorage, errno.EISDIR: CorruptStorage,
+        errno.ENAMETOOLONG: NotWritable, errno.EROFS: NotWritable, errno.EPERM: NotWritable,
+        errno.ENOENT: DiskFailed, errno.ESTALE: DiskFailed, errno.EIO: DiskFailed,
+    }  # fmt: skip
+    assert isinstance(found, kinds.get(code, StorageError))

@@ -291,6 +291,18 @@ def test_later_attributes_of_hdf5_are_told(tmp_path: Path) -> None:
                 act(path)
 
 
+@pytest.mark.parametrize("provenance", ["", "text", "3", "[]", "{}", '{"format": "theirs"}', 7])
+def test_another_programs_provenance_is_none_of_ours(tmp_path: Path, provenance: object) -> None:
+    document = {"zarr_format": 3, "node_type": "group", "attributes": {"provenance": provenance}}
+    (tmp_path / "theirs.zarr").mkdir()
+    (tmp_path / "theirs.zarr" / "zarr.json").write_text(json.dumps(document))
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file.attrs["provenance"] = np.bytes_(provenance) if provenance != 7 else 7
+    for name in ("theirs.zarr", "theirs.h5"):
+        with pytest.raises(NotAStorage):
+            open_storage(tmp_path / name)
+
+
 def test_what_a_later_tallyroll_left_without_a_manifest_is_not_removed(tmp_path: Path) -> None:
     for kind in (MemmapStorage, ZarrStorage):
         path = tmp_path / kind.__name__

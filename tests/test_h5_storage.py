@@ -369,6 +369,34 @@ def test_a_place_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
         H5Storage(tmp_path / "rows.h5", capacity=5)
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_its_place_is_not_waited_for(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(PathIsTaken, match=r"rows\.h5 is no plain file already"):
+        H5Storage(path, capacity=5)
+    for mode in ("read", "append"):
+        with pytest.raises(
+            NotAStorage, match=r"rows\.h5 is no plain file, not a Tallyroll storage"
+        ):
+            H5Storage(path, mode=mode)  # type: ignore[arg-type]
+
+
+def test_what_may_not_be_read_or_replaced(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = five.with_name("unfinished.h5")
+    unfinished.write_bytes(five.read_bytes())
+    damage(unfinished, 64, bytes(72))
+    damage(unfinished, HEADER_NBYTES, bytes(USER_BLOCK_NBYTES - HEADER_NBYTES))
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(NotWritable, match=r"rows\.h5 cannot be read: permission denied"):
+        H5Storage(five, mode="read")
+    with pytest.raises(NotWritable, match=f"{five.parent} cannot be written to"):
+        H5Storage(unfinished, capacity=5)
+    monkeypatch.undo()
+    with H5Storage(unfinished, capacity=5) as storage:
+        storage.extend(rows(0, 5))
+        assert_rows(storage, 5)
+
+
 def test_an_unfinished_creation_is_begun_anew(five: Path) -> None:
     with open(five, "r+b") as file:
         file.seek(HEADER_NBYTES)

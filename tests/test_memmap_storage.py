@@ -321,6 +321,14 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
         MemmapStorage(tmp_path / "link")
 
 
+def test_a_path_behind_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for path in (tmp_path / "link" / "rows", tmp_path / "link" / "in" / "rows"):
+        with pytest.raises(PathIsFile, match=r"should be a directory, and .*link is a link to not"):
+            MemmapStorage(path)
+    assert sorted(os.listdir(tmp_path)) == ["link"]
+
+
 def test_a_file_system_without_locks_is_refused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
