@@ -856,6 +856,21 @@ class StorageContract:
                 storage.set(range(6, 8), list(rows(6, 3)))
             assert_rows(storage, 6)
 
+    def test_an_index_that_no_buffer_added_is_a_column_too_many(self, five: Path) -> None:
+        """TorchRL's writer adds one at the root, which is left out, and nowhere else."""
+        with self.make(five, mode="append") as storage:
+            replay = TensorDictReplayBuffer(storage=storage, batch_size=2)
+            more = rows(5, 1)
+            replay.extend(more.clone())
+            for key in (("next", "index"), ("other", "index")):
+                odd = rows(6, 1)
+                odd[key] = torch.zeros(1, dtype=torch.int64)
+                with pytest.raises(RowsMismatch, match="is not a column here"):
+                    replay.extend(odd)
+            with pytest.raises(RowsMismatch, match=r"'index',. is not a column here"):
+                storage.extend(rows(6, 1).set("index", torch.zeros(1)))
+            assert_rows(storage, 6)
+
     def test_a_buffer_whose_writer_has_no_cursor_samples(self, five: Path) -> None:
         with self.make(five, mode="read") as storage:
             replay = ReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), batch_size=8)
