@@ -341,6 +341,25 @@ def test_n_steps_that_are_overwritten_while_they_are_read_are_read_again(
         assert found["next", "reward"][at].item() == total
 
 
+@pytest.mark.parametrize("begun", [1, 12, 20, 50])
+def test_n_steps_of_a_ring_that_is_half_overwritten(
+    writer: Writer, reader: DiskStorage, begun: int
+) -> None:
+    """An index means the same row as to `get`, and the rows that are gone are nobody's."""
+    mine, head = engine_of(writer.storage), writer.storage.head
+    mine._reserve(head, head + begun)
+    for column in mine._columns.arrays:
+        column[writer.storage.slots_of(np.arange(head, head + begun))] = 1
+    for storage in (reader, writer.storage):
+        index = torch.arange(len(storage))
+        assert len(index) == RING - begun
+        found, rows = n_step(storage, index, 3, 0.5), storage.get(index)
+        assert (found["observation"] == rows["observation"]).all()
+        assert (found["next", "original_reward"] == rows["next", "reward"]).all()
+        numbers = rows["observation"][:, 0].long()
+        assert sorted(numbers.tolist()) == list(range(head + begun - RING, head))
+
+
 def test_n_steps_of_a_ring_whose_writer_is_always_faster(
     writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

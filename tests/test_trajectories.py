@@ -560,9 +560,12 @@ def test_slices_of_rows_that_do_not_say_whether_they_are_done(path: Path) -> Non
     """Nothing is marked where nothing says whether a trajectory goes on."""
     model = big(200)
     with MemmapStorage(path) as storage:
-        storage.extend(model.rows().exclude(("next", "done")))
+        rows = model.rows().exclude(("next", "done"))
+        rows["next", "agents", "done"] = torch.zeros(200, 3, dtype=torch.bool)
+        storage.extend(rows)
         slices = storage.trajectories.sample_slices(20, 4)
     assert ("next", "done") not in slices.keys(True)
+    assert not slices["next", "agents", "done"].any()
     assert ("collector", "cut") not in slices.keys(True)
     number = slices["observation"][..., 0].long()
     want = model.rows()[number]
