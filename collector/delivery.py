@@ -31,7 +31,7 @@ from tallyroll.collector.keys import (
     dotted,
 )
 from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.sink import Sink, columns_of
+from tallyroll.collector.sink import Columns, Sink, columns_of
 from tallyroll.collector.slab import numpy_dtype
 from tallyroll.collector.trajectories import Layout, by_lane, split_trajectories
 from tallyroll.storage.batch_dims import batch_dims_of
@@ -81,8 +81,12 @@ class Delivery:
         self._yield_large = yield_large
         self._dones, self._behind = tuple(source.dones), source.behind
         self._keys = tuple(source.schema())
-        large = [source.layout[key] for key in source.large] if yield_large else []
-        self._pool = BufferPool([(numpy_dtype(each.dtype), each.shape) for each in large])
+        self._large = tuple(source.large)
+        large = [source.layout[key] for key in self._large] if yield_large else []
+        # What NumPy has no dtype for was copied as small columns are.
+        self._pool = BufferPool(
+            [(numpy_dtype(c.dtype), c.shape) for c in large if c.dtype is not torch.bfloat16]
+        )
         self.batches = 0
         if postproc is None:
             sink.open(source.schema(), provenance, source.behind)
@@ -102,12 +106,12 @@ class Delivery:
             LedgerError: before anything is stored: transitions were lost or doubled on their way.
         """
         part = merge(parts)
-        rows = self._yielded(part)
+        rows, large = self._parted(part)
         before, head = self._ledger.counts(), self._sink.head
         try:
             self._count(rows)
             if self._postproc is None:
-                self._sink.write(rows, len(rows[STEP]), self._ledger, open_lanes, part.large)
+                self._sink.write(rows, len(rows[STEP]), self._ledger, open_lanes, large)
                 batch: TensorDictBase = self._as_batch(rows)
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
@@ -124,19 +128,22 @@ class Delivery:
             return split_trajectories(batch)
         return batch
 
-    def _yielded(self, part: Part) -> Rows:
-        """The rows that are yielded; large columns of these leave ``part``."""
-        if not part.large or not self._yield_large:
-            return part.rows
+    def _parted(self, part: Part) -> tuple[Rows, Columns]:
+        """The rows that are yielded, and the large columns that are only stored."""
+        if not self._large:
+            return part.rows, {}
         rows = dict(part.rows)
-        # Memory that was used before costs a fifth of new memory.
-        for (key, gathered), array in zip(
-            part.large.items(), self._pool.arrays((len(part),)), strict=True
-        ):
-            gathered.copy_to(array)
-            rows[key] = torch.from_numpy(array)
-        part.large.clear()
-        return {key: rows[key] for key in self._keys}
+        if not self._yield_large:
+            copied = {key: rows.pop(key) for key in self._large if key in rows}
+            return rows, {**part.large, **copied}
+        if part.large:
+            # Memory that was used before costs a fifth of new memory.
+            arrays = self._pool.arrays((len(part),))
+            for (key, gathered), array in zip(part.large.items(), arrays, strict=True):
+                gathered.copy_to(array)
+                rows[key] = torch.from_numpy(array)
+            rows = {key: rows[key] for key in self._keys}
+        return rows, {}
 
     def _as_batch(self, rows: Rows) -> TensorDictBase:
         return as_tensordict(with_cuts(rows, self._dones), self._device, self._behind)

@@ -251,7 +251,7 @@ class Sink:
         count: int,
         ledger: Ledger,
         open_lanes: int,
-        large: Mapping[Key, Gathered],
+        large: Columns,
     ) -> None:
         """Commit ``rows``, of which ``count`` were counted, and the ledger as it stands with them.
 

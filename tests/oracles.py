@@ -6,7 +6,7 @@ was this transition really made, is its next observation the one that followed, 
 its episode ends. Episodes are numbered 0, 1, 2 ... within a lane, by resets; episode lengths are
 known beforehand (`Lengths`).
 
-Kinds of observation (`KINDS`), and the columns that they become:
+Kinds of observation (`KINDS`, and `LARGE_KINDS`), and the columns that they become:
 
 =============== =============================================================================
 ``float``       Box float32 [3]: lane, episode, step
@@ -18,6 +18,8 @@ Kinds of observation (`KINDS`), and the columns that they become:
 ``multidiscrete`` MultiDiscrete [64, 512, 513]: lane, episode, step
 ``multibinary`` MultiBinary(48): 16 bits each
 ``seeded``      Box float32 [4]: as float, and noise drawn from the environment's generator
+``image``       Box uint8 [40, 40, 3], rows of 4,800 bytes: every pixel tells the three numbers
+``images``      Dict: ``"pos"`` as float, ``"img"`` as image
 =============== =============================================================================
 """
 
@@ -40,7 +42,16 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategoric
 from torchrl.envs import EnvBase
 
 Kind = Literal[
-    "float", "uint8", "dict", "tuple", "discrete", "multidiscrete", "multibinary", "seeded"
+    "float",
+    "uint8",
+    "dict",
+    "tuple",
+    "discrete",
+    "multidiscrete",
+    "multibinary",
+    "seeded",
+    "image",
+    "images",
 ]
 Ends = Literal["terminated", "truncated", "mixed", "both"]
 Actions = Literal["discrete", "box", "multidiscrete", "multibinary"]
@@ -49,11 +60,15 @@ Key = str | tuple[str, ...]
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+LARGE_KINDS: tuple[Kind, ...] = ("image", "images")
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in LARGE_KINDS)
 ENDS: tuple[Ends, ...] = get_args(Ends)
 ACTIONS: tuple[Actions, ...] = get_args(Actions)
 
 IMAGE_SHAPE = (4, 4, 3)
+LARGE_SHAPE = (40, 40, 3)
+PATTERN = np.random.default_rng(0).integers(0, 256, LARGE_SHAPE, dtype=np.uint8)
+"""What is added to the numbers in each pixel, modulo 256."""
 MULTIDISCRETE = [64, 512, 513]
 ONE_CODE = (8, 32, 32)
 
@@ -113,6 +128,11 @@ def _numbers_in_image(image: Array) -> Ints:
     return np.asarray((flat[..., 0:6:2] << 8) | flat[..., 1:6:2])
 
 
+def _large_image(numbers: Ints) -> Array:
+    """uint8 [..., 40, 40, 3] from int64 [..., 3]."""
+    return np.asarray(numbers.astype(np.uint8)[..., None, None, :] + PATTERN)
+
+
 def encode(
     kind: Kind, lane: npt.ArrayLike, episode: npt.ArrayLike, step: npt.ArrayLike
 ) -> dict[Key, Array]:
@@ -130,6 +150,10 @@ def encode(
         return {"observation": _image(numbers)}
     if kind == "dict":
         return {"pos": floats, "img": _image(numbers), ("inner", "code"): numbers}
+    if kind == "image":
+        return {"observation": _large_image(numbers)}
+    if kind == "images":
+        return {"pos": floats, "img": _large_image(numbers)}
     if kind == "tuple":
         return {
             ("observation", "0"): floats,
@@ -148,11 +172,13 @@ def encode(
 def decode(kind: Kind, columns: dict[Key, Array]) -> tuple[Ints, Ints, Ints]:
     """(lane, episode, step), each [...], out of one column; `encode` gives all columns back."""
     key: Key = "observation"
-    if kind in ("dict", "tuple"):
-        key = "pos" if kind == "dict" else ("observation", "0")
+    if kind in ("dict", "tuple", "images"):
+        key = ("observation", "0") if kind == "tuple" else "pos"
     column = np.asarray(columns[key])
     if kind == "uint8":
         numbers = _numbers_in_image(column)
+    elif kind == "image":
+        numbers = (column[..., 0, 0, :] - PATTERN[0, 0]).astype(np.int64)
     elif kind == "discrete":
         numbers = np.stack(np.unravel_index(column, ONE_CODE), -1)
     elif kind == "multibinary":
@@ -170,8 +196,8 @@ def _box() -> spaces.Box:
     return spaces.Box(0, 1e6, (3,), np.float32)
 
 
-def _image_box() -> spaces.Box:
-    return spaces.Box(0, 255, IMAGE_SHAPE, np.uint8)
+def _image_box(shape: tuple[int, ...] = IMAGE_SHAPE) -> spaces.Box:
+    return spaces.Box(0, 255, shape, np.uint8)
 
 
 def observation_space(kind: Kind) -> spaces.Space[Any]:
@@ -183,6 +209,10 @@ def observation_space(kind: Kind) -> spaces.Space[Any]:
     if kind == "dict":
         inner = spaces.Dict({"code": spaces.Box(0, 2**40, (3,), np.int64)})
         return spaces.Dict({"pos": _box(), "img": _image_box(), "inner": inner})
+    if kind == "image":
+        return _image_box(LARGE_SHAPE)
+    if kind == "images":
+        return spaces.Dict({"pos": _box(), "img": _image_box(LARGE_SHAPE)})
     if kind == "tuple":
         return spaces.Tuple((_box(), spaces.Discrete(64), _image_box()))
     if kind == "discrete":
@@ -289,6 +319,8 @@ class OracleEnv(gym.Env[Any, Any]):
                 "img": columns["img"],
                 "inner": {"code": code},
             }
+        elif self.kind == "images":
+            observation = {"pos": columns["pos"], "img": columns["img"]}
         elif self.kind == "tuple":
             observation = tuple(columns["observation", str(i)] for i in range(3))
             observation = (observation[0], np.int64(observation[1]), observation[2])
@@ -400,8 +432,8 @@ def _observation_spec(kind: Kind, shape: tuple[int, ...]) -> Composite:
     def floats(n: int) -> Bounded:
         return Bounded(0, 1e6, (*shape, n), dtype=torch.float32)
 
-    def image() -> Bounded:
-        return Bounded(0, 255, (*shape, *IMAGE_SHAPE), dtype=torch.uint8)
+    def image(each: tuple[int, ...] = IMAGE_SHAPE) -> Bounded:
+        return Bounded(0, 255, (*shape, *each), dtype=torch.uint8)
 
     specs: dict[str, Any] = {"observation": floats(4 if kind == "seeded" else 3)}
     if kind == "uint8":
@@ -409,6 +441,10 @@ def _observation_spec(kind: Kind, shape: tuple[int, ...]) -> Composite:
     elif kind == "dict":
         code = Unbounded((*shape, 3), dtype=torch.int64)
         specs = {"pos": floats(3), "img": image(), "inner": Composite(code=code, shape=shape)}
+    elif kind == "image":
+        specs = {"observation": image(LARGE_SHAPE)}
+    elif kind == "images":
+        specs = {"pos": floats(3), "img": image(LARGE_SHAPE)}
     elif kind == "tuple":
         parts = {"0": floats(3), "1": Categorical(64, shape=shape), "2": image()}
         specs = {"observation": Composite(parts, shape=shape)}
@@ -754,7 +790,13 @@ def _check_observations(batch: Any, kind: Kind, rows: tuple[Ints, Ints, Ints]) -
         for key, wanted in encode(kind, lane, episode, step + plus).items():
             column = columns[key][..., :3] if kind == "seeded" else columns[key]
             assert column.shape == wanted.shape, f"{key} is {column.shape}, not {wanted.shape}"
-            if kind in ("float", "uint8", "dict", "seeded"):  # the others may be re-encoded
+            if kind in (
+                "float",
+                "uint8",
+                "dict",
+                "seeded",
+                *LARGE_KINDS,
+            ):  # the others may be re-encoded
                 assert column.dtype == wanted.dtype, f"{key} is {column.dtype}"
             same = (column == wanted).reshape(len(lane), -1).all(-1)
             where = "next observation" if plus else "observation"
