@@ -91,10 +91,13 @@ class Delivery:
         if postproc is None:
             sink.open(source.schema(), provenance, source.behind)
 
-    def goes_on_from(self, provenance: Mapping[str, Any]) -> None:
-        """The run goes on from a loaded state, which ``provenance`` and the ledger tell of."""
+    def goes_on_from(self, provenance: Mapping[str, Any], next_id: int) -> None:
+        """The run goes on from a loaded state, which ``provenance`` and the ledger tell of.
+
+        Its trajectories have ids from ``next_id`` on.
+        """
         self._provenance = provenance
-        self._sink.goes_on_from(self._ledger, provenance)
+        self._sink.goes_on_from(self._ledger, provenance, next_id)
 
     def deliver(self, parts: Sequence[Part], open_lanes: int) -> TensorDictBase:
         """Store the rows of ``parts``, which follow one another in time, as one batch.

@@ -460,7 +460,7 @@ class ExactCollector(Collector):
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes()
-        self._delivery.goes_on_from(self._provenance())
+        self._delivery.goes_on_from(self._provenance(), self._state.base)
         self._over = self._budget.remaining(ledger.stored) == 0
 
 

@@ -298,10 +298,14 @@ class Sink:
             written = self._direct.extend(rows.arrays, ids="fresh")
             _require("the storage", len(written), _length(rows.arrays))
 
-    def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any]) -> None:
-        """The run goes on from a loaded state: its earlier rows are not of this storage's run."""
+    def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
+        """The run goes on from a loaded state: its earlier rows are not of this storage's run.
+
+        Ids below ``next_id`` may be those of such rows.
+        """
         if self.storage is None:
             return
+        self._next_id = max(self._next_id, next_id)
         self.storage.claim(self)
         first = self._first_row if self._ready else self.storage.head
         self._stored_before = ledger.stored - (self.storage.head - first)

@@ -63,9 +63,8 @@ class Gathered:
             # "clip" copies straight to `out`; indices are within bounds, whoever made them.
             self.sources[0].take(self.index, axis=0, out=out, mode="clip")
             return
-        turns = np.flatnonzero(np.diff(self.origin)) + 1
-        starts = [0, *turns.tolist()] if len(self) else []
-        for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
+        turns = (np.flatnonzero(np.diff(self.origin)) + 1).tolist()
+        for start, stop in zip([0, *turns] if len(self) else (), [*turns, len(self)], strict=False):
             source = self.sources[self.origin[start]]
             source.take(self.index[start:stop], axis=0, out=out[start:stop], mode="clip")
 
