@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector, drive
+from tallyroll.collector.batch import Part
 from tallyroll.collector.errors import ArgumentError, TransitionError, WorkerRaised
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
@@ -93,7 +94,9 @@ def with_and_without(make: Any, path: Path, **kwargs: Any) -> tuple[Run, Run]:
     assert runs[0].counts == runs[1].counts
     assert runs[0].episodes == runs[1].episodes
     if "layout" not in kwargs:
-        assert_same(joined(runs[0].batches), stored)
+        yielded = joined(runs[0].batches)
+        assert_same(yielded, stored)
+        assert [*yielded.keys(True, True)] == [*stored.keys(True, True)], "another order"
         assert_stored_alone(runs[1].batches, stored)
     return runs[0], runs[1]
 
@@ -360,6 +363,28 @@ def test_a_value_that_is_wrong_is_not_stored(yields: bool, tmp_path: Path) -> No
     with SyncCollector(vector, policy(), **options) as collector, pytest.raises(TransitionError):
         list(collector)
     assert true_rows(rows_in(tmp_path / "s"), from_start=True).counts(LANES) == [8] * LANES
+
+
+# --- one copy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_fits_in_the_slab_is_copied_once(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of a batch stays where it is until it is in the file."""
+    settled: list[int] = []
+    settle = Part.settle
+    monkeypatch.setattr(Part, "settle", lambda part: settled.append(len(part)) or settle(part))
+    make = partial(spread, NEXT, workers) if workers else partial(alone, NEXT)
+    with in_threads():
+        through(make(policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False, **RUN))
+    assert settled == []
+    few_slots(monkeypatch, 5)
+    with in_threads():
+        through(make(policy(), oracle=IMAGES, storage=tmp_path / "t", yield_large=False, **RUN))
+    assert 0 < sum(settled) < RUN["total_frames"] - 5
+    assert_same(rows_in(tmp_path / "s"), rows_in(tmp_path / "t"))
 
 
 # --- what is refused ----------------------------------------------------------------------------
