@@ -415,6 +415,16 @@ def test_large_columns_that_nobody_would_get_are_refused(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_run_that_is_refused_lets_go_of_its_storage(tmp_path: Path) -> None:
+    through(alone(NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", **RUN), batches=2)
+    options = {"frames_per_batch": 17, "total_frames": 87, "yield_large": False, "resume": True}
+    with pytest.raises(ArgumentError, match="replay buffer") as raised:
+        alone(NEXT, policy(), oracle=IMAGES, **options, **pair(tmp_path / "s"))
+    assert raised.traceback  # which holds what was made, and with it the lock if that is held
+    with open_storage(tmp_path / "s", mode="append") as storage:
+        assert len(storage) == 34
+
+
 def test_a_buffer_over_the_storage_itself_is_refused_too(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "s") as storage:
         buffer = ReplayBuffer(storage=storage)
