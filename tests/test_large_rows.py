@@ -208,6 +208,38 @@ def test_a_ring_holds_the_last_images(yields: bool, tmp_path: Path) -> None:
     assert verify(tmp_path / "s").sound
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_buffer_beside_the_storage_gets_images_too(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_slots(monkeypatch)
+    options = {**RUN, "oracle": IMAGES, **pair(tmp_path / "s")}
+    make = partial(spread, SAME, workers) if workers else partial(alone, SAME)
+    with in_threads():
+        run = through(make(policy(), **options))
+    held = options["replay_buffer"].storage.get(slice(0, 87))
+    assert_same(held.exclude("index"), stored := rows_in(tmp_path / "s"))
+    assert_same(joined(run.batches), stored)
+    true_rows(stored, from_start=True)
+
+
+def test_a_postproc_sees_and_changes_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_slots(monkeypatch)
+
+    def inverted(td: TensorDictBase) -> TensorDictBase:
+        true_rows(td)
+        return td.set("img", 255 - td["img"])
+
+    run = through(
+        alone(NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", postproc=inverted, **RUN)
+    )
+    stored = rows_in(tmp_path / "s")
+    assert_same(joined(run.batches), stored)
+    true_rows(stored.set("img", 255 - stored["img"]), from_start=True)
+
+
 def test_a_run_is_resumed_without_large_columns(tmp_path: Path) -> None:
     make = partial(alone, NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False)
     options = {"frames_per_batch": 17, "total_frames": 87}
