@@ -6,13 +6,20 @@ Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 
 
 import argparse
 import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tallyroll.collector.cli.errors import CommandError
 from tallyroll.collector.cli.parser import make_parser
-from tallyroll.collector.cli.streams import OutputFailed, abandon_stdout, emit, reopen_closed
+from tallyroll.collector.cli.streams import (
+    OutputFailed,
+    abandon_stdout,
+    emit,
+    reopen_closed,
+    say,
+    visible_warnings,
+)
 from tallyroll.collector.errors import CollectorError, WorkerError
 
 
@@ -28,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     status: int = args.error_status
     try:
-        return run(args)
+        with visible_warnings():
+            return run(args)
     except OutputFailed as error:
         abandon_stdout()
         return _failed(error, show, status)
@@ -57,12 +65,15 @@ def _say_what_is_buffered() -> None:
 
 def _failed(error: Exception, show_traceback: bool, status: int) -> int:
     if show_traceback:
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)).rstrip(), lines=True)
     foreign = type(error).__module__.partition(".")[0] != "tallyroll"
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
     if isinstance(error, WorkerError) and error.worker_traceback:
         text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
-    sys.stderr.write(f"tallyroll: error: {text.strip()}\n")
+    # A worker's traceback and details have lines of their own; other messages are one line.
+    lines = isinstance(error, WorkerError)
+    command = error.command if isinstance(error, CommandError) else ""
+    say(f"tallyroll: error: {text.strip()}", below=command, lines=lines)
     return status
 
 

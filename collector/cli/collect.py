@@ -3,7 +3,6 @@
 import argparse
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tallyroll.collector.cli.errors import CommandError
 from tallyroll.collector.cli.plan import (
-    CommandError,
     Place,
     Plan,
     Target,
@@ -29,7 +28,8 @@ from tallyroll.collector.cli.report import (
     text_of,
     times,
 )
-from tallyroll.collector.cli.streams import emit
+from tallyroll.collector.cli.streams import emit, say
+from tallyroll.collector.cli.visible import pasteable
 from tallyroll.collector.envs.info import parsed
 from tallyroll.collector.exact import ExactCollector
 from tallyroll.collector.multiprocess import MultiprocessCollector
@@ -147,8 +147,8 @@ class Run:
             return
         raise CommandError(
             f"--resume: the manifest in {self.out} names code of yours, which is not run on a "
-            "storage's word; if it is right, name it again:\n    "
-            + self._resume_command(given.or_else(before))
+            "storage's word; if it is right, name it again:",
+            self._resume_command(given.or_else(before)),
         )
 
     def _require_complete(self, plan: Plan) -> None:
@@ -166,10 +166,10 @@ class Run:
                 "give; use --frames, or --format memmap or zarr"
             )
 
-    def note(self, text: str) -> None:
-        """One line to whoever watches."""
+    def note(self, text: str, below: str = "") -> None:
+        """One line to whoever watches, and a command below it."""
         if not self.quiet:
-            sys.stderr.write(f"tallyroll: {text}\n")
+            say(f"tallyroll: {text}", below=below)
 
     # --- collecting -------------------------------------------------------------------------------
 
@@ -295,9 +295,10 @@ class Run:
         ledger = collector.ledger
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
+        console.print()
         already = f" ({self.began:,} of them were there before)" if self.began else ""
         show(
-            f"\n{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
+            f"{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
             f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
         )
         console.print(ledger_table(collector))
@@ -312,9 +313,13 @@ class Run:
                 "its last commit"
             )
         if self.done:
-            show("\nwhat is in it:   " + f"tallyroll inspect {shlex.quote(self.out)}")
+            console.print()
+            show(f"what is in it:   {self._inspect_command()}")
             show("more of the same: " + self._append_command())
         return text_of(console)
+
+    def _inspect_command(self) -> str:
+        return pasteable(shlex.join(["tallyroll", "inspect", self.out]))
 
     def _append_command(self) -> str:
         return replace(self.plan, seed=None).command(self.out, "--append")
@@ -329,16 +334,17 @@ class Run:
         """Say what an error left, and how to go on."""
         committed = f"{self.target.storage.head:,} rows are committed in {self.out}"
         if isinstance(error, StorageLocked):
-            look = f"tallyroll inspect {shlex.quote(self.out)}"
             self.note(
                 f"{committed}, perhaps some of another process. Before you go on, see whose the "
-                f"last run is:\n    {look}\nIf it is this one, go on with\n    "
-                f"{self._resume_command()}"
+                "last run is:",
+                self._inspect_command(),
             )
+            if not self.quiet:
+                say("If it is this one, go on with", below=self._resume_command())
             return
         self.note(
-            f"{committed}; once the cause of the error is gone, go on with\n    "
-            f"{self._resume_command()}"
+            f"{committed}; once the cause of the error is gone, go on with",
+            self._resume_command(),
         )
 
     def stopped(self, signals: Signals) -> None:
@@ -350,7 +356,7 @@ class Run:
             how = self._resume_command()
         else:
             how = self.plan.command(self.out, *self.options)
-        sys.stderr.write(f"tallyroll: stopped by {name}; {kept}. Go on with\n    {how}\n")
+        say(f"tallyroll: stopped by {name}; {kept}. Go on with", below=how)
 
 
 def _wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:

@@ -6,8 +6,9 @@ import math
 import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, NoReturn
 
+from tallyroll.collector.cli.visible import visible
 from tallyroll.collector.provenance import versions
 
 _ABOUT = """\
@@ -110,9 +111,16 @@ def _verify(args: argparse.Namespace) -> int:
     return verify.run(args)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with words that may be names of files."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands: arguments get ``run``, which carries them out."""
-    parser = _new(argparse.ArgumentParser, prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
+    parser = _new(_Parser, prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
     parser.add_argument("--version", action=_Version, help="show versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     collect = _new(

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Literal
 
+from tallyroll.collector.cli.errors import CommandError
+from tallyroll.collector.cli.visible import pasteable
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.last_run import last_run_of
 from tallyroll.collector.policy import PolicyFn
@@ -21,10 +23,6 @@ from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.engine import Durability
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.formats import storage_class
-
-
-class CommandError(CollectorError):
-    """The command cannot be carried out; the message says what to do. Nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class Plan:
                 words += [word for each in value for word in ("--rename", each)]
             else:
                 words += ["--" + name.replace("_", "-"), _word(value)]
-        return shlex.join([*words, "--out", out, *options])
+        return pasteable(shlex.join([*words, "--out", out, *options]))
 
 
 _MOST_LANES = 2**20
@@ -146,6 +144,8 @@ def _may_be(name: str, value: Any) -> bool:
         return False
     if isinstance(value, float):
         return 0 < value < math.inf
+    if isinstance(value, str):
+        return value.isprintable()  # else it would come back in errors of those who get it
     if isinstance(value, list):
         return all(isinstance(each, str) for each in value)
     most = _MOST_LANES if name == "num_envs" else 2**63

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tallyroll.collector.cli.plan import Plan
 from tallyroll.collector.cli.report import clock, readable_bytes
+from tallyroll.collector.cli.streams import say
 from tallyroll.collector.exact import ExactCollector
 from tallyroll.storage.base import DiskStorage
 
@@ -153,7 +154,7 @@ class Lines(Display):
     def show(self, now: Snapshot) -> None:
         """Write a line."""
         with contextlib.suppress(OSError):  # a run outlives whoever watched it
-            sys.stderr.write(f"tallyroll: {now.line}\n")
+            say(f"tallyroll: {now.line}")
         sys.stderr.flush()
 
 
@@ -247,4 +248,4 @@ class _Reading:
         self._next = time.monotonic() + LINE_SECONDS
         share = f"{readable_bytes(done)} of {readable_bytes(total)} ({100 * done // total} %)"
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"tallyroll: {self._what}: {share}\n")
+            say(f"tallyroll: {self._what}: {share}")

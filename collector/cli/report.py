@@ -3,13 +3,23 @@
 import io
 import math
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from tallyroll.collector.cli.visible import visible
 from tallyroll.collector.exact import ExactCollector
 
 FILE_WIDTH = 160
+
+
+class _Plain(Console):
+    """Makes everything visible that it is given as text; styles are its own."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
 
 
 def plain_console() -> Console:
@@ -18,7 +28,7 @@ def plain_console() -> Console:
     What goes to a file or a pipe is not folded to 80 columns.
     """
     on_terminal = sys.stdout.isatty()
-    return Console(
+    return _Plain(
         file=io.StringIO(),
         force_terminal=on_terminal,
         width=None if on_terminal else FILE_WIDTH,

@@ -1,9 +1,14 @@
 """Standard streams that are closed, full, or no longer read."""
 
+import contextlib
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
+from tallyroll.collector.cli.visible import encodable, visible
 from tallyroll.collector.errors import CollectorError
 
 
@@ -36,7 +41,7 @@ def emit(text: str) -> None:
         BrokenPipeError: nobody reads it any more.
     """
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(encodable(text, sys.stdout.encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -44,6 +49,33 @@ def emit(text: str) -> None:
         raise OutputFailed(
             f"standard output takes no more ({error.strerror}), so that not everything was said"
         ) from error
+
+
+def say(text: str, *, below: str = "", lines: bool = False) -> None:
+    """Write one line to stderr, with what a terminal would obey made visible.
+
+    Args:
+        text: the line; of several where ``lines`` is True.
+        below: a line of its own behind it, indented.
+        lines: keep line ends.
+    """
+    shown = visible(text, lines=lines) + (f"\n    {visible(below)}" if below else "")
+    sys.stderr.write(shown + "\n")
+
+
+@contextlib.contextmanager
+def visible_warnings() -> Iterator[None]:
+    """Within it, a warning that Python shows has nothing in it that a terminal would obey."""
+    before: Any = warnings.formatwarning
+
+    def formatted(message: object, *where: Any, **more: Any) -> str:
+        return str(before(visible(str(message)), *where, **more))
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def abandon_stdout() -> None:

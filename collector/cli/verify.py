@@ -7,6 +7,7 @@ import time
 
 from tallyroll.collector.cli.progress import reading_progress
 from tallyroll.collector.cli.streams import emit
+from tallyroll.collector.cli.visible import visible
 from tallyroll.storage import Finding, Report, verify
 
 
@@ -51,7 +52,7 @@ def as_text(report: Report, seconds: float) -> str:
         by_reason.setdefault(why, []).append(name)
     lines += [""] if report.findings and by_reason else []
     lines += [f"not checked: {', '.join(names)} ({why})" for why, names in by_reason.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(visible, lines)) + "\n"
 
 
 def _head(report: Report, seconds: float) -> str:

@@ -1,0 +1,14 @@
+"""What can go wrong with a command, before it has changed anything."""
+
+from tallyroll.collector.errors import CollectorError
+
+
+class CommandError(CollectorError):
+    """The command cannot be carried out; the message says what to do. Nothing was changed.
+
+    ``command`` is one to be pasted instead, shown below the message.
+    """
+
+    def __init__(self, message: str, command: str = "") -> None:
+        super().__init__(message)
+        self.command = command
