@@ -182,6 +182,7 @@ class ZarrFormat(DirectoryFormat):
         if writable:
             self._sweep()
             self._attributes = self._read_attributes()
+            self._show_header_again()
 
     def _sweep(self) -> None:
         for place in {self.path, self.header_path.parent, *map(self._place, self._places())}:
@@ -284,8 +285,20 @@ class ZarrFormat(DirectoryFormat):
             },
             head,
         )
+        yield from self._header_shown_wrongly()
+
+    def _header_shown_wrongly(self) -> Iterator[str]:
         header = {self.header_path.parent / _META: header_document(HEADER_NBYTES)}
-        yield from wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
+        return wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
+
+    def _show_header_again(self) -> None:
+        """Write the metadata of the header's array where it is lost or damaged."""
+        if not any(self._header_shown_wrongly()):
+            return
+        try:
+            self._write_json(self.header_path.parent / _META, header_document(HEADER_NBYTES))
+        except OSError as error:
+            raise failed(self.path, error, 4096) from error
 
     def trim(self, rows: int) -> None:
         """Remove chunks without rows, those of a killed writer too."""
