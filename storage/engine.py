@@ -161,6 +161,11 @@ class Engine:
         """Whether the newest record fails its check."""
         return self._header.record_damaged
 
+    @property
+    def left_open(self) -> bool:
+        """Whether a writer has the storage open, or did not close it."""
+        return self._header.open
+
     def append(
         self,
         rows: Mapping[Key, np.ndarray],
@@ -260,6 +265,8 @@ class Engine:
             self._header.write_record(record, head)
         if self._power:
             self._format.sync(self._slots(self._header.head))
+            if record is not None:  # or `head` may be on the disk before it
+                self._header.sync()
         if (now := time.monotonic()) >= self._look_at:  # it took long: another may write by now
             self.require_writer()
             self._look_at = now + LOOK_SECONDS
