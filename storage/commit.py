@@ -141,6 +141,7 @@ class Header:
             if self._origin is not None:
                 self._origin.require(accept_copy=accept_copy)
             self._check_counts()
+            self._left_open = self.open
         except BaseException:
             os.close(self._file)
             raise
@@ -230,8 +231,18 @@ class Header:
         self._words[_HEAD] = word if count == rows else word_of(rows)
         self._head = rows
 
+    @property
+    def open(self) -> bool:
+        """Whether a writer has the storage open, or did not close it; False of version 2."""
+        return self._origin is not None and self._origin.open
+
     def begin_writing(self) -> None:
-        """Mark the storage as open for writing, in this file."""
+        """Mark the storage as open for writing, in this file.
+
+        A record that the last writer did not finish goes, where it did not close the storage.
+        """
+        if self._left_open:
+            self._forget_torn()
         if self._origin is not None:
             self._origin.take()
 
@@ -292,6 +303,11 @@ class Header:
             if slot and slot[1] > head:
                 _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
         self._sequence = self._newest_sequence()
+
+    def _forget_torn(self) -> None:
+        for index in (0, 1):
+            if self._read_slot(index) is None:
+                _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
 
     def _newest_sequence(self) -> int:
         return max((slot[0] for slot in map(self._read_slot, (0, 1)) if slot), default=0)

@@ -65,10 +65,15 @@ class Report:
     """The checks that were made."""
     skipped: Mapping[str, str]
     """The checks that were not, and why."""
+    notes: tuple[Finding, ...] = ()
+    """What is not as it should be, hurts no row, and goes as ``healing`` says: a power cut, or a
+    kill, left the storage open, and what was being written was cut short."""
+    healing: str | None = None
+    """How notes go; None where there is none."""
 
     @property
     def sound(self) -> bool:
-        """Nothing is wrong as far as it was checked."""
+        """Nothing is wrong as far as it was checked; there may be notes."""
         return not self.findings
 
 

@@ -163,6 +163,8 @@ class Format(ABC):
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
         """What other libraries would read wrongly, one sentence a file.
 
+        A writer that opens the storage and closes it writes all of that anew.
+
         Args:
             schema: the columns.
             head: tells how many rows are committed now.
@@ -170,6 +172,10 @@ class Format(ABC):
         Raises:
             MissingLibrary: it takes one that is not installed.
         """
+
+    def made_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """As `shown_wrongly`, of what was written once, and is not when a writer closes."""
+        return iter(())
 
     @abstractmethod
     def trim(self, rows: int) -> None:

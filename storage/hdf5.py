@@ -34,7 +34,19 @@ from .errors import (
 )
 from .format import Access
 from .hdf5_file import Layout, Places, layout_of, nbytes_of_file, shown_attributes
-from .hdf5_replace import aside, new_file, open_file, opened, rewrite, show_manifest, show_rows
+from .hdf5_replace import (
+    aside,
+    is_at,
+    new_file,
+    open_file,
+    opened,
+    read_rows,
+    rewrite,
+    show_manifest,
+    show_provenance,
+    show_rows,
+    shows_manifest,
+)
 from .manifest import Manifest, parse_manifest
 from .one_file import OneFileFormat
 from .paths import failed
@@ -51,6 +63,8 @@ from .user_block import (
 )
 
 __all__ = ["H5Format", "H5Storage"]
+
+_LOOKS = 3
 
 
 class H5Format(OneFileFormat):
@@ -190,17 +204,32 @@ class H5Format(OneFileFormat):
             self._layout_in(file, schema)
             if writable:
                 self._require_attributes(file)
+                self._show_manifest_again(file)
                 self.inside.remove(aside(self.path))
         except BaseException:
             os.close(file)
             raise
         self._file, self._schema = file, schema
 
+    def _show_manifest_again(self, file: int) -> None:
+        """Write the attribute ``provenance`` where a power cut left a part of it."""
+        try:
+            if not self._shows_manifest(file):
+                show_provenance(file, self.read_manifest(), self._known)
+        except OSError as error:
+            raise failed(self.path, error, 0) from error
+
+    def _shows_manifest(self, file: int) -> bool:
+        content = newest_manifest(file)
+        if content is None:  # there is none yet
+            return True
+        return shows_manifest(file, parse_manifest(content, self.path), self._known)
+
     def _require_attributes(self, file: int) -> None:
         """Another program that changed attributes may have moved ours."""
         places = self._known
         for name, place in (("rows", places.rows), ("provenance", places.provenance)):
-            if os.pread(file, len(place.before), place.at - len(place.before)) != place.before:
+            if not is_at(file, place):
                 raise CorruptStorage(
                     f"the attribute {name} in {self.path} is not where it was: another program "
                     "wrote to the file, or it is damaged. Its rows can be read: copy them to a "
@@ -263,14 +292,32 @@ class H5Format(OneFileFormat):
             raise failed(self.path, error, 8) from error
 
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
-        """Look at the attributes; datasets that are not in their places cannot be opened."""
+        """Look at the values of attributes that are written again and again."""
+        path = self.path
+        try:
+            with opened(path, os.O_RDONLY) as file:
+                places = self._known
+                # A writer may be just writing it.
+                if is_at(file, places.provenance) and not any(
+                    self._shows_manifest(file) for _ in range(_LOOKS)
+                ):
+                    raise differs(path, "its attribute provenance is not that of the manifest")
+                if is_at(file, places.rows):
+                    self._require_rows(read_rows(file, places), head())
+        except CorruptStorage as error:
+            yield str(error)
+
+    def made_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """Look at the other attributes; datasets not in their places cannot be opened."""
         path = self.path
         try:
             with opened(path, os.O_RDONLY) as file:
                 attributes = shown_attributes(file, path)
+                moved = not is_at(file, self._known.rows)
             if type(rows := attributes.get("rows")) is not int:
                 raise differs(path, f"its attribute rows is {rows!r:.100}")
-            require_committed(rows, head(), path)
+            if moved:  # where no writer of ours reaches it
+                self._require_rows(rows, head())
             wanted = {
                 "capacity": self._layout.capacity,
                 "schema": json.dumps(schema.to_json()),
@@ -280,6 +327,11 @@ class H5Format(OneFileFormat):
                     raise differs(path, f"its attribute {name} is {attributes[name]!r:.100}")
         except CorruptStorage as error:
             yield str(error)
+
+    def _require_rows(self, rows: int, head: int) -> None:
+        if rows < 0:
+            raise differs(self.path, f"its attribute rows is {rows}")
+        require_committed(rows, head, self.path)
 
     def trim(self, rows: int) -> None:
         """The file keeps its capacity; `finish` writes it without."""

@@ -236,7 +236,9 @@ def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
     with _opened(file, path) as opened:
         values = {name: opened.attrs[name] for name in ATTRIBUTES if name in opened.attrs}
         return {
-            name: value.decode().rstrip() if isinstance(value, bytes) else int(value)
+            name: value.decode(errors="replace").rstrip()
+            if isinstance(value, bytes)
+            else int(value)
             for name, value in values.items()
         }
 

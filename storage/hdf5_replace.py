@@ -15,6 +15,7 @@ from .errors import ForeignContent, StorageFull
 from .hdf5_file import (
     PROVENANCE_NBYTES,
     Layout,
+    Place,
     Places,
     foreign_names,
     make_file,
@@ -27,7 +28,19 @@ from .paths import failed, space_left
 from .schema import Schema
 from .user_block import write_all, write_manifest
 
-__all__ = ["aside", "new_file", "open_file", "opened", "rewrite", "show_manifest", "show_rows"]
+__all__ = [
+    "aside",
+    "is_at",
+    "new_file",
+    "open_file",
+    "opened",
+    "read_rows",
+    "rewrite",
+    "show_manifest",
+    "show_provenance",
+    "show_rows",
+    "shows_manifest",
+]
 
 _COPY_NBYTES = 2**24
 
@@ -139,13 +152,37 @@ def rewrite(
 def show_manifest(file: int, manifest: Manifest, places: Places) -> None:
     """Write the manifest into the user block, and the attribute ``provenance``."""
     write_manifest(file, json.dumps(manifest | {"places": places.to_json()}).encode())
+    show_provenance(file, manifest, places)
+
+
+def show_provenance(file: int, manifest: Manifest, places: Places) -> None:
+    """Write the attribute ``provenance``."""
+    write_all(file, _provenance(manifest), places.provenance.at)
+
+
+def shows_manifest(file: int, manifest: Manifest, places: Places) -> bool:
+    """Whether the attribute ``provenance`` is that of the manifest."""
+    return os.pread(file, PROVENANCE_NBYTES, places.provenance.at) == _provenance(manifest)
+
+
+def _provenance(manifest: Manifest) -> bytes:
     text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
-    write_all(file, text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES), places.provenance.at)
+    return text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES)
 
 
 def show_rows(file: int, rows: int, places: Places) -> None:
     """Write the attribute ``rows``."""
     write_all(file, rows.to_bytes(8, "little"), places.rows.at)
+
+
+def is_at(file: int, place: Place) -> bool:
+    """Whether an attribute's value is where it was made: other programs may have moved it."""
+    return os.pread(file, len(place.before), place.at - len(place.before)) == place.before
+
+
+def read_rows(file: int, places: Places) -> int:
+    """The value of the attribute ``rows``."""
+    return int.from_bytes(os.pread(file, 8, places.rows.at), "little", signed=True)
 
 
 def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:

@@ -380,6 +380,14 @@ class RowStore:
         """Whether the newest record was damaged, so that `record` is an older one or None."""
         return self._running().record_damaged
 
+    @property
+    def left_open(self) -> bool:
+        """Whether a writer has the storage open, or did not close it: it was killed.
+
+        A storage of version 2 does not say, and this is False.
+        """
+        return self._running().left_open
+
     def put_record(self, payload: bytes) -> None:
         """Commit a record without rows.
 

@@ -46,6 +46,11 @@ CHECKS: Mapping[str, str] = {
 
 Progress = Callable[[int, int], object]
 _PATIENCE = 1000
+_HEALING = (
+    "The storage was left open, by a writer that was killed or by a power cut, or is being "
+    "written. Committed rows are as they were: this goes when a writer opens the storage and "
+    'closes it, as open_storage(path, mode="append").close() or `tallyroll collect --resume` do.'
+)
 
 
 def verify(
@@ -56,6 +61,10 @@ def verify(
     accept_copy: bool = False,
 ) -> Report:
     """Read every committed row of a storage, and find what cannot have been written so.
+
+    In a storage that its writer did not close, after a power cut for one, files for other
+    libraries, the table of episodes, and a record that was being written, may be cut short: that
+    is a note, and no finding, for it hurts no row and goes with the next writer.
 
     It takes a few numbers a lane, and so does not care how many rows there are. Another process
     may write meanwhile: what was committed at the start is checked.
@@ -92,6 +101,9 @@ class _Verification:
     ) -> None:
         self._storage, self._skip, self._progress = storage, skip, progress
         self._findings = Findings()
+        self._left_open = storage.left_open
+        # What a cut short write leaves, and the next writer writes anew.
+        self._notes = Findings() if self._left_open else self._findings
         self._skipped = dict.fromkeys(skip, "not wanted")
         self._done = self._total = 0
 
@@ -107,7 +119,9 @@ class _Verification:
         rows = RowChecks(storage, runs, nan="nan" not in self._skip, table=table)
         # A writer that is just writing one looks like that, once.
         damaged = all(storage.record_damaged for _ in range(3))
-        known = check_record(record, runs, at, findings, damaged=damaged)
+        known = check_record(record, runs, at, findings, damaged=damaged and not self._left_open)
+        if damaged and self._left_open:
+            self._notes.add("record", "the newest one was cut short, and an older one stands in")
         sums = self._sums(manifest)
         self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
         rows.run(findings, self._tell)
@@ -139,6 +153,8 @@ class _Verification:
         storage = self._storage
         try:
             for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
+                self._notes.add("metadata", wrong)
+            for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
                 self._findings.add("metadata", wrong)
         except MissingLibrary as error:
             self._leave_out("metadata", str(error))
@@ -151,7 +167,7 @@ class _Verification:
         try:
             table = read_table(storage.inside, path, dtype, storage.head)
         except DamagedTable as error:
-            self._findings.add("episodes", str(error))
+            self._notes.add("episodes", str(error))
             return None
         if table is None:
             self._leave_out("episodes", "there is no table yet; it is written when a writer closes")
@@ -193,12 +209,17 @@ class _Verification:
             self._findings.add("checksums", str(error))
 
     def _made(self, path: str, span: range) -> Report:
-        found = self._findings.listed(CHECKS)
+        found, notes = (
+            tuple(each for each in said.listed(CHECKS) if each.check not in self._skip)
+            for said in (self._findings, self._notes if self._left_open else Findings())
+        )
         return Report(
             path,
             self._storage.manifest["format"],
             len(span),
-            tuple(each for each in found if each.check not in self._skip),
+            found,
             tuple(name for name in CHECKS if name not in self._skipped),
             {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+            notes,
+            _HEALING if notes else None,
         )

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 def as_json(report: Report) -> dict[str, object]:
     """The report as JSON values; places without what does not apply."""
     value = dataclasses.asdict(report) | {"sound": report.sound}
-    for finding in value["findings"]:
+    for finding in (*value["findings"], *value["notes"]):
         finding["places"] = [
             {name: each for name, each in place.items() if each not in (None, "")}
             for place in finding["places"]
@@ -47,10 +47,15 @@ def as_text(report: Report, seconds: float) -> str:
     lines = [_head(report, seconds)]
     for finding in report.findings:
         lines += ["", *_finding(finding)]
+    for note in report.notes:
+        first, *rest = _finding(note)
+        lines += ["", f"note: {first}", *rest]
+    if report.healing is not None:
+        lines += [report.healing]
     by_reason: dict[str, list[str]] = {}
     for name, why in report.skipped.items():
         by_reason.setdefault(why, []).append(name)
-    lines += [""] if report.findings and by_reason else []
+    lines += [""] if (report.findings or report.notes) and by_reason else []
     lines += [f"not checked: {', '.join(names)} ({why})" for why, names in by_reason.items()]
     return "\n".join(map(visible, lines)) + "\n"
 
@@ -60,6 +65,8 @@ def _head(report: Report, seconds: float) -> str:
         return f"{report.path} cannot be read"
     count = len(report.findings)
     said = "sound" if not count else f"not sound, {count} finding{'s' if count > 1 else ''}"
+    if notes := len(report.notes):
+        said += f", {notes} note{'s' if notes > 1 else ''}"
     return (
         f"{report.path}: {said}; {report.rows:,} rows ({report.format}), "
         f"{len(report.checked)} checks, {seconds:.1f} s"
