@@ -69,8 +69,13 @@ class Collector(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Shut down."""
-        self.shutdown()
+        """Shut down. What goes wrong with that is a note of an ``error`` that is there already."""
+        try:
+            self.shutdown()
+        except Exception as again:
+            if error is None:
+                raise
+            add_end_note(error, again)
 
     @property
     def policy_version(self) -> int:
@@ -102,6 +107,11 @@ class Collector(ABC):
             "return_mean": _mean([episode.total_return for episode in recent]),
             "length_mean": _mean([float(episode.length) for episode in recent]),
         }
+
+
+def add_end_note(error: BaseException, again: Exception) -> None:
+    """Note of ``error``, which is raised, what else went wrong at the end of the run."""
+    error.add_note(f"tallyroll: and at the end of the run: {type(again).__name__}: {again}")
 
 
 def _mean(values: Sequence[float]) -> float:

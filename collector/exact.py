@@ -1,6 +1,7 @@
 """What collectors of one process and of many share: batches of exactly so many transitions."""
 
 import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector import arguments
-from tallyroll.collector.base import Collector
+from tallyroll.collector.base import Collector, add_end_note
 from tallyroll.collector.batch import Part, Rows, RowSource
 from tallyroll.collector.checks import Range, RangeChecks
 from tallyroll.collector.delivery import Delivery
@@ -29,8 +30,9 @@ from tallyroll.collector.names import new_name, spelled_rename, split
 from tallyroll.collector.options import Options
 from tallyroll.collector.provenance import run_provenance, versions
 from tallyroll.collector.rollout import Block, Source
-from tallyroll.collector.sink import Sink, StorageLike
+from tallyroll.collector.sink import ClosedFirstWarning, Sink, StorageLike
 from tallyroll.collector.slab import Slab
+from tallyroll.storage.errors import StorageClosed
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -178,6 +180,7 @@ class ExactCollector(Collector):
                 raise
 
     def _batch(self) -> TensorDictBase | None:
+        self._sink.require_open()
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
         rollout = self._rollout
         parts: list[Part] = []
@@ -307,13 +310,13 @@ class ExactCollector(Collector):
     def _rescue(self, parts: list[Part], error: BaseException) -> None:
         """After ``error``: ``parts``, and what is complete and sound behind them, are stored.
 
-        Where they are not true, or the ledger does not balance, nothing is, and that is a note:
-        ``error`` is raised.
+        Where they are not true, the ledger does not balance, or the storage was closed, nothing
+        is, and that is a note: ``error`` is raised.
         """
         with held():
             try:
                 self._store_rest(parts)
-            except (LedgerError, SilentReset) as again:
+            except (LedgerError, SilentReset, StorageClosed) as again:
                 error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
     def _store_rest(self, parts: list[Part]) -> None:
@@ -340,21 +343,22 @@ class ExactCollector(Collector):
     def _finish(self) -> None:
         """The run is over: nothing is carried any more, open trajectories are cut."""
         self._over = True
+        ledger = self.ledger
+        before = ledger.discarded
         self._rollout.stop()
         self._rollout.discard_held()
-        ledger = self.ledger
         ledger.discarded += self._in_hand
         self._in_hand = 0
         ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
         ledger.balance(self._rollout.held)
-        self._sink.finish(ledger)
+        self._sink.finish(ledger, ledger.discarded - before)
 
     def _finish_after(self, error: BaseException) -> None:
         """End the run because of ``error``, which is raised: what else goes wrong is its note."""
         try:
             self._finish()
         except Exception as again:  # noqa: BLE001  see above
-            error.add_note(f"tallyroll: and at the end of the run: {again!r}")
+            add_end_note(error, again)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -364,11 +368,16 @@ class ExactCollector(Collector):
         self._rollout.stop()
 
     def shutdown(self) -> None:
-        """End the run, close what was made here: the environment, the storage. Idempotent."""
+        """End the run, close what was made here: the environment, the storage. Idempotent.
+
+        Of a storage of yours that is closed already, what could not be written is a warning.
+        """
         with held():
             try:
                 if hasattr(self, "_rollout") and not self._over:
                     self._finish()
+            except StorageClosed as error:
+                warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
             finally:
                 try:
                     self._close_source()

@@ -22,12 +22,28 @@ from tallyroll.collector.slab import Column
 from tallyroll.storage import Schema
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.batch_dims import Shapes
-from tallyroll.storage.errors import InvalidSchema, NotInitialised, StorageExists, StorageMissing
+from tallyroll.storage.errors import (
+    InvalidSchema,
+    NotInitialised,
+    StorageClosed,
+    StorageExists,
+    StorageMissing,
+)
 from tallyroll.storage.formats import storage_class
 from tallyroll.storage.gathered import Gathered
 
+_GO_ON = (
+    "To go on behind them, open the storage again and give it to a collector with resume=True: it "
+    "has the counts of the last commit, and counts what waited then as lost. Close a collector "
+    "before its storage: put its `with` block inside the storage's"
+)
+
 StorageLike = str | Path | DiskStorage
 Columns = Mapping[Key, torch.Tensor | Gathered]
+
+
+class ClosedFirstWarning(UserWarning):
+    """A storage was closed before the collector that wrote a run to it; says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -227,15 +243,24 @@ class Sink:
 
     @property
     def head(self) -> int:
-        """Rows that were ever committed to the storage."""
-        return 0 if self.storage is None else self.storage.head
+        """Rows that were ever committed to the storage, which may be closed by now."""
+        return 0 if self.storage is None else self.storage.last_head
+
+    def require_open(self) -> None:
+        """Raise `StorageClosed` where the storage was closed under the run's feet."""
+        if self.storage is not None and self.storage.closed:
+            raise StorageClosed(
+                f"{self.storage.path} was closed while its collector goes on: nothing more of the "
+                f"run can be stored. {self.committed}. {_GO_ON}"
+            )
 
     @property
     def committed(self) -> str:
         """Which rows of the run are stored, as a sentence."""
         if self.storage is None:
             return "Rows of this run were yielded, or put into a replay buffer"
-        first, head = self._first_row if self._ready else self.storage.head, self.storage.head
+        head = self.head
+        first = self._first_row if self._ready else head
         if head <= first:
             return f"No rows of this run are committed in {self.storage.path}"
         return f"Rows {first:,} to {head - 1:,} of {self.storage.path} are committed, of this run"
@@ -313,9 +338,21 @@ class Sink:
             self._initialise(self.storage.schema, provenance)
             self.storage.put_record(self._record(ledger, 0))
 
-    def finish(self, ledger: Ledger) -> None:
-        """Commit the final ledger and bring what other programs read up to date."""
+    def finish(self, ledger: Ledger, left: int) -> None:
+        """Commit the final ledger and bring what other programs read up to date.
+
+        ``left`` transitions were collected and are in no batch.
+
+        Raises:
+            StorageClosed: it was closed before; the message says what is not stored.
+        """
         if self.storage is not None and self._ready:
+            if self.storage.closed:
+                raise StorageClosed(
+                    f"{self.storage.path} was closed before its collector. Not stored: the final "
+                    f"ledger of the run, in the storage's record, and {left:,} transitions that "
+                    f"waited for the next batch. {self.committed}. {_GO_ON}"
+                )
             self.storage.put_record(self._record(ledger, 0))
             self.storage.flush()
             self.storage.release()

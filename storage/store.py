@@ -60,6 +60,7 @@ class RowStore:
     # __del__ also runs after a constructor that raised.
     _engine: Engine | None = None
     _closed = True
+    _last_head = 0
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class RowStore:
                 self._reopen(engine, rows)
 
     def _reopen(self, engine: Engine, capacity: int) -> None:
+        self._last_head = engine.head
         try:
             engine.close()
             self._take(
@@ -249,6 +251,8 @@ class RowStore:
     def _leave(self, finish: Callable[[], None] | None) -> None:
         engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
+            if engine.owns_lock:
+                self._last_head = engine.head
             engine.close(finish)
 
     def flush(self) -> None:
@@ -294,6 +298,16 @@ class RowStore:
                 "rows first."
             )
         return engine
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    @property
+    def last_head(self) -> int:
+        """`head`, of a writer that was closed too: what it was then."""
+        return self._last_head if self._closed else self.head
 
     @property
     def head(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from formats_kit import KINDS
 from rich.table import Table
 
 from tallyroll.collector import SyncCollector
@@ -23,6 +22,8 @@ from tallyroll.collector.cli import main, verify
 from tallyroll.collector.cli.report import plain_console, text_of
 from tallyroll.collector.cli.visible import encodable, pasteable, visible
 from tallyroll.storage import MemmapStorage
+
+from formats_kit import KINDS
 
 CODES = {
     "title": "\x1b]0;owned\x07",

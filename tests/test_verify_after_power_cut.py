@@ -17,7 +17,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from formats_kit import KINDS
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
@@ -26,6 +25,8 @@ from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.commit import _SLOT_NBYTES, _SLOTS_AT, Header, word_of
 from tallyroll.storage.hdf5_file import Places
 from tallyroll.storage.user_block import newest_manifest
+
+from formats_kit import KINDS
 
 ROWS = 60
 OPEN_AT = 192
