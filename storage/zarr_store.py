@@ -78,6 +78,7 @@ class ZarrFormat(DirectoryFormat):
         self._manifest: Manifest | None = None
         self._chunk_rows: tuple[int, ...] = ()
         self._shown = 0
+        self._header_meta_stands = True
         self._attributes: dict[PurePosixPath, Mapping[str, Any]] = {}
         self._columns: list[ChunkedColumn] = []
         self._mapping = threading.Lock()
@@ -101,6 +102,10 @@ class ZarrFormat(DirectoryFormat):
     def episodes_path(self) -> Path:
         """The table of episodes."""
         return self.path / _OURS / "episodes.npy"
+
+    @property
+    def _header_meta(self) -> Path:
+        return self.header_path.parent / _META
 
     def _owns(self, name: Path) -> bool:
         return _FILES.fullmatch(name.as_posix()) is not None
@@ -149,9 +154,9 @@ class ZarrFormat(DirectoryFormat):
         try:
             for column in schema.columns:
                 self.inside.make_directory(self.path.joinpath(*column.key))
-            self._write_json(self.path / _OURS / _META, header_document(len(header)))
         except OSError as error:
             raise failed(self.path, error, len(header)) from error
+        self._header_meta_stands = False
         self.publish(0)
         self._write_header(header)
         places = [self.path.joinpath(*column.key) for column in schema.columns]
@@ -182,7 +187,7 @@ class ZarrFormat(DirectoryFormat):
         if writable:
             self._sweep()
             self._attributes = self._read_attributes()
-            self._show_header_again()
+            self._header_meta_stands = not any(self._header_shown_wrongly())
 
     def _sweep(self) -> None:
         for place in {self.path, self.header_path.parent, *map(self._place, self._places())}:
@@ -265,6 +270,9 @@ class ZarrFormat(DirectoryFormat):
             root |= attributes_of(self._manifest, _PROVENANCE_NBYTES)
         attributes = self._attributes | {_ROOT: root | {"rows": rows}}
         try:
+            if not self._header_meta_stands:
+                self._write_json(self._header_meta, header_document(HEADER_NBYTES))
+                self._header_meta_stands = True
             shown = documents(self._known, self._chunk_rows, rows, attributes)
             for place, document in shown.items():
                 self._write_json(self._place(place) / _META, document)
@@ -288,17 +296,8 @@ class ZarrFormat(DirectoryFormat):
         yield from self._header_shown_wrongly()
 
     def _header_shown_wrongly(self) -> Iterator[str]:
-        header = {self.header_path.parent / _META: header_document(HEADER_NBYTES)}
+        header = {self._header_meta: header_document(HEADER_NBYTES)}
         return wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
-
-    def _show_header_again(self) -> None:
-        """Write the metadata of the header's array where it is lost or damaged."""
-        if not any(self._header_shown_wrongly()):
-            return
-        try:
-            self._write_json(self.header_path.parent / _META, header_document(HEADER_NBYTES))
-        except OSError as error:
-            raise failed(self.path, error, 4096) from error
 
     def trim(self, rows: int) -> None:
         """Remove chunks without rows, those of a killed writer too."""
