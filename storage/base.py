@@ -46,7 +46,8 @@ class DiskStorage(RowStore, Storage):
             every row. Only memory-mapped storages can be rings.
         durability: what committed rows survive: ``"process"``, the death of any
             process; ``"power"``, a power cut too, at the price of waiting for
-            the disk in every commit.
+            the disk in every commit, and once, when it is opened, for whatever
+            earlier writers left.
         accept_copy: open a copy of files that were copied while a writer had the storage
             open. Rows that were committed since the original was last closed may be missing
             in it, and read as zeros; `verify` tells some of that. What is appended to is no

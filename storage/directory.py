@@ -146,6 +146,22 @@ class DirectoryFormat(Format):
         except OSError as error:
             raise failed(self.path, error, len(header)) from error
 
+    @abstractmethod
+    def _documents(self) -> set[Path]:
+        """The files that are written aside, one or more in every directory of the format."""
+
+    def settle(self) -> None:
+        """Sync rows, then metadata, then names, from the inside out."""
+        files = self._documents()
+        try:
+            self.sync()
+            for file in sorted(files):
+                self.inside.sync(file)
+            for directory in sorted({file.parent for file in files}, reverse=True):
+                self.inside.sync_directory(directory)
+        except OSError as error:
+            raise failed(self.path, error, 0) from error
+
     def _sync_directories(self, directories: set[Path]) -> None:
         for directory in {self.path, *directories}:
             self.inside.sync_directory(directory)

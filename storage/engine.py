@@ -480,6 +480,12 @@ class Engine:
             self._header.reserve = reserve
             self.commits += 1
 
+    def settle(self) -> None:
+        """Return when everything is on the disk, whoever wrote it."""
+        with self._mutex:
+            self._format.settle()
+            self._header.sync()
+
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
         if not self.owns_lock:
@@ -517,7 +523,7 @@ class Engine:
             self._format.trim(self._slots(self.head))
             self._format.publish(self._slots(self.head))
             if self._power:
-                self._format.sync()
+                self._format.settle()
             self._header.end_writing()
             if self._power:
                 self._header.sync()

@@ -21,8 +21,10 @@ _TAIL_NBYTES = len(_MARK) + 4
 _HEAD_NBYTES = 2**16 + 10
 
 
-def write_table(inside: Inside, path: Path, table: np.ndarray) -> None:
+def write_table(inside: Inside, path: Path, table: np.ndarray, *, synced: bool = False) -> None:
     """Write the lines to a file beside ``path`` and rename it, so that ``path`` is always whole.
+
+    Where ``synced``, after a power cut too.
 
     Raises:
         StorageFull: no space; what was there stays.
@@ -33,7 +35,7 @@ def write_table(inside: Inside, path: Path, table: np.ndarray) -> None:
     content = buffer.getvalue()
     content += _MARK + zlib.crc32(content).to_bytes(4, "little")
     try:
-        inside.write_aside(path, content)
+        inside.write_aside(path, content, synced=synced)
     except OSError as error:
         raise failed(path, error, len(content)) from error
 

@@ -35,6 +35,9 @@ class Format(ABC):
     most_dims: ClassVar[int] = 64
     """Dimensions of a column, rows included. NumPy has so many."""
 
+    durable = False
+    """Whether what is shown to other libraries is to survive a power cut, whole."""
+
     def __init__(self, path: Path, root: Path) -> None:
         self.path = path
         self.inside = Inside(root)
@@ -184,6 +187,14 @@ class Format(ABC):
     @abstractmethod
     def sync(self, start: int = 0) -> None:
         """Return when all rows are on the disk; those before ``start`` were at an earlier call."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Return when everything but the header is on the disk, whoever wrote it, names too.
+
+        Raises:
+            DiskFailed: the system cannot write it.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -124,7 +124,7 @@ class H5Format(OneFileFormat):
             if file < 0:
                 file = exits.enter_context(opened(self.path, os.O_RDWR))
             try:
-                show_manifest(file, manifest, self._known)
+                show_manifest(file, manifest, self._known, durable=durable)
                 if durable:
                     os.fdatasync(file)
             except OSError as error:

@@ -97,6 +97,8 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, P
             # A sparse file would kill us when the disk is full.
             os.posix_fallocate(file, 0, os.fstat(file).st_size)
             show_rows(file, 0, places)
+            # What it was found by is no text, and a power cut may leave it there.
+            write_all(file, b" " * PROVENANCE_NBYTES, places.provenance.at)
             yield file, places
             os.fsync(file)
         os.replace(new, path)
@@ -149,9 +151,10 @@ def rewrite(
             show_rows(new, rows, places)
 
 
-def show_manifest(file: int, manifest: Manifest, places: Places) -> None:
+def show_manifest(file: int, manifest: Manifest, places: Places, *, durable: bool = False) -> None:
     """Write the manifest into the user block, and the attribute ``provenance``."""
-    write_manifest(file, json.dumps(manifest | {"places": places.to_json()}).encode())
+    content = json.dumps(manifest | {"places": places.to_json()}).encode()
+    write_manifest(file, content, durable=durable)
     show_provenance(file, manifest, places)
 
 

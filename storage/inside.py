@@ -81,14 +81,19 @@ class Inside:
         """The value in a JSON file; raises ValueError and RecursionError, too."""
         return json.loads(self.read(path, JSON_LIMIT))
 
-    def write_aside(self, path: Path, content: bytes, *, durable: bool = False) -> None:
-        """Write a file beside ``path`` and rename it, so that ``path`` is always whole."""
+    def write_aside(
+        self, path: Path, content: bytes, *, synced: bool = False, durable: bool = False
+    ) -> None:
+        """Write a file beside ``path`` and rename it, so that ``path`` is always whole.
+
+        After a power cut too where ``synced``; ``durable`` waits until it is the new one for good.
+        """
         with self._above(path) as (directory, name):
             aside = name + _ASIDE
             try:
                 with open(_made(directory, aside), "wb") as file:
                     file.write(content)
-                    if durable:
+                    if synced or durable:
                         file.flush()
                         os.fsync(file.fileno())
                 os.replace(aside, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -120,6 +125,17 @@ class Inside:
             finally:
                 os.close(directory)
         os.close(self.open_directory(path))
+
+    def sync(self, path: Path) -> None:
+        """Return when a file is on the disk. What is not there, or no file, is let be."""
+        try:
+            file = self.open(path, os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def sync_directory(self, path: Path) -> None:
         """Return when the directory's entries are on the disk."""

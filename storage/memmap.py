@@ -185,9 +185,15 @@ class MemmapFormat(DirectoryFormat):
         try:
             for directory, meta in sorted(meta_of(self._schema, rows).items(), reverse=True):
                 content = json.dumps(meta).encode()
-                self.inside.write_aside(self.path / directory / _META, content)
+                place = self.path / directory / _META
+                self.inside.write_aside(place, content, synced=self.durable)
         except OSError as error:
             raise failed(self.path, error, 4096) from error
+
+    def _documents(self) -> set[Path]:
+        assert self._schema is not None
+        shown = {self.path / directory / _META for directory in meta_of(self._schema, 0)}
+        return {self.manifest_path, self.episodes_path, *shown}
 
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
         """Compare tensordict's metadata with what it should be."""

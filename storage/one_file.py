@@ -17,7 +17,7 @@ from .errors import (
 from .format import Format
 from .hdf5_replace import aside, open_file, opened
 from .newer import refuse_newer_file
-from .paths import make_directory, refuse_impossible, require_creatable
+from .paths import failed, make_directory, refuse_impossible, require_creatable
 from .user_block import is_hdf5, is_ours, newest_manifest
 
 __all__ = ["OneFileFormat"]
@@ -117,6 +117,15 @@ class OneFileFormat(Format):
     def prepare(self) -> None:
         """Make the directory that the file lies in."""
         make_directory(self.path.parent)
+
+    def settle(self) -> None:
+        """Sync the file, the table of episodes, and their names."""
+        try:
+            self.sync()
+            self.inside.sync(self.episodes_path)
+            self.inside.sync_directory(self.path.parent)
+        except OSError as error:
+            raise failed(self.path, error, 0) from error
 
     def discard(self) -> None:
         """Remove an unfinished file, and an unfinished copy."""

@@ -13,6 +13,7 @@ from .errors import InvalidSchema, NotAStorage
 from .format import Format
 from .lock import WriterLock
 from .manifest import Manifest, new_manifest, schema_crc, schema_of
+from .paths import sync_above
 from .preflight import require_room
 from .rows import spell
 from .schema import Schema
@@ -63,6 +64,7 @@ def open_existing(
         StorageFull: no space for that many rows.
     """
     manifest = manifest_of(format)
+    format.durable = durability == "power"
     if not writable:
         schema = schema_of(manifest, format.manifest_path)
         header = _header_of(format, manifest, writable=False, accept_copy=accept_copy)
@@ -82,6 +84,10 @@ def open_existing(
         engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
+        if format.durable:
+            # Earlier writers may not have waited for the disk.
+            engine.settle()
+            sync_above(format.lock_path)
         # Last: what fails before has changed nothing.
         header.begin_writing()
         undo.pop_all()
@@ -126,6 +132,7 @@ def create_new(
     if rows := min(capacity, ring) if ring else capacity:
         require_room(format, schema, rows)
     made = not format.path.exists()
+    format.durable = durability == "power"
     format.prepare()
     manifest = new_manifest(format.name, schema, runs, id)
     with ExitStack() as undo:
@@ -134,13 +141,18 @@ def create_new(
         # Another process may have created one before we had the lock.
         format.refuse_existing()
         undo.callback(format.undo, made=made)
+        if format.durable:
+            # By its lock file what is left of a creation is known as ours.
+            sync_above(format.lock_path)
         format.create(schema, header_bytes(schema_crc(schema), ring=ring), capacity=rows)
         header = _header_of(format, manifest, writable=True, accept_copy=False)
         engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
         header.begin_writing()
-        format.write_manifest(manifest, durable=durability == "power")
+        if format.durable:
+            engine.settle()
+        format.write_manifest(manifest, durable=format.durable)
         undo.pop_all()
     return Opened(engine, manifest)
 

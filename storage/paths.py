@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "refuse_impossible",
     "require_creatable",
     "space_left",
+    "sync_above",
 ]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -71,6 +73,35 @@ def make_directory(path: Path) -> None:
         raise NotWritable(
             f"{path} cannot be created: {error.strerror}. Give another path."
         ) from error
+
+
+def sync_above(path: Path) -> None:
+    """Return when the names that lead to ``path``, on its file system, are on the disk.
+
+    Raises:
+        DiskFailed: the system cannot write them.
+    """
+    try:
+        real = Path(os.path.realpath(path))
+        device = os.stat(real).st_dev
+        for above in real.parents:
+            if os.stat(above).st_dev != device:
+                break
+            with contextlib.suppress(PermissionError):  # nothing was made there by this user
+                _sync_directory(above)
+    except OSError as error:
+        raise failed(path, error, 0) from error
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EROFS}:  # it has nothing to write
+            raise
+    finally:
+        os.close(directory)
 
 
 def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:

@@ -127,7 +127,9 @@ class TrajectoryIndex:
             with contextlib.suppress(CorruptStorage):  # as above
                 episodes = self.episodes(store)
                 if episodes.seen != self._in_file:
-                    write_table(store.inside, store.episodes_path, episodes.table(store.span.start))
+                    table = episodes.table(store.span.start)
+                    synced = store._durability == "power"
+                    write_table(store.inside, store.episodes_path, table, synced=synced)
                     self._in_file = episodes.seen
 
 

@@ -99,8 +99,10 @@ def _read(file: int, at: int) -> tuple[int, bytes] | None:
     return (sequence, content) if _crc(sequence, content) == crc else None
 
 
-def write_manifest(file: int, content: bytes) -> None:
+def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
     """Write a manifest beside the newest one, which it follows.
+
+    Where ``durable``, a power cut leaves the first one of a file whole, or no sign of it.
 
     Raises:
         InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
@@ -116,7 +118,10 @@ def write_manifest(file: int, content: bytes) -> None:
     at = list(_starts())[newest.index(min(newest))]
     sequence = max(newest) + 1
     head = _SLOT.pack(_MAGIC, sequence, len(content), _crc(sequence, content))
-    write_all(file, head + content, at)
+    write_all(file, content, at + len(head))
+    if durable:
+        os.fdatasync(file)
+    write_all(file, head, at)
 
 
 def write_all(file: int, content: bytes | memoryview, at: int) -> None:

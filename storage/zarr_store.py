@@ -280,8 +280,12 @@ class ZarrFormat(DirectoryFormat):
             raise failed(self.path, error, 4096) from error
         self._shown = rows
 
-    def _write_json(self, path: Path, value: Any, *, durable: bool = False) -> None:
-        self.inside.write_aside(path, json.dumps(value).encode(), durable=durable)
+    def _write_json(self, path: Path, value: Any) -> None:
+        self.inside.write_aside(path, json.dumps(value).encode(), synced=self.durable)
+
+    def _documents(self) -> set[Path]:
+        ours = {self.manifest_path, self.episodes_path, self._header_meta}
+        return ours | {self._place(place) / _META for place in self._places()}
 
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
         """Compare Zarr's metadata with what it should be."""
