@@ -244,6 +244,8 @@ class Engine:
         header = self._header
         if header.reserve != start:  # an earlier append was interrupted
             header.forget_uncommitted()
+            if self._power:  # before `head` passes the record of rows that are not there
+                header.sync()
         if header.reserve < stop:
             header.reserve = stop
         if self._power and self.ring and stop > self.ring:
@@ -474,10 +476,16 @@ class Engine:
             self._make_room(len(columns[0]))
             # Until all are there none is.
             self._header.reserve = reserve + self.ring
+            if self._power:
+                self._header.sync()
             for mine, theirs in zip(self._columns.arrays, columns, strict=True):
                 mine[: len(theirs)] = theirs
+            if self._power:
+                self._format.sync()
             self._header.head = head
             self._header.reserve = reserve
+            if self._power:
+                self._header.sync()
             self.commits += 1
 
     def settle(self) -> None:

@@ -9,6 +9,7 @@ that losses would be found: with syncs left out, and with ``durability="process"
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from tallyroll.storage import (
     zarr_metadata,
 )
 from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.engine import Durability, Engine
 from tallyroll.storage.errors import NotAStorage, StorageError
 from tallyroll.storage.rows import Key
@@ -269,8 +271,60 @@ def after_a_kill(story: Story) -> None:
     story.close()
 
 
+def after_an_error(story: Story) -> None:
+    """Commits that failed when rows and record were written; others take their place."""
+    story.create()
+    story.extend(20, record=True)
+    fail_to_extend(story, 3)
+    story.extend(6)
+    fail_to_extend(story, 5)
+    story.kill()
+    story.append()
+    story.extend(8)
+    story.extend(2, record=True)
+    story.close()
+
+
+def fail_to_extend(story: Story, count: int) -> None:
+    """Write rows and a record that are not committed, for the disk fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(story.engine._format, "sync", _fail)
+        with pytest.raises(OSError, match="it failed"):
+            story.extend(count, record=True, salt=1)
+
+
+def _fail(start: int = 0) -> NoReturn:
+    raise OSError(errno.EIO, "it failed")
+
+
+def loaded(story: Story) -> None:
+    """Brought up to a newer copy, as `ReplayBuffer.loads` does."""
+    story.create()
+    story.extend(25, record=True)
+    copy = story.path.parent.parent.parent.with_name("copy")
+    with story.case.kind(copy, capacity=60, max_size=story.case.ring) as source:
+        manifest = story.storage.manifest
+        source._create(story.storage.schema, manifest["runs"], id=manifest["id"])
+        for start in range(0, 60, 30):
+            source.extend(rows_of(np.arange(start, start + 30)), ids="fresh")
+        source.put_record(record_of(60))
+    ring = story.case.ring
+    # While a ring is copied no row of it is there.
+    story.begun = max(len(story.salts), 60) + (ring or 0)
+    story._head, head = (-1, 60) if ring else (25, 60)
+    story.promise([0] * 60)
+    DiskStorageCheckpointer().loads(story.storage, copy)
+    story.storage.reserve(70)
+    story.salts, story.begun = [0] * head, head
+    story._keep(head, head)
+    story.extend(5)
+    story.close()
+    shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+
+
 STORIES: dict[str, Callable[[Story], None]] = {
-    story.__name__: story for story in (short, growing, after_a_process, after_a_kill)
+    story.__name__: story
+    for story in (short, growing, after_a_process, after_a_kill, after_an_error, loaded)
 }
 
 
