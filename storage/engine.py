@@ -32,6 +32,7 @@ from .id_watch import IdWatch
 from .intake import Intake
 from .lent import Lent
 from .lock import ReaderLock, WriterLock, is_held
+from .paths import failed
 from .pool import BufferPool
 from .preflight import require_room
 from .ring import first_valid, pieces, rows_in, slots_at, slots_of
@@ -489,10 +490,17 @@ class Engine:
             self.commits += 1
 
     def settle(self) -> None:
-        """Return when everything is on the disk, whoever wrote it."""
+        """Return when everything is on the disk, whoever wrote it.
+
+        Raises:
+            DiskFailed: the system cannot write it.
+        """
         with self._mutex:
             self._format.settle()
-            self._header.sync()
+            try:
+                self._header.sync()
+            except OSError as error:
+                raise failed(self._format.path, error, 0) from error
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""

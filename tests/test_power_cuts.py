@@ -3,7 +3,7 @@
 Real storages are written, and disks made of what was recorded, see `power_cuts`. The controls show
 that losses would be found: with syncs left out, and with ``durability="process"``.
 
-``TALLYROLL_POWER_CUTS`` says how many disks in all, 240 by default.
+``TALLYROLL_POWER_CUTS`` says how many disks in all, 280 by default.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from power_cuts import Recorder, Syncs
 from tallyroll.storage import (
     H5Storage,
     MemmapStorage,
+    Schema,
     StorageMissing,
     ZarrStorage,
     engine,
@@ -35,16 +36,19 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.checkpoint import DiskStorageCheckpointer
+from tallyroll.storage.commit import header_bytes
 from tallyroll.storage.engine import Durability, Engine
-from tallyroll.storage.errors import NotAStorage, StorageError
+from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
 from tallyroll.storage.rows import Key
 
-CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "240"))
-CUTS_OF_CONTROLS = 12
+CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "280"))
+CUTS_OF_CONTROLS = 9
 RING = 40
 STEPS = 7
 WIDTH = 100
 RECORD_REPEATS = 1500
+PROVENANCE = {"of": ["any"] * 1500}
+"""So much that a manifest has some pages."""
 
 _PLACE = np.arange(WIDTH)
 
@@ -122,6 +126,8 @@ class Story:
         self.place = Path("some", "where", "rows.h5")
         self.path = root / self.place
         self.promises: list[Promise] = []
+        self.marks: list[int] = []
+        """Moments to look at in particular."""
         self.salts: list[int] = []
         self.begun = 0
         self._head = self._record = -1
@@ -148,13 +154,13 @@ class Story:
     def create(self, durability: Durability | None = None) -> None:
         self._begin(durability)
         self._storage = self.case.create(self.path, durability or self.durability)
+        self.storage.initialise(Schema.of(rows_of(np.arange(1))), PROVENANCE)
 
     def append(self, durability: Durability | None = None, **more: Any) -> None:
         self._begin(durability)
         durability = durability or self.durability
         self._storage = self.case.kind(self.path, mode="append", durability=durability, **more)
-        # A run of its own, as collectors write them.
-        self.storage.initialise(self.storage.schema, {"of": ["any"] * 1500})
+        self.storage.initialise(self.storage.schema, PROVENANCE)
 
     def _begin(self, other: Durability | None) -> None:
         if other is not None:
@@ -200,12 +206,13 @@ class Story:
 
     def drawn(self, chance: random.Random, least: int) -> Promise:
         """A random moment with ``least`` rows promised, or -1, and what was promised then."""
-        at = chance.choice(self._moments[least])
+        at = chance.choice(self.moments[least])
         # Of several of one moment the last, which promises the most.
         return replace([each for each in self.promises if each.at <= at][-1], at=at)
 
     @cached_property
-    def _moments(self) -> dict[int, list[int]]:
+    def moments(self) -> dict[int, list[int]]:
+        """Those that are looked at, by the least number of rows that are promised then."""
         stops = [*(each.at for each in self.promises[1:]), self.recorder.moment + 1]
         spans = [(p, range(p.at, s)) for p, s in zip(self.promises, stops, strict=True)]
         return {
@@ -285,6 +292,15 @@ def after_an_error(story: Story) -> None:
     story.close()
 
 
+def failing_once(story: Story) -> None:
+    """A commit that failed, and one in its place."""
+    story.create()
+    story.extend(20, record=True)
+    fail_to_extend(story, 3)
+    story.extend(6)
+    story.marks = [story.recorder.moment]
+
+
 def fail_to_extend(story: Story, count: int) -> None:
     """Write rows and a record that are not committed, for the disk fails."""
     with pytest.MonkeyPatch.context() as patch:
@@ -307,16 +323,17 @@ def loaded(story: Story) -> None:
         source._create(story.storage.schema, manifest["runs"], id=manifest["id"])
         for start in range(0, 60, 30):
             source.extend(rows_of(np.arange(start, start + 30)), ids="fresh")
-        source.put_record(record_of(60))
     ring = story.case.ring
     # While a ring is copied no row of it is there.
     story.begun = max(len(story.salts), 60) + (ring or 0)
     story._head, head = (-1, 60) if ring else (25, 60)
     story.promise([0] * 60)
+    story.marks = [story.recorder.moment]
     DiskStorageCheckpointer().loads(story.storage, copy)
+    story.marks += [story.recorder.moment + 1]
     story.storage.reserve(70)
     story.salts, story.begun = [0] * head, head
-    story._keep(head, head)
+    story._keep(head, 25)
     story.extend(5)
     story.close()
     shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
@@ -324,7 +341,10 @@ def loaded(story: Story) -> None:
 
 STORIES: dict[str, Callable[[Story], None]] = {
     story.__name__: story
-    for story in (short, growing, after_a_process, after_a_kill, after_an_error, loaded)
+    for story in (
+        *(short, growing, after_a_process, after_a_kill),
+        *(after_an_error, failing_once, loaded),
+    )
 }
 
 
@@ -337,6 +357,8 @@ def told(case: str, name: str, folder: Path, durability: Durability = "power") -
             story.promise()
             STORIES[name](story)
         yield story
+        if not story.storage._closed:
+            story.close()
 
 
 @dataclass
@@ -468,6 +490,74 @@ def test_what_was_committed_survives_power_cuts(case: str, name: str, tmp_path: 
     with told(case, name, tmp_path) as story:
         found = after_cuts(story, tmp_path, CUTS // (len(CASES) * len(STORIES)))
     assert not found.wrong, "\n".join(found.wrong)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_closed_storage_is_on_the_disk_whole(case: str, tmp_path: Path) -> None:
+    with told(case, "short", tmp_path) as story:
+        for number in range(5):
+            target = tmp_path / f"disk-{number}"
+            story.recorder.disk(target, story.recorder.moment, random.Random(number))
+            assert contents(target / story.place.parent) == contents(story.path.parent)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What is below a folder, but for lock files, and for the inode that a header names."""
+    files = [file for file in folder.rglob("*") if file.is_file() and "lock" not in file.name]
+    found = {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    for name, content in found.items():
+        if content.startswith(header_bytes(0)[:8]):
+            found[name] = content[:200] + content[216:]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_record_of_rows_that_were_not_committed(case: str, tmp_path: Path) -> None:
+    with told(case, "failing_once", tmp_path) as story:
+        # Head is written, and what was forgotten before it may be there again.
+        story.moments = {-1: [story.marks[0] - 1]}
+        found = after_cuts(story, tmp_path, 24)
+    assert not found.wrong, "\n".join(found.wrong)
+
+
+def test_a_ring_that_is_being_loaded(tmp_path: Path) -> None:
+    with told("ring", "loaded", tmp_path) as story:
+        story.moments = {-1: list(range(*story.marks))}
+        found = after_cuts(story, tmp_path, 24)
+    assert not found.wrong, "\n".join(found.wrong)
+
+
+@pytest.mark.parametrize("kind", [MemmapStorage, H5Storage, ZarrStorage])
+def test_a_disk_that_fails_is_told_when_a_storage_is_opened(
+    kind: type[DiskStorage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows"
+    with kind(path, capacity=60) as storage:
+        storage.extend(rows_of(np.arange(30)), ids="fresh")
+    heads, left = [], 0
+
+    def sync(file: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    for place in range(1, 100):
+        left = place
+        try:
+            storage = kind(path, mode="append", durability="power")
+        except DiskFailed:
+            with kind(path, mode="append") as storage:
+                heads.append(storage.head)
+        else:
+            assert left >= 0
+            break
+    left = 0
+    storage.close()
+    assert heads == [30] * (place - 1)
+    assert place > 5
 
 
 @pytest.mark.parametrize("case", CASES)
