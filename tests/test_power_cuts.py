@@ -45,7 +45,7 @@ CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "280"))
 CUTS_OF_CONTROLS = 9
 RING = 40
 STEPS = 7
-WIDTH = 100
+WIDTH = 128
 RECORD_REPEATS = 1500
 PROVENANCE = {"of": ["any"] * 1500}
 """So much that a manifest has some pages."""
