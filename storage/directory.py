@@ -30,9 +30,6 @@ __all__ = ["DirectoryFormat"]
 class DirectoryFormat(Format):
     """A storage that is a directory of its own."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, path)
-
     @abstractmethod
     def _owns(self, name: Path) -> bool:
         """Whether a file of that name, from the root, may be one of the format's own."""

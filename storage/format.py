@@ -38,9 +38,9 @@ class Format(ABC):
     durable = False
     """Whether what is shown to other libraries is to survive a power cut, whole."""
 
-    def __init__(self, path: Path, root: Path) -> None:
+    def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
-        self.inside = Inside(root)
+        self.inside = Inside(path if root is None else root)
         """The way to all its files."""
 
     @property
