@@ -21,6 +21,7 @@ JSON_LIMIT = 2**25
 """The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
 
 _ASIDE = ".tmp"
+_LONGEST_PATH = 4095
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITES = os.O_WRONLY | os.O_RDWR
 
@@ -39,6 +40,7 @@ class Inside:
     def _above(self, path: Path) -> Iterator[tuple[int, str]]:
         """A descriptor of the directory that ``path`` lies in, and its name there."""
         *above, name = path.relative_to(self.root).parts
+        _require_short(path)
         directory = os.open(self.root, _DIRECTORY)
         try:
             for part in above:
@@ -115,6 +117,7 @@ class Inside:
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and those above it, below the root."""
+        _require_short(path)
         place = self.root
         for part in path.relative_to(self.root).parts:
             above, place = place, place / part
@@ -144,6 +147,12 @@ class Inside:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def _require_short(path: Path) -> None:
+    # Step by step we would get there, and others would not.
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
 def _opened(directory: int, name: str, flags: int) -> int:
