@@ -24,27 +24,30 @@ RUN: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 90}
 class Leg:
     """So many batches, from the `start` to the `end`.
 
-    `start`: "new", "resume", "load" (append, and load the state that was saved last), "elsewhere"
-    (load it in a new storage). `end`: "kill" or "close"; None goes on to the last batch.
+    `start`: "new", "append" (another run, in the same storage), "resume", "load" (append, and load
+    the state that was saved last), "elsewhere" (load it in a new storage); `older`: the one that
+    was saved before. `end`: "kill" or "close"; with None batches the run goes on to its end.
     """
 
     start: str
     batches: int | None
     end: str = "kill"
+    older: bool = False
 
 
 def lead(leg: Leg, source: str, path: Path, state: Any, connection: Connection) -> None:
     """In a process of its own: tell the ledger once it stands, and at every batch."""
     torch.set_num_threads(1)
-    storage: Any = path if leg.start == "resume" else MemmapStorage(
-        path, mode="append" if leg.start == "load" else "create"
+    resumes = leg.start == "resume"
+    storage: Any = path if resumes else MemmapStorage(
+        path, mode="append" if leg.start in ("load", "append") else "create"
     )  # fmt: skip
     collector = SyncCollector(
         factory(source, 0, LANES),
         ByObservation(),
         storage=storage,
-        seed=None if leg.start == "resume" else 5,
-        resume=leg.start == "resume",
+        seed=None if resumes else 5,
+        resume=resumes,
         **RUN,
     )
     if state is not None:
@@ -66,5 +69,5 @@ def lead(leg: Leg, source: str, path: Path, state: Any, connection: Connection) 
     collector.shutdown()
     connection.send(collector.ledger.counts())
     connection.recv()
-    if leg.start != "resume":
+    if not resumes:
         storage.close()

@@ -7,6 +7,7 @@ the storage (``resume=True``), or with a state that an earlier one saved (``load
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -16,15 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ledger_legs import RUN, Leg, lead
 
 from tallyroll.collector.last_run import record_of
-from tallyroll.storage import open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from oracles import check_rows
-from worker_kit import DISABLED, LENGTHS, NEXT, SAME, warm_fork_server
+from test_collect_kit import ByObservation
+from worker_kit import DISABLED, LENGTHS, NEXT, SAME, alone, spread, through, warm_fork_server
 
 CHAINS = int(os.environ.get("TALLYROLL_LEDGERS", "2"))
 Counts = dict[str, int]
@@ -69,19 +72,20 @@ class Chain:
         self.path = folder / "0"
         self.model = Model()
         self.legs = 0
-        self.saved: tuple[Any, Model] | None = None
+        self.saved: list[tuple[Any, Model]] = []
 
     def run(self, leg: Leg) -> Counts:
         """The ledger that it left behind."""
         state, before = None, None
         self.legs += 1
         if leg.start in ("load", "elsewhere"):
-            assert self.saved is not None
-            state, model = self.saved
+            state, model = self.saved[-2 if leg.older else -1]
             self.model, before = model.copy(), state["ledger"]
         if leg.start == "elsewhere":
             self.path = self.folder / str(int(self.path.name) + 1)
-        if leg.start != "new":
+        if leg.start == "append":
+            self.model = Model()
+        elif leg.start != "new":
             self.model.incarnation += 1
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("forkserver").Process(
@@ -104,7 +108,7 @@ class Chain:
                 else:
                     counts, rows, ends, state_now = said
                     self._hear(leg, counts, rows, ends, first, before)
-                    self.saved = state_now, self.model.copy()
+                    self.saved.append((state_now, self.model.copy()))
                     first = False
                 ours.send(None)
         finally:
@@ -122,12 +126,17 @@ class Chain:
         model.complete += ends
         require(counts, model)
         ledger, head = in_storage(self.path)
+        state = leg.start in ("load", "elsewhere")
+        with open_storage(self.path, mode="read") as storage:
+            run = storage.manifest["runs"][-1]
         if rows:
             model.spans.append((self.legs, self.path, head - rows, head))
         if first and before is not None:
             assert counts["discarded"] == before["discarded"] + before["carried"]
-        if not first or leg.start == "load":  # a new run, and one resumed, begin with its rows
+        if not first or state:  # a new run, and one resumed, begin with their rows
             assert ledger == counts
+        assert (run["seed"], run["incarnation"]) == (5, counts["incarnation"])
+        assert run["first_row"] <= head
 
     def check(self) -> None:
         """The rows that were delivered are all there, once, and trajectories are told right."""
@@ -174,12 +183,15 @@ CASES = {
     "loaded twice": [Leg("new", 2), Leg("load", 0), Leg("load", 1), Leg("resume", 1, "close")],
     "loaded elsewhere": [Leg("new", 3), Leg("elsewhere", 1), Leg("resume", 0), Leg("resume", 2)],
     "loaded elsewhere, and killed": [Leg("new", 2), Leg("elsewhere", 0), Leg("resume", 1)],
+    "another run, killed before a batch": [Leg("new", 2, "close"), Leg("append", 0)],
+    "another run": [Leg("new", 2), Leg("append", 1), Leg("resume", 0), Leg("append", 0, "close")],
+    "an older one loaded": [Leg("new", 3), Leg("load", 1, older=True), Leg("resume", 1)],
     "never with a batch": [Leg("new", 0, "close"), Leg("resume", 0, "close"), Leg("load", 0)],
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "source"), [*zip(CASES, [DISABLED, NEXT, SAME] * 3, strict=False)]
+    ("case", "source"), [*zip(CASES, [DISABLED, NEXT, SAME] * 5, strict=False)]
 )
 def test_whatever_ends_there_goes_on_right(case: str, source: str, tmp_path: Path) -> None:
     through_all(tmp_path, source, CASES[case])
@@ -190,6 +202,68 @@ def test_random_chains(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     legs = [Leg("new", draw.randint(1, 3), draw.choice(["kill", "close"]))]
     for _ in range(draw.randint(2, 5)):
-        start = draw.choice(["resume", "resume", "load", "elsewhere"])
-        legs.append(Leg(start, draw.randint(0, 2), draw.choice(["kill", "close"])))
+        start = draw.choice(["resume", "resume", "load", "elsewhere", "append"])
+        end = draw.choice(["kill", "close"])
+        legs.append(Leg(start, draw.randint(0, 2), end, older=draw.random() < 0.3))
     through_all(tmp_path, draw.choice([DISABLED, NEXT, SAME]), legs)
+
+
+# --- a storage without the run's record ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 20])
+@pytest.mark.parametrize("record", [b"of another program", b"{}", b'{"ledger": {"stored": -1}}'])
+def test_without_a_record_the_rows_are_counted(
+    record: bytes, size: int | None, tmp_path: Path
+) -> None:
+    """Ends of which a ring holds no row any more are not known; what is there is counted once."""
+    options = {**RUN, "oracle": {}}
+    with MemmapStorage(tmp_path / "s", max_size=size) as storage:
+        through(alone(NEXT, ByObservation(), storage=storage, seed=5, **options), batches=5)
+        storage.put_record(record)
+        at = storage.slots_of(np.array(storage.span))
+        ends = int(storage.get(torch.from_numpy(at))["next", "done"].sum())
+        assert 0 < ends < 35
+    with MemmapStorage(tmp_path / "s", mode="append") as storage:
+        collector = alone(NEXT, ByObservation(), storage=storage, resume=True, **options)
+        counts = collector.ledger.counts()
+        collector.ledger.check()
+        assert (counts["stored"], counts["episodes_complete"]) == (35, ends)
+        assert (counts["slots"], counts["executed"], counts["lost"]) == (35, 35, 0)
+        run = through(collector)
+        assert sum(map(len, run.batches)) == RUN["total_frames"] - 35
+        assert storage.head == RUN["total_frames"]
+    assert in_storage(tmp_path / "s")[0] == collector.ledger.counts()
+
+
+def test_starts_of_workers_count_where_a_run_is_resumed(tmp_path: Path) -> None:
+    """A worker that was replaced had seeds of the next incarnation, of which no row may tell."""
+    options = {**RUN, "storage": tmp_path / "s", "on_worker_death": "respawn"}
+    with spread(DISABLED, 2, ByObservation(), seed=5, **options) as collector:
+        batches = iter(collector)
+        next(batches)
+        os.kill(collector.worker_pids[0], signal.SIGKILL)
+        next(batches)
+        assert (collector.ledger.incarnation, collector.ledger.respawned) == (1, 1)
+    with alone(DISABLED, ByObservation(), resume=True, storage=tmp_path / "s", **RUN) as collector:
+        assert (collector.ledger.incarnation, collector.ledger.seed) == (2, 5)
+        list(collector)
+        assert collector.ledger.stored == RUN["total_frames"]
+
+
+def test_rows_that_a_record_counts_and_that_are_gone_are_lost(tmp_path: Path) -> None:
+    """As after a power cut, where the record reached the disk and the last rows did not."""
+    with MemmapStorage(tmp_path / "s") as storage:
+        through(alone(NEXT, ByObservation(), storage=storage, seed=5, **RUN), batches=3)
+        assert storage.record is not None
+        record = json.loads(storage.record[1])
+        lost = record["ledger"]["lost"]
+        for name in ("slots", "executed", "stored"):
+            record["ledger"][name] += 4
+        storage.put_record(json.dumps(record).encode())
+    with alone(NEXT, ByObservation(), resume=True, storage=tmp_path / "s", **RUN) as collector:
+        collector.ledger.check()
+        counts = collector.ledger.counts()
+        assert (counts["stored"], counts["lost"]) == (21, lost + 4)
+        assert counts["slots"] == record["ledger"]["slots"]
+        assert sum(map(len, collector)) == RUN["total_frames"] - 21
