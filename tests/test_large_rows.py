@@ -15,14 +15,14 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, Unbounded
 
 from tallyroll.collector import SyncCollector, drive
 from tallyroll.collector.batch import Part
 from tallyroll.collector.errors import ArgumentError, TransitionError, WorkerRaised
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
-from oracles import LARGE_KINDS, OracleEnv, Rows, check_rows, flat_rows
+from oracles import LARGE_KINDS, OracleEnv, OracleTorchEnv, Rows, check_rows, flat_rows
 from test_collect_kit import ByObservation, assert_same, joined, without_cut
 from worker_kit import (
     DISABLED,
@@ -249,6 +249,36 @@ def test_a_run_is_resumed_without_large_columns(tmp_path: Path) -> None:
     assert second.collector.ledger.stored == len(stored) == 87
     true_rows(stored[:51], from_start=True)
     true_rows(stored[51:], from_start=True)
+
+
+class Objectives(OracleTorchEnv):
+    """Each transition's reward has 600 parts of 8 bytes, of which the first is the oracle's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_spec = Unbounded((*self.batch_size, 600), dtype=torch.float64)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super()._step(tensordict)
+        parts = torch.zeros(*self.batch_size, 600, dtype=torch.float64)
+        parts[..., :1], parts[..., 1:] = out["reward"], out["pos"][..., :1] + 0.25
+        return out.set("reward", parts)
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_large_rewards_are_looked_at_and_always_yielded(yields: bool, tmp_path: Path) -> None:
+    env = Objectives(LANES, LENGTHS, kind="images", ends="mixed")
+    options = {**RUN, "storage": tmp_path / "s", "yield_large": yields}
+    run = through(SyncCollector(env, policy(), **options))
+    stored = rows_in(tmp_path / "s")
+    assert_same(joined(run.batches), stored, *([] if yields else LARGE))
+    reward = stored["next", "reward"]
+    assert torch.equal(reward[:, 1:], (stored["pos"][:, :1] + 0.25).double().expand(-1, 599))
+    ids, done = stored["collector", "traj_ids"], stored["next", "done"].reshape(-1)
+    assert len(run.episodes) == int(done.sum())
+    for episode in run.episodes:
+        assert episode.total_return == pytest.approx(float(reward[ids == episode.traj_id].sum()))
+    true_rows(stored.set(("next", "reward"), reward[:, :1].float()), from_start=True)
 
 
 # --- workers ------------------------------------------------------------------------------------
