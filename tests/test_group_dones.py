@@ -188,12 +188,20 @@ def shuffled_in_place(batch: TensorDictBase) -> TensorDictBase:
     return batch.copy_(shuffled(batch.clone()))
 
 
+def turned(batch: TensorDictBase) -> TensorDictBase:
+    """Each trajectory's rows the other way round: every id stays where it was."""
+    ids, step = (batch["collector", name].numpy() for name in ("traj_ids", "step"))
+    _, first, whose = np.unique(ids, return_index=True, return_inverse=True)
+    return batch[torch.from_numpy(np.lexsort((-step, first[whose])))]
+
+
 def fewer_columns(batch: TensorDictBase) -> TensorDictBase:
     return batch.exclude(("next", *DEEP, "done"))
 
 
 @pytest.mark.parametrize(
-    "postproc", [lambda batch: batch, torch.clone, shuffled, shuffled_in_place, fewer_columns]
+    "postproc",
+    [lambda batch: batch, torch.clone, shuffled, shuffled_in_place, turned, fewer_columns],
 )
 def test_what_comes_back_from_a_postproc_is_stored_with_them(postproc: Any, tmp_path: Path) -> None:
     budget: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 40, "seed": 0}
