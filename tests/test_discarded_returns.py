@@ -7,10 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
+
+from tallyroll.collector import SyncCollector
 
 from oracles import length_of, reward_of
 from test_collect_kit import ByObservation
-from worker_kit import DISABLED, LENGTHS, NEXT, SAME, alone, in_threads, spread, through
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    SAME,
+    alone,
+    in_threads,
+    spread,
+    through,
+    ticking,
+)
 
 
 def whole_return(lane: int, episode: int) -> float:
@@ -50,3 +64,25 @@ def test_returns_and_lengths_include_what_was_discarded(
         assert each.total_return == pytest.approx(whole_return(lane, episode))
     in_batches = np.bincount(rows["collector", "traj_ids"].numpy())
     assert any(each.length > in_batches[each.traj_id] for each in run.episodes)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
+def test_ticks_of_a_reset_are_those_of_episodes_whose_first_row_is_there(
+    mode: AutoresetMode,
+) -> None:
+    """A trajectory that begins in mid-episode has no reset of its own."""
+    collector = SyncCollector(
+        ticking(0, LANES, mode),
+        ByObservation(),
+        info_keys=["tick"],
+        frame_skip="tick",
+        frames_per_batch=7,
+        total_frames=150,
+        surplus="discard",
+    )
+    rows = torch.cat(through(collector).batches)
+    began = int((rows["observation"][:, 2] == 0).sum())
+    opened = int((rows["collector", "step"] == 0).sum())
+    assert 0 < began < opened
+    assert collector.ledger.reset_ticks == 3 * began
+    assert collector.ledger.ticks == 4 * 150
