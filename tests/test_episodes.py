@@ -102,6 +102,27 @@ def lines_of(table: np.ndarray) -> list[dict[str, Any]]:
     return [dict(zip(names, line.tolist(), strict=True)) for line in table]
 
 
+def test_a_seed_is_given_to_no_later_trajectory_of_a_lane_that_was_forgotten() -> None:
+    """The table of a ring, when it is read again, lacks lanes whose rows are all overwritten."""
+    lane = np.array([1] * 3 + [0] * 30 + [1] * 2)
+    ids = np.array([1] * 3 + [0] * 30 + [3] * 2)
+    steps = np.array([*range(3), *range(30), *range(2)])
+    flags = np.zeros(len(ids), np.bool_)
+    flags[2] = True
+    model, runs = Model(ids, steps, lane, flags, ~flags & False), [Run(0, np.array([11, 22]))]
+    for again in (False, True):
+        episodes = Episodes(20)
+        counted(model, episodes=episodes, runs=runs, stop=33)
+        if again:
+            lines = episodes.table(13)
+            assert lines["id"].tolist() == [0]
+            episodes = Episodes(20)
+            episodes.resume(lines)
+        counted(model, episodes=episodes, runs=runs)
+        seeds = {line["id"]: line["reset_seed"] for line in lines_of(episodes.table(15))}
+        assert seeds == {0: 11, 3: -1}
+
+
 sizes_of_chunks = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 

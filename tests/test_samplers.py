@@ -16,7 +16,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.objectives.value import GAE
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage
+from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, n_step, open_storage
 from tallyroll.storage.commit import word_of
 from tallyroll.storage.errors import ColumnsMissing, NoSlices, SlotsMayChange
 from tallyroll.storage.ring import index_at, slots_at
@@ -96,6 +96,22 @@ def test_what_is_marked_at_the_last_row_of_a_slice(path: Path) -> None:
         assert (batch["next", name] == stored["next", name]).all()
     assert not bare["next", "done"].all()
     assert info["next", "done"].reshape(200, 4)[:, 3].all()
+
+
+def test_n_steps_of_sampled_slices_know_no_cuts(path: Path) -> None:
+    """What a slice was marked with at its end says nothing of rows from further along."""
+    model = big(500)
+    with MemmapStorage(path) as storage:
+        buffer = buffer_of(storage, 4, 50)
+        buffer.extend(model.rows())
+        batch = buffer.sample()
+        batch["_weight"] = torch.rand(200)
+        found = n_step(storage, batch, 3, 0.9)
+        bare = n_step(storage, batch["index"], 3, 0.9)
+    assert ("collector", "cut") in batch.keys(True)
+    assert ("collector", "cut") not in found.keys(True)
+    assert (found["next", "done"] == bare["next", "done"]).all()
+    assert (found["_weight"] == batch["_weight"]).all()
 
 
 def test_recurrent_modules_start_anew_at_each_slice(path: Path) -> None:
