@@ -123,6 +123,15 @@ def test_a_seed_is_given_to_no_later_trajectory_of_a_lane_that_was_forgotten() -
         assert seeds == {0: 11, 3: -1}
 
 
+def test_a_seed_is_given_to_no_trajectory_whose_first_rows_were_not_stored() -> None:
+    ids, lane, flags = np.array([0, 1, 0, 1]), np.array([0, 1, 0, 1]), np.zeros(4, np.bool_)
+    model = Model(ids, np.array([0, 3, 1, 4]), lane, flags, flags)
+    table = counted(model, runs=[Run(0, np.array([11, 22]))]).table()
+    assert [(line["id"], line["first_step"], line["reset_seed"]) for line in lines_of(table)] == [
+        (0, 0, 11), (1, 3, -1)
+    ]  # fmt: skip
+
+
 sizes_of_chunks = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
