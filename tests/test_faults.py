@@ -36,7 +36,7 @@ from tallyroll.storage.commit import Header
 from tallyroll.storage.engine import LOOK_SECONDS
 from tallyroll.storage.errors import WriterForked
 from tallyroll.storage.inside import Inside
-from tallyroll.storage.lock import WriterLock
+from tallyroll.storage.lock import WriterLock, is_held
 from tallyroll.storage.regions import Region
 
 from faults import (
@@ -228,6 +228,34 @@ def test_a_lock_on_a_removed_file_is_no_lock(
     with pytest.raises(StorageLocked):
         WriterLock(Inside(path.parent), path)
     first.release()
+
+
+def test_whether_a_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no writer makes is held by none; and where nobody can tell, it may be."""
+    inside, path, other = Inside(tmp_path), tmp_path / "rows.lock", tmp_path / "other.lock"
+    assert not is_held(inside, path)
+    lock = WriterLock(inside, other)
+    assert is_held(inside, other)
+    for make in (os.mkfifo, os.mkdir, lambda place: os.symlink(other, place)):
+        make(path)
+        assert not is_held(inside, path)
+        os.rmdir(path) if path.is_dir() else path.unlink()
+    for code in (errno.EACCES, errno.EIO, errno.EMFILE):
+        with monkeypatch.context() as patch:
+            patch.setattr(Inside, "open", Refusing(code))
+            assert is_held(inside, path)
+    lock.release()
+    assert not is_held(inside, other)
+
+
+class Refusing:
+    """In the place of a call that the system refuses."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise OSError(self._code, os.strerror(self._code))
 
 
 def test_the_last_good_record_is_never_written_over(
