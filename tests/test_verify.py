@@ -32,6 +32,7 @@ from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.findings import PLACES
 from tallyroll.storage.inside import Inside
 from tallyroll.storage.rows import nest
+from tallyroll.storage.value_checks import zero_rows
 from tallyroll.storage.verification import CHECKS
 
 from oracles import KINDS, Kind, OracleEnv, OracleTorchEnv, make_oracle_vec
@@ -122,6 +123,24 @@ def test_runs_appended_resumed_and_finalized_are_sound(tmp_path: Path, suffix: s
     with open_storage(path, mode="append") as storage:
         collect("CartPole-v1", storage, num_envs=1, frames=20)  # type: ignore[arg-type]
     assert assert_sound(path).rows == 597
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_run_that_ended_before_its_first_row_is_sound(tmp_path: Path, suffix: str) -> None:
+    """Its record is the newest one, behind the rows of the run before."""
+    path = collect("CartPole-v1", tmp_path / f"data{suffix}")
+
+    made = {"frames_per_batch": 10, "total_frames": 20}
+    with (
+        open_storage(path, mode="append", capacity=400) as storage,
+        SyncCollector("CartPole-v1", storage=storage, **made),
+    ):
+        pass
+    with open_storage(path) as storage:
+        assert storage.record is not None
+        assert json.loads(storage.record[1])["first_row_of_run"] == storage.head == 333
+        assert len(storage.manifest["runs"]) == 2
+    assert assert_sound(path).rows == 333
 
 
 @pytest.mark.parametrize("frames", [50, 99, 100, 101, 333, 1234])
@@ -312,6 +331,13 @@ def test_long_runs_of_zeros_are_found_in_any_storage(tmp_path: Path) -> None:
         (finding,) = verify(write(tmp_path / str(size), *rows)).findings
         assert (finding.check, finding.count) == ("zeros", 1100)
         assert str(finding.places[0]) == "row 700: and up to row 1,799"
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 17, 40])
+def test_rows_are_zero_only_if_every_word_is(width: int) -> None:
+    rows = np.zeros((width + 2, width), np.uint64)
+    rows[np.arange(width), np.arange(width)] = 1
+    assert zero_rows(rows).tolist() == [False] * width + [True] * 2
 
 
 @pytest.mark.parametrize(

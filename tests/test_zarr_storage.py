@@ -303,6 +303,30 @@ def test_a_creation_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.Mo
         storage.extend(rows(0, 1))
 
 
+@pytest.mark.parametrize("fits", range(4))
+def test_chunks_that_fit_go_where_others_do_not(
+    five: Path, monkeypatch: pytest.MonkeyPatch, fits: int
+) -> None:
+    """Of one column after the other; the space is free again at once."""
+    reserve, calls = os.posix_fallocate, []
+
+    def full(*args: int) -> None:
+        calls.append(args)
+        if len(calls) > fits:
+            raise OSError(28, "No space left on device")
+        reserve(*args)
+
+    with open_storage(five, "append") as storage:
+        before = sorted(five.rglob("c.*"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(StorageFull, match="Committed rows are intact"):
+                storage.reserve(200_000)
+        assert sorted(five.rglob("c.*")) == before
+        storage.extend(arrays(5, 200_000))
+        assert_rows(storage, 200_005)
+
+
 # -- damage
 
 
