@@ -19,6 +19,7 @@ from tallyroll.storage import (
     MemmapStorage,
     StorageFull,
     ZarrStorage,
+    id_watch,
     open_storage,
     verify,
 )
@@ -26,6 +27,8 @@ from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.errors import ColumnsMissing, RowsMismatch, TrajectoryIdTaken
 from tallyroll.storage.format import Format
 from tallyroll.storage.rows import nest
+
+import lane_model
 
 IDS, STEP, LANE = (("collector", name) for name in ("traj_ids", "step", "lane"))
 Row = tuple[int, int, int, bool]
@@ -415,3 +418,17 @@ def test_a_write_that_failed_took_no_ids(tmp_path: Path, monkeypatch: pytest.Mon
         storage.extend(batch(many[3:9]))
         storage.extend(batch([(4, 2, 1, False)]))
         assert storage.head == 13
+
+
+def test_ids_from_long_ago_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever among the rows that are looked through piece by piece their last row is."""
+    for name, count in (("_NEAR_FIRST", 4), ("_NEAR", 8), ("_CHUNK_ROWS", 16)):
+        monkeypatch.setattr(id_watch, name, count)
+    model = lane_model.Model.random(np.random.default_rng(3), rows=100, lanes=3, mean_length=4.0)
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(model.rows())
+        for id, rows in model.trajectories().items():
+            again = model.rows(rows[0], rows[0] + 1)
+            with pytest.raises(TrajectoryIdTaken, match=f"trajectory {id} is stored in"):
+                storage.extend(again)
+        assert storage.head == 100
