@@ -287,7 +287,7 @@ class _Cut:
         start = bisect_right(versions, synced, key=lambda each: each[0])
         if start == stop or self.chance.random() < share:
             return versions[stop - 1][1] if stop else None
-        at = self.chance.randrange(start - 1, stop) if self.chance.random() < 0.5 else start - 1
+        at = self.chance.randrange(start - 1, stop)
         return versions[at][1] if at >= 0 else None
 
 

@@ -3,7 +3,7 @@
 Real storages are written, and disks made of what was recorded, see `power_cuts`. The controls show
 that losses would be found: with syncs left out, and with ``durability="process"``.
 
-``TALLYROLL_POWER_CUTS`` says how many disks in all, 280 by default.
+``TALLYROLL_POWER_CUTS`` says how many disks in all, 256 by default.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tallyroll.storage.engine import Durability, Engine
 from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
 from tallyroll.storage.rows import Key
 
-CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "280"))
+CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "256"))
 CUTS_OF_CONTROLS = 9
 RING = 40
 STEPS = 7
@@ -245,6 +245,7 @@ def growing(story: Story) -> None:
 def short(story: Story) -> None:
     """Created, appended to, closed."""
     story.create()
+    story.marks = [0, story.recorder.moment]
     for _ in range(3):
         story.extend(20, record=True)
     story.close()
@@ -301,6 +302,17 @@ def failing_once(story: Story) -> None:
     story.marks = [story.recorder.moment]
 
 
+def failing_and_killed(story: Story) -> None:
+    """A commit that failed, and one in its place by the next process."""
+    story.create()
+    story.extend(20, record=True)
+    fail_to_extend(story, 3)
+    story.kill()
+    story.append()
+    story.extend(6)
+    story.marks = [story.recorder.moment]
+
+
 def fail_to_extend(story: Story, count: int) -> None:
     """Write rows and a record that are not committed, for the disk fails."""
     with pytest.MonkeyPatch.context() as patch:
@@ -317,6 +329,7 @@ def loaded(story: Story) -> None:
     """Brought up to a newer copy, as `ReplayBuffer.loads` does."""
     story.create()
     story.extend(25, record=True)
+    story.storage.reserve(70)
     copy = story.path.parent.parent.parent.with_name("copy")
     with story.case.kind(copy, capacity=60, max_size=story.case.ring) as source:
         manifest = story.storage.manifest
@@ -331,7 +344,6 @@ def loaded(story: Story) -> None:
     story.marks = [story.recorder.moment]
     DiskStorageCheckpointer().loads(story.storage, copy)
     story.marks += [story.recorder.moment + 1]
-    story.storage.reserve(70)
     story.salts, story.begun = [0] * head, head
     story._keep(head, 25)
     story.extend(5)
@@ -343,7 +355,7 @@ STORIES: dict[str, Callable[[Story], None]] = {
     story.__name__: story
     for story in (
         *(short, growing, after_a_process, after_a_kill),
-        *(after_an_error, failing_once, loaded),
+        *(after_an_error, failing_once, failing_and_killed, loaded),
     )
 }
 
@@ -512,18 +524,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_record_of_rows_that_were_not_committed(case: str, tmp_path: Path) -> None:
-    with told(case, "failing_once", tmp_path) as story:
+def test_a_storage_that_is_being_created(case: str, tmp_path: Path) -> None:
+    with told(case, "short", tmp_path) as story:
+        created = story.marks[1]
+        # The manifest comes last.
+        story.moments = {-1: [*range(created), *list(range(created - 2, created)) * 20]}
+        found = after_cuts(story, tmp_path, 40)
+    assert not found.wrong, "\n".join(found.wrong)
+
+
+@pytest.mark.parametrize("name", ["failing_once", "failing_and_killed"])
+def test_no_record_of_rows_that_were_not_committed(name: str, tmp_path: Path) -> None:
+    with told("memmap", name, tmp_path) as story:
         # Head is written, and what was forgotten before it may be there again.
         story.moments = {-1: [story.marks[0] - 1]}
-        found = after_cuts(story, tmp_path, 24)
+        found = after_cuts(story, tmp_path, 40)
     assert not found.wrong, "\n".join(found.wrong)
 
 
 def test_a_ring_that_is_being_loaded(tmp_path: Path) -> None:
     with told("ring", "loaded", tmp_path) as story:
         story.moments = {-1: list(range(*story.marks))}
-        found = after_cuts(story, tmp_path, 24)
+        found = after_cuts(story, tmp_path, 40)
     assert not found.wrong, "\n".join(found.wrong)
 
 
