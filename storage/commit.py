@@ -55,6 +55,8 @@ _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD = 64 // 8, 128 // 8
 _COUNT = (1 << COUNT_BITS) - 1
+_MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
+"""So that rows can be added to any storage, and counts stay counts."""
 _SLOT = struct.Struct("<qqqI")
 _SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
 _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
@@ -163,7 +165,12 @@ class Header:
                 "short. Restore it from a copy."
             )
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return mmap.mmap(self._file, HEADER_NBYTES, access=access)
+        try:
+            return mmap.mmap(self._file, HEADER_NBYTES, access=access)
+        except ValueError as error:
+            raise CorruptStorage(
+                f"{self._path} was cut short while it was opened ({error}). Restore it from a copy."
+            ) from error
 
     def _check_counts(self) -> None:
         # A reader may look while both change: head first, then it is never the larger one.
@@ -172,6 +179,11 @@ class Header:
             raise CorruptStorage(
                 f"{self._path} says {head} rows committed of {reserve} reserved, which cannot be. "
                 "Restore it from a copy."
+            )
+        if reserve > _MOST_ROWS:
+            raise CorruptStorage(
+                f"{self._path} says {head} rows committed of {reserve} reserved, and no storage "
+                f"has more than {_MOST_ROWS}. Restore it from a copy."
             )
 
     def _check(self, schema_crc: int, wanted: int) -> int:
@@ -183,6 +195,11 @@ class Header:
             raise CorruptStorage(
                 f"{self._path} does not begin as a header does: its first bytes are damaged. "
                 "Restore it from a copy."
+            )
+        if not 0 <= ring <= _MOST_SLOTS:
+            raise CorruptStorage(
+                f"{self._path} says that it is of a ring of {ring} rows, which cannot be. Restore "
+                "it from a copy."
             )
         if require_readable(version, self._path) != wanted:
             raise CorruptStorage(
@@ -253,7 +270,10 @@ class Header:
 
     def sync(self) -> None:
         """Return when the header is on the disk."""
-        os.fdatasync(self._file)
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise failed(self._path, error, 0) from error
 
     @property
     def record(self) -> tuple[int, bytes] | None:

@@ -6,6 +6,7 @@ copies and commits. In a ring the slots are used again (see `ring`).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from .columns import Columns
 from .commit import Header, check_record
 from .errors import (
     BatchTooLong,
+    DiskFailed,
     IndexOutOfRange,
     Overrun,
     ReadOnlyStorage,
@@ -314,10 +316,18 @@ class Engine:
             )
 
         if not self._lock.stands:
+            self._require_there()
             raise StorageLocked(
                 f"the lock file of {self._format.path} was removed while this process writes, so "
                 "that another one may be writing too. Committed rows are intact, and nothing more "
                 "is written from here; open the storage again, and never remove that file."
+            )
+
+    def _require_there(self) -> None:
+        if not os.path.lexists(self._format.path):
+            raise DiskFailed(
+                f"{self._format.path} is gone: it was deleted or moved while this process writes. "
+                "What was committed is where it was moved to; nothing more is written from here."
             )
 
     def _make_room_for(self, count: int, stop: int) -> None:
@@ -505,6 +515,8 @@ class Engine:
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
         if not self.owns_lock:
+            if self._lock is not None and not self._lock.lost:
+                self._require_there()
             return
         with self._mutex:
             if self._power:

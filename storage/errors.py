@@ -22,6 +22,7 @@
     ├── InvalidSchema                 columns that a storage cannot hold
     ├── SchemaMismatch                other columns than the storage has
     ├── InvalidProvenance             not JSON
+    ├── DiskFailed                    the system cannot read or write, or files are gone
     ├── WriteError                    a write that was refused; committed rows are as before
     │   ├── RowsMismatch              rows that do not fit the schema
     │   ├── BatchTooLong              more rows at once than a ring has

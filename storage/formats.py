@@ -15,7 +15,7 @@ from .inside import Inside
 from .manifest import read_manifest
 from .memmap import MemmapStorage
 from .newer import refuse_newer_file, refuse_newer_group
-from .paths import refuse_impossible
+from .paths import refuse_impossible, translated
 from .user_block import is_hdf5, is_ours
 from .zarr_store import ZarrStorage
 
@@ -49,7 +49,9 @@ def open_storage(
         CopyOfOpenStorage: it is a copy of one that was open for writing.
         CorruptStorage: it is damaged.
     """
-    return _class_at(Path(path))(path, mode=mode, **options)
+    with translated(Path(path)):
+        kind = _class_at(Path(path))
+    return kind(path, mode=mode, **options)
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
@@ -68,7 +70,8 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
     place = Path(path)
     suffix = _SUFFIXES.get(place.suffix.lower())
     try:
-        there = _name_at(place)
+        with translated(place):
+            there = _name_at(place)
     except (StorageMissing, NotAStorage):
         there = None
     for found, what in ((there, "holds a storage of format"), (suffix, "has the suffix of")):

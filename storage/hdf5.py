@@ -33,7 +33,14 @@ from .errors import (
     StorageFull,
 )
 from .format import Access
-from .hdf5_file import Layout, Places, layout_of, nbytes_of_file, shown_attributes
+from .hdf5_file import (
+    PROVENANCE_NBYTES,
+    Layout,
+    Places,
+    layout_of,
+    nbytes_of_file,
+    shown_attributes,
+)
 from .hdf5_replace import (
     aside,
     is_at,
@@ -49,7 +56,7 @@ from .hdf5_replace import (
 )
 from .manifest import Manifest, parse_manifest
 from .one_file import OneFileFormat
-from .paths import failed
+from .paths import failed, told
 from .preflight import Footprint
 from .regions import MAP_NORESERVE
 from .rows import spell
@@ -188,9 +195,9 @@ class H5Format(OneFileFormat):
         layout = layout_of(file, self.path, schema)
         if layout != self._layout:
             raise CorruptStorage(
-                f"the datasets in {self.path} do not lie where they were made ({layout}, made as "
-                f"{self._layout}): another program wrote to the file, or it is damaged. Restore it "
-                "from a copy."
+                f"the datasets in {self.path} do not lie where they were made ({layout!r:.200}, "
+                f"made as {self._layout!r:.200}): another program wrote to the file, or it is "
+                "damaged. Restore it from a copy."
             )
         return layout
 
@@ -227,9 +234,9 @@ class H5Format(OneFileFormat):
 
     def _require_attributes(self, file: int) -> None:
         """Another program that changed attributes may have moved ours."""
-        places = self._known
+        places, size = self._known, os.fstat(file).st_size
         for name, place in (("rows", places.rows), ("provenance", places.provenance)):
-            if not is_at(file, place):
+            if not is_at(file, place) or place.at + PROVENANCE_NBYTES > size:
                 raise CorruptStorage(
                     f"the attribute {name} in {self.path} is not where it was: another program "
                     "wrote to the file, or it is damaged. Its rows can be read: copy them to a "
@@ -244,14 +251,12 @@ class H5Format(OneFileFormat):
                 f'are intact. Close it, and open it with mode="append" and capacity={rows} or more.'
             )
 
+    @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map the file; it holds its capacity from the start."""
         self._require_capacity(rows)
         if access not in self._arrays:
-            try:
-                self._arrays[access] = self._mapped(access)
-            except OSError as error:
-                raise failed(self.path, error, 0) from error
+            self._arrays[access] = self._mapped(access)
         return self._arrays[access]
 
     def _require_capacity(self, rows: int) -> None:
@@ -267,17 +272,24 @@ class H5Format(OneFileFormat):
         columns = [(column, (capacity, *column.shape)) for column in self._schema.columns]
         if not capacity:
             return [np.empty(shape, column.numpy_dtype) for column, shape in columns]
-        if access == "private":
-            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-            area = mmap.mmap(self._file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        else:
-            kind = mmap.ACCESS_WRITE if access == "write" else mmap.ACCESS_READ
-            area = mmap.mmap(self._file, 0, access=kind)
-        return [
-            np.ndarray(shape, column.numpy_dtype, buffer=area, offset=at)
-            for (column, shape), at in zip(columns, self._layout.offsets, strict=True)
-        ]
+        try:
+            if access == "private":
+                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+                area = mmap.mmap(self._file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            else:
+                kind = mmap.ACCESS_WRITE if access == "write" else mmap.ACCESS_READ
+                area = mmap.mmap(self._file, 0, access=kind)
+            return [
+                np.ndarray(shape, column.numpy_dtype, buffer=area, offset=at)
+                for (column, shape), at in zip(columns, self._layout.offsets, strict=True)
+            ]
+        except (ValueError, TypeError) as error:
+            raise CorruptStorage(
+                f"{self.path} was cut short while it was open ({error}): its {capacity} rows are "
+                "not all there. Restore it from a copy."
+            ) from error
 
+    @told
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the file, which the map shows at once."""
         nbytes = rows.nbytes // max(1, len(rows))
@@ -336,6 +348,7 @@ class H5Format(OneFileFormat):
     def trim(self, rows: int) -> None:
         """The file keeps its capacity; `finish` writes it without."""
 
+    @told
     def sync(self, start: int = 0) -> None:
         """Return when the file is on the disk."""
         os.fdatasync(self._file)

@@ -5,10 +5,11 @@ It is closed again before a row is written. Nothing here writes rows.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,18 @@ ATTRIBUTES = ("capacity", "provenance", "rows", "schema")
 _ALIGNMENT = 4096
 _SIGNATURE_NBYTES = 64
 _SCHEMA_LIMIT = 60_000  # as for provenance
+_LARGEST_FILE = 2**62
 # What h5py raises on files that are damaged in one way or another.
-_DAMAGE = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError)
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,8 @@ class Places:
                 Place(_whole(value[name][0], USER_BLOCK_NBYTES), bytes.fromhex(value[name][1]))
                 for name in ("rows", "provenance")
             )
+            if any(len(place.before) != _SIGNATURE_NBYTES for place in (rows, provenance)):
+                raise ValueError(f"not {_SIGNATURE_NBYTES} bytes before an attribute")
             offsets = tuple(_whole(at, 0) for at in value["offsets"])
             return cls(rows, provenance, Layout(offsets, _whole(value["capacity"], 0)))
         except (KeyError, TypeError, IndexError) as error:
@@ -101,8 +114,8 @@ class Places:
 
 
 def _whole(value: Any, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"not a whole number from {least} on: {value!r:.200}")
+    if type(value) is not int or not least <= value <= _LARGEST_FILE:
+        raise ValueError(f"not a whole number from {least} to {_LARGEST_FILE}: {value!r:.200}")
     return value
 
 
@@ -123,27 +136,47 @@ def nbytes_of_file(schema: Schema, capacity: int) -> int:
     return USER_BLOCK_NBYTES + 3 * 65536 + _ALIGNMENT * (sum(aligned) + objects)
 
 
-def make_file(path: Path, schema: Schema, capacity: int) -> Places:
+def make_file(made: int, path: Path, schema: Schema, capacity: int) -> Places:
     """Make an HDF5 file with a dataset a column, [capacity, ...], and attributes.
 
     Its user block is empty, and its space is not reserved yet.
+
+    Args:
+        made: a descriptor of the empty file.
+        path: where it is, for messages.
+        schema: the columns.
+        capacity: rows that it is for.
 
     Raises:
         MissingLibrary: h5py is not installed.
         OSError: the file system refuses.
     """
-    h5py = _h5py()
     # Found again in the file by what nobody else would write.
     marks = {"rows": os.urandom(8), "provenance": os.urandom(32)}
-    with h5py.File(
-        path,
-        "w",
-        locking=False,  # nobody knows of it
-        libver="earliest",  # without checksums over what changes later
-        userblock_size=USER_BLOCK_NBYTES,
-        alignment_threshold=1,
-        alignment_interval=_ALIGNMENT,
-    ) as file:
+    try:
+        _make(_h5py(), made, marks, schema, capacity)
+    except OSError:
+        raise
+    except _DAMAGE as error:  # after an error of the file system h5py may raise anything
+        raise OSError(errno.EIO, f"h5py cannot make the file ({error!s:.300})") from error
+    layout = layout_of(made, path, schema)
+    rows, provenance = (_find(made, each, schema, layout) for each in marks.values())
+    return Places(rows, provenance, layout)
+
+
+def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capacity: int) -> None:
+    # By the descriptor: the path may be a link by now.
+    with (
+        open(made, "r+b", buffering=0, closefd=False) as raw,
+        h5py.File(
+            raw,
+            "w",
+            libver="earliest",  # without checksums over what changes later
+            userblock_size=USER_BLOCK_NBYTES,
+            alignment_threshold=1,
+            alignment_interval=_ALIGNMENT,
+        ) as file,
+    ):
         file.attrs.create("rows", np.frombuffer(marks["rows"], "<i8")[0])
         blank = marks["provenance"].ljust(PROVENANCE_NBYTES)
         text = h5py.string_dtype("utf-8", PROVENANCE_NBYTES)
@@ -152,11 +185,6 @@ def make_file(path: Path, schema: Schema, capacity: int) -> Places:
         _describe(h5py, file, schema)
         for column in schema.columns:
             _make_dataset(h5py, file, column, capacity)
-    with open(path, "rb") as made:
-        descriptor = made.fileno()
-        layout = layout_of(descriptor, path, schema)
-        rows, provenance = (_find(descriptor, each, schema, layout) for each in marks.values())
-    return Places(rows, provenance, layout)
 
 
 def _describe(h5py: Any, file: Any, schema: Schema) -> None:

@@ -26,7 +26,7 @@ from .manifest import Manifest, attributes_of
 from .origin import moved_into
 from .paths import failed, space_left
 from .schema import Schema
-from .user_block import write_all, write_manifest
+from .user_block import require_size, write_all, write_manifest
 
 __all__ = [
     "aside",
@@ -90,10 +90,8 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, P
         file = inside.make(new)
         try:
             os.ftruncate(file, nbytes)
-        finally:
-            os.close(file)
-        places = make_file(new, schema, capacity)
-        with opened(new, os.O_RDWR) as file:
+            os.ftruncate(file, 0)
+            places = make_file(file, new, schema, capacity)
             # A sparse file would kill us when the disk is full.
             os.posix_fallocate(file, 0, os.fstat(file).st_size)
             show_rows(file, 0, places)
@@ -101,6 +99,8 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, P
             write_all(file, b" " * PROVENANCE_NBYTES, places.provenance.at)
             yield file, places
             os.fsync(file)
+        finally:
+            os.close(file)
         os.replace(new, path)
         inside.sync_directory(path.parent)
     except OSError as error:
@@ -154,8 +154,9 @@ def rewrite(
 def show_manifest(file: int, manifest: Manifest, places: Places, *, durable: bool = False) -> None:
     """Write the manifest into the user block, and the attribute ``provenance``."""
     content = json.dumps(manifest | {"places": places.to_json()}).encode()
-    write_manifest(file, content, durable=durable)
+    require_size(content)
     show_provenance(file, manifest, places)
+    write_manifest(file, content, durable=durable)  # last, for with it the storage is one
 
 
 def show_provenance(file: int, manifest: Manifest, places: Places) -> None:

@@ -44,7 +44,8 @@ def is_held(inside: Inside, path: Path) -> bool:
     except OSError:
         return True
     finally:
-        os.close(file)
+        with contextlib.suppress(OSError):  # it is closed all the same
+            os.close(file)
     return False
 
 

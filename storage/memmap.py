@@ -27,7 +27,7 @@ from .directory import DirectoryFormat
 from .errors import CorruptStorage, InvalidSchema
 from .format import Access
 from .layout import META_FIELDS, encode, meta_of, place_of
-from .paths import failed, opened
+from .paths import failed, opened, told
 from .regions import MAP_NORESERVE
 from .rows import spell
 from .schema import Column, Schema
@@ -46,6 +46,7 @@ _ASIDE = ".tmp"
 _WHOLE = {_MANIFEST, _META, _EPISODES}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
 _LONGEST_NAME = 255
+_LOOKS = 100
 
 
 class MemmapFormat(DirectoryFormat):
@@ -139,6 +140,7 @@ class MemmapFormat(DirectoryFormat):
     def _file_of(self, column: Column) -> Path:
         return self.path / place_of(column.key, leaf=True)
 
+    @told
     def grow(self, rows: int) -> None:
         """Reserve disk space for ``rows`` rows in all: a sparse file would kill us when full."""
         sizes = [os.fstat(file).st_size for file in self._files]
@@ -152,8 +154,26 @@ class MemmapFormat(DirectoryFormat):
             row_nbytes = sum(column.row_nbytes for column in self._columns)
             raise failed(self.path, error, rows * row_nbytes - sum(sizes)) from error
 
+    @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map what all files hold; they must hold ``rows`` rows."""
+        for _ in range(_LOOKS):
+            room = self._room(rows)
+            try:
+                return [
+                    _map_column(file, column, room, access)
+                    for file, column in zip(self._files, self._columns, strict=True)
+                ]
+            except ValueError:
+                # A writer that closes cut the files to the committed rows meanwhile.
+                continue
+        raise CorruptStorage(
+            f"the files of {self.path} were cut shorter {_LOOKS} times while they were opened, so "
+            "that something else than a writer does that. Open the storage when it has ended."
+        )
+
+    def _room(self, rows: int) -> int:
+        """How many rows all files hold, at least ``rows``."""
         sizes = [os.fstat(file).st_size for file in self._files]
         for column, size in zip(self._columns, sizes, strict=True):
             if size < rows * column.row_nbytes:
@@ -162,15 +182,9 @@ class MemmapFormat(DirectoryFormat):
                     f"bytes for {rows} committed rows and has {size}: it was cut short. Restore "
                     "it from a copy."
                 )
-        room = min(size // c.row_nbytes for size, c in zip(sizes, self._columns, strict=True))
-        try:
-            return [
-                _map_column(file, column, room, access)
-                for file, column in zip(self._files, self._columns, strict=True)
-            ]
-        except OSError as error:
-            raise failed(self.path, error, 0) from error
+        return min(size // c.row_nbytes for size, c in zip(sizes, self._columns, strict=True))
 
+    @told
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the file, which the maps show at once."""
         file, at = self._files[column], row * self._columns[column].row_nbytes
@@ -206,11 +220,13 @@ class MemmapFormat(DirectoryFormat):
             head,
         )
 
+    @told
     def trim(self, rows: int) -> None:
         """Cut the files to ``rows`` rows."""
         for file, column in zip(self._files, self._columns, strict=True):
             os.ftruncate(file, rows * column.row_nbytes)
 
+    @told
     def sync(self, start: int = 0) -> None:
         """Return when every column is on the disk."""
         for file in self._files:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .errors import (
     CorruptStorage,
@@ -25,7 +28,12 @@ __all__ = [
     "require_creatable",
     "space_left",
     "sync_above",
+    "told",
+    "translated",
 ]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
@@ -146,13 +154,41 @@ def space_left(path: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """What the system refuses within it is raised as an error of the storage at ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(path, error, 0) from error
+
+
+def told(
+    method: Callable[Concatenate[Any, _Args], _Result],
+) -> Callable[Concatenate[Any, _Args], _Result]:
+    """A method of what has a ``path``, `translated`. Not for what is called for every row."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            return method(self, *args, **kwargs)
+        except OSError as error:
+            raise failed(self.path, error, 0) from error
+
+    return wrapper
+
+
 def failed(
     path: Path, error: OSError, nbytes: int
 ) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
     """What an error of the file system means to a storage at ``path`` that wanted ``nbytes``."""
     if error.errno in _FULL:
+        try:
+            free: int | str = space_left(path)
+        except OSError:
+            free = "nobody knows how many"
         return StorageFull(
-            f"{path} needs {nbytes} more bytes, and {space_left(path)} are free "
+            f"{path} needs {nbytes} more bytes, and {free} are free "
             f"({error.strerror}). Committed rows are intact. Free space, or go on in another place."
         )
     if error.errno in _UNABLE:

@@ -40,6 +40,7 @@ from .inside import Inside
 from .keys import TRAJ_IDS
 from .manifest import Manifest, run_of
 from .opening import Opened, create_new, manifest_of, open_existing
+from .paths import told
 from .record_checks import next_id_in
 from .ring import slots_of
 from .rows import Key, Nest, array_of, leaves, require_rows, spell
@@ -62,6 +63,7 @@ class RowStore:
     _closed = True
     _last_head = 0
 
+    @told
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -102,11 +104,11 @@ class RowStore:
                     **self._options,
                 )
             )
-            self._check_ring()
-            if self.ring and mode == "append" and "finalized" in self.manifest:
-                # Checksums of rows that are about to be overwritten.
-                kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
-                self._write_manifest(kept)
+            try:
+                self._make_ready()
+            except BaseException:
+                self._leave(None)
+                raise
         self._closed = False
         _open.add(self)
 
@@ -114,11 +116,17 @@ class RowStore:
     def _options(self) -> dict[str, Any]:
         return {"capacity": self._capacity, "durability": self._durability}
 
+    def _make_ready(self) -> None:
+        self._check_ring()
+        if self.ring and self.mode == "append" and "finalized" in self.manifest:
+            # Checksums of rows that are about to be overwritten.
+            kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
+            self._write_manifest(kept)
+
     def _check_ring(self) -> None:
         assert self._engine is not None
         wanted, self._ring = self._ring, (got := self._engine.ring)
         if wanted and wanted != got:
-            self.close()
             raise ValueError(
                 f"max_size={wanted} was given, and {self.path} "
                 + (f"is a ring of {got} rows." if got else "keeps every row.")
@@ -128,6 +136,7 @@ class RowStore:
     def _take(self, opened: Opened) -> None:
         self._manifest, self._engine = opened.manifest, opened.engine
 
+    @told
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         """Make a new storage's files, or check that an existing one has these columns.
 
@@ -154,16 +163,19 @@ class RowStore:
                 )
             self._write_runs([*self.manifest["runs"], run])
 
+    @told
     def _create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
         self._take(create_new(self._format, schema, runs, id=id, ring=self._ring, **self._options))
 
     def _write_runs(self, runs: list[Any]) -> None:
         self._write_manifest({**self.manifest, "runs": runs})
 
+    @told
     def _write_manifest(self, manifest: Manifest) -> None:
         self._format.write_manifest(manifest, durable=self._durability == "power")
         self._manifest = manifest
 
+    @told
     def reserve(self, rows: int) -> None:
         """Reserve space for ``rows`` rows in all, those that are there included.
 
@@ -240,6 +252,7 @@ class RowStore:
         """
         self._close(None)
 
+    @told
     def _close(self, finish: Callable[[], None] | None) -> None:
         with self._turn:
             try:
@@ -248,6 +261,7 @@ class RowStore:
             finally:
                 self._leave(finish)
 
+    @told
     def _leave(self, finish: Callable[[], None] | None) -> None:
         engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
@@ -255,6 +269,7 @@ class RowStore:
                 self._last_head = engine.head
             engine.close(finish)
 
+    @told
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
         with self._turn:
@@ -371,6 +386,7 @@ class RowStore:
         return self._running().schema
 
     @property
+    @told
     def manifest(self) -> Manifest:
         """What the storage is, what it holds, and the runs that wrote it."""
         self._running()

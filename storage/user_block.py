@@ -28,6 +28,7 @@ __all__ = [
     "is_hdf5",
     "is_ours",
     "newest_manifest",
+    "require_size",
     "write_all",
     "write_manifest",
 ]
@@ -62,15 +63,12 @@ def is_hdf5(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file begins with a user block of ours, be it damaged."""
+    """Whether the file begins with a user block of ours, be it damaged; raises OSError."""
     if not path.is_file():  # a pipe would keep us waiting
         return False
-    try:
-        with open(path, "rb") as file:
-            begin = file.read(len(_HEADER_MAGIC))
-            return begin == _HEADER_MAGIC or has_slots(file.fileno())
-    except OSError:
-        return False
+    with open(path, "rb") as file:
+        begin = file.read(len(_HEADER_MAGIC))
+        return begin == _HEADER_MAGIC or has_slots(file.fileno())
 
 
 def has_slots(file: int) -> bool:
@@ -99,6 +97,20 @@ def _read(file: int, at: int) -> tuple[int, bytes] | None:
     return (sequence, content) if _crc(sequence, content) == crc else None
 
 
+def require_size(content: bytes) -> None:
+    """Refuse a manifest that does not fit.
+
+    Raises:
+        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+    """
+    if len(content) > MANIFEST_LIMIT:
+        raise InvalidProvenance(
+            f"the manifest of an HDF5 storage, with the provenance of all runs, may have "
+            f"{MANIFEST_LIMIT} bytes and this one has {len(content)}. Give less provenance, or "
+            "use another format."
+        )
+
+
 def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
     """Write a manifest beside the newest one, which it follows.
 
@@ -108,12 +120,7 @@ def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
         InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
         OSError: the file system refuses.
     """
-    if len(content) > MANIFEST_LIMIT:
-        raise InvalidProvenance(
-            f"the manifest of an HDF5 storage, with the provenance of all runs, may have "
-            f"{MANIFEST_LIMIT} bytes and this one has {len(content)}. Give less provenance, or "
-            "use another format."
-        )
+    require_size(content)
     newest = [found[0] if (found := _read(file, at)) else 0 for at in _starts()]
     at = list(_starts())[newest.index(min(newest))]
     sequence = max(newest) + 1

@@ -15,6 +15,7 @@ from .errors import CorruptStorage, DamagedTable, MissingLibrary
 from .findings import Finding, Findings, Place, Report
 from .formats import open_storage
 from .keys import REWARD
+from .paths import translated
 from .record_checks import check_ledger, check_record, check_runs
 from .ring import rows_in
 from .row_checks import RowChecks
@@ -152,10 +153,11 @@ class _Verification:
     def _check_metadata(self) -> None:
         storage = self._storage
         try:
-            for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
-                self._notes.add("metadata", wrong)
-            for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
-                self._findings.add("metadata", wrong)
+            with translated(storage.path):
+                for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
+                    self._notes.add("metadata", wrong)
+                for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
+                    self._findings.add("metadata", wrong)
         except MissingLibrary as error:
             self._leave_out("metadata", str(error))
 

@@ -39,7 +39,7 @@ from .format import Access
 from .inside import JSON_LIMIT
 from .manifest import Manifest, attributes_of
 from .newer import refuse_newer_group
-from .paths import failed, opened
+from .paths import failed, opened, told
 from .preflight import Footprint
 from .regions import PAGE_NBYTES, maps_left
 from .rows import spell
@@ -58,7 +58,7 @@ _FILES = re.compile(
 # What our own writer, zarr-python and TensorStore leave of these when they are killed.
 _LEFT_BEHIND = re.compile(
     rf"(?:zarr\.json|manifest\.json|episodes\.npy)\.tmp"
-    rf"|(?:zarr|c[.0-9]*)\.[0-9a-f]+\.partial|(?:zarr\.json|{CHUNK_NAME})\.__lock"
+    rf"|(?:zarr|c[.0-9]*)\.[0-9a-f]{{32}}\.partial|(?:zarr\.json|{CHUNK_NAME})\.__lock"
 )
 _FEW_MAPS = 1000
 _OTHER_FILES = 16
@@ -195,7 +195,8 @@ class ZarrFormat(DirectoryFormat):
                 directory = self.inside.open_directory(place)
                 try:
                     for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
-                        os.unlink(name, dir_fd=directory)
+                        with contextlib.suppress(OSError):  # a directory is none of ours
+                            os.unlink(name, dir_fd=directory)
                 finally:
                     os.close(directory)
 
@@ -220,6 +221,7 @@ class ZarrFormat(DirectoryFormat):
                 found[place] = dict(document["attributes"])
         return found
 
+    @told
     def grow(self, rows: int) -> None:
         """Make whole chunk files: a sparse file would kill us when the disk is full."""
         before = [column.count for column in self._columns]
@@ -244,6 +246,7 @@ class ZarrFormat(DirectoryFormat):
                 "storage created with capacity=... has larger chunks, and so fewer."
             )
 
+    @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map the chunks that hold ``rows`` rows, for writing all that are there."""
         with self._mapping:  # several threads may read
@@ -254,11 +257,9 @@ class ZarrFormat(DirectoryFormat):
             pairs = list(zip(self._columns, counts, strict=True))
             self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
             room = min(count * column.chunk_rows for column, count in pairs)
-            try:
-                return [column.array(count, room, access) for column, count in pairs]
-            except OSError as error:
-                raise failed(self.path, error, 0) from error
+            return [column.array(count, room, access) for column, count in pairs]
 
+    @told
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the files, which the maps show at once."""
         self._columns[column].write(row, rows)
@@ -303,11 +304,13 @@ class ZarrFormat(DirectoryFormat):
         header = {self._header_meta: header_document(HEADER_NBYTES)}
         return wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
 
+    @told
     def trim(self, rows: int) -> None:
         """Remove chunks without rows, those of a killed writer too."""
         for column in self._columns:
             column.trim(rows)
 
+    @told
     def sync(self, start: int = 0) -> None:
         """Return when the rows from ``start`` on are on the disk, the first time all."""
         for column in self._columns:
@@ -345,6 +348,11 @@ def _require_mappable(column: Column, rows: int) -> None:
 
 def _require_pages(path: Path, column: Column, rows: int) -> None:
     nbytes = rows * column.row_nbytes
+    if nbytes > _LARGEST_CHUNK:
+        raise CorruptStorage(
+            f"chunks of column {spell(column.key)} in {path} would have {nbytes} bytes, and none "
+            f"has more than {_LARGEST_CHUNK}: the manifest is damaged. Restore it from a copy."
+        )
     if nbytes % PAGE_NBYTES:
         raise UnsupportedPlatform(
             f"chunks of column {spell(column.key)} in {path} have {nbytes} bytes, which is no "

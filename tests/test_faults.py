@@ -34,7 +34,7 @@ from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.columns import Columns
 from tallyroll.storage.commit import Header
 from tallyroll.storage.engine import LOOK_SECONDS
-from tallyroll.storage.errors import WriterForked
+from tallyroll.storage.errors import DiskFailed, WriterForked
 from tallyroll.storage.inside import Inside
 from tallyroll.storage.lock import WriterLock, is_held
 from tallyroll.storage.regions import Region
@@ -307,7 +307,7 @@ def test_what_others_are_shown_fails_no_commit(
             for _ in range(2):
                 head = storage.head
                 storage.extend(oracle(head, 5), record=record_of(head + 5))
-            with pytest.raises(OSError, match="Too many open files"):
+            with pytest.raises(DiskFailed, match="Too many open files"):
                 storage.flush()
         assert check(storage) == 13
 

@@ -238,7 +238,7 @@ def test_zarrs_metadata_is_written_anew_where_it_was_damaged(five: Path) -> None
 def test_what_killed_programs_left_is_swept_by_a_writer(five: Path) -> None:
     left = [
         five / "zarr.json.tmp",
-        five / "next" / "id" / "zarr.0f.partial",
+        five / "next" / "id" / f"zarr.{'0f' * 16}.partial",
         five / "wide" / "c.0.0.__lock",
         five / "tallyroll" / "manifest.json.tmp",
     ]
