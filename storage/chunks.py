@@ -11,6 +11,7 @@ import numpy as np
 
 from .errors import CorruptStorage
 from .format import Access
+from .inside import open_at
 from .regions import Region
 from .rows import spell
 from .schema import Column
@@ -49,8 +50,7 @@ class ChunkedColumn:
         return chunk_name(self._column, number)
 
     def _open(self, number: int, flags: int) -> int:
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(self._name(number), flags, 0o666, dir_fd=self._directory)
+        return open_at(self._directory, self._name(number), flags)
 
     def require(self, count: int) -> None:
         """Check that ``count`` chunks are there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import abstractmethod
 from pathlib import Path
@@ -119,20 +120,20 @@ class DirectoryFormat(Format):
             if place == self.lock_path:
                 continue
             if place.is_dir() and not place.is_symlink():
-                if not any(place.iterdir()):
-                    place.rmdir()
+                self.inside.remove_directory(place)
             elif self._owns(place.relative_to(self.path)):
-                place.unlink()
+                self.inside.remove(place)
 
     def undo(self, *, made: bool) -> None:
         """Remove what a failed creation left, its lock too, and the directory if it ``made`` it."""
         self.discard()
-        self.lock_path.unlink(missing_ok=True)
+        self.inside.remove(self.lock_path)
         for place in sorted(self.path.rglob("*"), reverse=True):
-            if place.is_dir() and not any(place.iterdir()):
-                place.rmdir()
+            if place.is_dir() and not place.is_symlink():
+                self.inside.remove_directory(place)
         if made:
-            self.path.rmdir()
+            with contextlib.suppress(OSError):  # the error of the creation says more
+                self.path.rmdir()
 
     def _write_header(self, header: bytes) -> None:
         try:

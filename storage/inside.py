@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JSON_LIMIT", "Inside"]
+__all__ = ["JSON_LIMIT", "Inside", "open_at"]
 
 JSON_LIMIT = 2**25
 """The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
 
 _ASIDE = ".tmp"
-_LONGEST_PATH = 4095
+_LONGEST = 4095
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITES = os.O_WRONLY | os.O_RDWR
 
@@ -29,8 +29,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 class Inside:
     """The files below a directory, which its user named. Paths are those of files below it.
 
-    Every method raises OSError: ELOOP or ENOTDIR for a link, ENXIO for what is no plain file,
-    EMLINK for a file to write to that has another name besides.
+    Every method raises OSError, with the path as its filename: ELOOP or ENOTDIR for a link, ENXIO
+    for what is no plain file, EMLINK for a file to write to that has another name besides.
     """
 
     def __init__(self, root: Path) -> None:
@@ -48,13 +48,16 @@ class Inside:
                 os.close(directory)
                 directory = inner
             yield directory, name
+        except OSError as error:
+            error.filename, error.filename2 = str(path), None  # and not what it is called there
+            raise
         finally:
             os.close(directory)
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor of a plain file."""
         with self._above(path) as (directory, name):
-            return _opened(directory, name, flags)
+            return open_at(directory, name, flags)
 
     def open_directory(self, path: Path) -> int:
         """A descriptor of a directory."""
@@ -72,11 +75,17 @@ class Inside:
         with open(self.open(path, os.O_RDONLY), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > limit:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {limit}")
-            return file.read(limit)
+            return file.read(size)  # and not the limit, for which memory would be taken
 
     def read_start(self, path: Path, nbytes: int) -> bytes:
         """The first bytes of a file."""
         with open(self.open(path, os.O_RDONLY), "rb") as file:
+            return file.read(nbytes)
+
+    def read_end(self, path: Path, nbytes: int) -> bytes:
+        """The last bytes of a file."""
+        with open(self.open(path, os.O_RDONLY), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - nbytes))
             return file.read(nbytes)
 
     def read_json(self, path: Path) -> Any:
@@ -107,6 +116,7 @@ class Inside:
 
     def make(self, path: Path) -> int:
         """A descriptor of a new, empty file; what had its name, a link for one, is gone."""
+        _require_short(path)
         with self._above(path) as (directory, name):
             return _made(directory, name)
 
@@ -114,6 +124,15 @@ class Inside:
         """Remove a file or a link, if it is there."""
         with self._above(path) as (directory, name):
             _remove(directory, name)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove a directory below the root, if it is empty."""
+        with self._above(path) as (directory, name):
+            try:
+                os.rmdir(name, dir_fd=directory)
+            except OSError as error:
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                    raise
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and those above it, below the root."""
@@ -150,12 +169,13 @@ class Inside:
 
 
 def _require_short(path: Path) -> None:
-    # Step by step we would get there, and others would not.
-    if len(os.fsencode(path)) > _LONGEST_PATH:
+    # Part by part we could open it, and other libraries could not.
+    if len(os.fsencode(path)) + len(_ASIDE) > _LONGEST:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
-def _opened(directory: int, name: str, flags: int) -> int:
+def open_at(directory: int, name: str, flags: int) -> int:
+    """A descriptor of a plain file in an open directory, as `Inside` opens it."""
     # A pipe would keep us waiting.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     file = os.open(name, flags, 0o666, dir_fd=directory)
@@ -174,10 +194,10 @@ def _opened(directory: int, name: str, flags: int) -> int:
 def _made(directory: int, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
-        return _opened(directory, name, flags)
+        return open_at(directory, name, flags)
     except FileExistsError:
         _remove(directory, name)  # of a process that was killed, or a link
-        return _opened(directory, name, flags)
+        return open_at(directory, name, flags)
 
 
 def _remove(directory: int, name: str) -> None:

@@ -129,13 +129,13 @@ class OneFileFormat(Format):
 
     def discard(self) -> None:
         """Remove an unfinished file, and an unfinished copy."""
-        aside(self.path).unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        self.inside.remove(aside(self.path))
+        self.inside.remove(self.path)
 
     def undo(self, *, made: bool) -> None:
         """Remove what a failed creation left, its lock too."""
         self.discard()
-        self.lock_path.unlink(missing_ok=True)
+        self.inside.remove(self.lock_path)
 
 
 def _what(path: Path) -> str:
