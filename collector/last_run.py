@@ -65,6 +65,6 @@ def record_of(record: tuple[int, bytes] | None) -> dict[str, Any] | None:
         counts = [*(value[name] for name in _NUMBERS), *value["ledger"].values()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         return None
     return {**value, "at": at}

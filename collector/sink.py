@@ -40,6 +40,7 @@ _GO_ON = (
 
 StorageLike = str | Path | DiskStorage
 Columns = Mapping[Key, torch.Tensor | Gathered]
+_MOST_IDS = 2**62  # so that those of any run fit behind them
 
 
 class ClosedFirstWarning(UserWarning):
@@ -193,6 +194,11 @@ class Sink:
             ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
         if ids is not None and len(ids):
             self._next_id = max(self._next_id, int(ids.max()) + 1)
+        if self._next_id > _MOST_IDS:
+            raise StateError(
+                f"expected trajectory ids below {_MOST_IDS}, got {self._next_id - 1} in what is "
+                "stored: there is no room for more behind it; begin another storage"
+            )
         return self._next_id
 
     def _recorded_id(self) -> int:

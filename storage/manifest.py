@@ -37,6 +37,7 @@ MANIFEST_LIMIT = JSON_LIMIT // 2
 """The most bytes of a manifest."""
 
 _SEAL = "crc32"
+_SEPARATOR = ", "
 
 _MOST_ROWS = 2**48 - 1
 _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
@@ -178,11 +179,16 @@ def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str
     as many of the newest as fit into ``limit`` bytes.
     """
     provenance = {name: manifest[name] for name in _FIELDS}
-    text = json.dumps(provenance)
-    while limit is not None and len(text) > limit and provenance["runs"]:
-        provenance["runs"] = provenance["runs"][1:]
-        text = json.dumps(provenance)
-    return {"schema": json.dumps(manifest["schema"]), "provenance": text}
+    if limit is not None:
+        left = limit + len(_SEPARATOR) - len(json.dumps({**provenance, "runs": []}))
+        kept = []
+        for run in reversed(provenance["runs"]):
+            left -= len(json.dumps(run)) + len(_SEPARATOR)
+            if left < 0:
+                break
+            kept.append(run)
+        provenance["runs"] = kept[::-1]
+    return {"schema": json.dumps(manifest["schema"]), "provenance": json.dumps(provenance)}
 
 
 def write_manifest(

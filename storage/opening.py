@@ -9,7 +9,7 @@ from typing import Any
 
 from .commit import Header, header_bytes
 from .engine import LOOK_SECONDS, Durability, Engine
-from .errors import InvalidSchema, NotAStorage
+from .errors import CorruptStorage, InvalidSchema, NotAStorage
 from .format import Format
 from .lock import WriterLock
 from .manifest import Manifest, new_manifest, schema_crc, schema_of
@@ -66,7 +66,7 @@ def open_existing(
     manifest = manifest_of(format)
     format.durable = durability == "power"
     if not writable:
-        schema = schema_of(manifest, format.manifest_path)
+        schema = _schema_in(format, manifest)
         header = _header_of(format, manifest, writable=False, accept_copy=accept_copy)
         return Opened(_start(format, schema, header, None, durability), manifest)
     with ExitStack() as undo:
@@ -76,7 +76,7 @@ def open_existing(
             time.sleep(2 * LOOK_SECONDS)
         # The writer before us may have changed it before we had the lock.
         manifest = manifest_of(format)
-        schema = schema_of(manifest, format.manifest_path)
+        schema = _schema_in(format, manifest)
         # Before it may be written anew, into a file that is no copy.
         _header_of(format, manifest, writable=False, accept_copy=accept_copy).close()
         format.fit(schema, capacity)
@@ -94,10 +94,23 @@ def open_existing(
     return Opened(engine, manifest)
 
 
+def _schema_in(format: Format, manifest: Manifest) -> Schema:
+    """The schema of a manifest, one that the format could have been created with."""
+    schema = schema_of(manifest, format.manifest_path)
+    try:
+        _refuse_dims(format, schema)
+        format.check(schema)
+    except InvalidSchema as error:
+        raise CorruptStorage(
+            f"the schema in {format.manifest_path} is damaged: {error} Restore it."
+        ) from error
+    return schema
+
+
 def _header_of(format: Format, manifest: Manifest, *, writable: bool, accept_copy: bool) -> Header:
     crc = schema_crc(schema_of(manifest, format.manifest_path))
     version = manifest["format_version"]
-    return Header(
+    header = Header(
         format.open_header,
         format.header_path,
         schema_crc=crc,
@@ -105,6 +118,13 @@ def _header_of(format: Format, manifest: Manifest, *, writable: bool, accept_cop
         version=version,
         accept_copy=accept_copy,
     )
+    if header.ring and not format.rings:
+        header.close()
+        raise CorruptStorage(
+            f"{format.header_path} says that it is of a ring of {header.ring} rows, which no "
+            f"storage of format {format.name} is. Restore it from a copy."
+        )
+    return header
 
 
 def create_new(

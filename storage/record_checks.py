@@ -192,7 +192,12 @@ def _parsed(at: int, payload: bytes) -> Record | None:
         return None
     needed = {*_SUMS, "episodes_complete", *(part for parts in _SUMS.values() for part in parts)}
     counts = [origin, before, *ledger.values()]
-    if not needed <= set(ledger) or not all(type(count) is int for count in counts):
+    if not needed <= set(ledger) or not all(map(_is_count, counts)):
         return None
     next_id = value.get("next_id")
-    return Record(at, origin, before, ledger, next_id if type(next_id) is int else None)
+    return Record(at, origin, before, ledger, next_id if _is_count(next_id) else None)
+
+
+def _is_count(value: Any) -> bool:
+    """A whole number of 64 bits, negative ones too: those are found to be wrong later."""
+    return type(value) is int and -(2**63) <= value < 2**63

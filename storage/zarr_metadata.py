@@ -121,10 +121,13 @@ def documents(
         node["attributes"] = dict(attributes.get(place, {}))
     # zarr-python wants siblings beside each other.
     order = sorted(nodes, key=lambda place: (len(place.parts), place.parts))
+    below: dict[PurePosixPath, dict[str, Document]] = {group: {} for group in places}
+    for place in order:
+        for depth, group in enumerate(reversed(place.parents)):
+            below[group]["/".join(place.parts[depth:])] = nodes[place]
     found = {place: nodes[place] for place in arrays}
     for group in reversed([place for place in order if place in places]):
-        below = {str(p.relative_to(group)): nodes[p] for p in order if group in p.parents}
-        found[group] = nodes[group] | _consolidated(below)
+        found[group] = nodes[group] | _consolidated(below[group])
     return found
 
 

@@ -291,7 +291,7 @@ def test_another_array_is_noticed(path: Path, table: np.ndarray) -> None:
     with pytest.raises(DamagedTable, match="fields"):
         read(path)
     write_table(Inside(path.parent), path, table[None])
-    with pytest.raises(DamagedTable, match="fields"):
+    with pytest.raises(DamagedTable, match="shape"):
         read(path)
     path.write_bytes(with_checksum(b"text"))
     with pytest.raises(DamagedTable, match=r"no \.npy file"):
@@ -302,7 +302,7 @@ def test_nothing_is_unpickled(path: Path) -> None:
     objects = np.array([{}], dtype=object)
     np.save(path, objects, allow_pickle=True)
     path.write_bytes(with_checksum(path.read_bytes()))
-    with pytest.raises(DamagedTable, match="Python objects"):
+    with pytest.raises(DamagedTable, match="fields"):
         read(path)
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from rich.console import Console
@@ -113,7 +113,11 @@ def runs_of(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
 
 def _whole(run: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = run.get(name)
-    return value if type(value) is int else default
+    return value if _is_count(value) else default
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and abs(value) < 2**63
 
 
 def _resumed(counts: Mapping[str, Any]) -> int:
@@ -167,7 +171,7 @@ def _ledger(storage: DiskStorage) -> dict[str, Any] | None:
         ledger = dict(json.loads(storage.record[1])["ledger"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return {name: count for name, count in ledger.items() if type(count) is int}
+    return {name: count for name, count in ledger.items() if _is_count(count)}
 
 
 def first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
