@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[type[DiskStorage], dict[str, Any]]] = {
     "hdf5": (H5Storage, {"capacity": 5}),
     "zarr": (ZarrStorage, {}),
 }
-REFUSED = (StorageError, OSError)
+REFUSED = StorageError
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE)
 
 
