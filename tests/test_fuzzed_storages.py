@@ -39,4 +39,4 @@ def test_damage_is_told_and_touches_nothing_else(part: int, tmp_path: Path) -> N
     # The damage is real: much of it is noticed, in several ways.
     told = Counter(name for case in cases for name in case["refused"])
     assert sum(1 for case in cases if case["refused"]) > len(cases) / 4
-    assert len(told) > 3, told
+    assert len(told) > 2, told

@@ -327,7 +327,7 @@ def test_a_table_of_other_rows_is_made_anew(path: Path, tmp_path: Path, rows: in
 def test_a_table_that_cannot_be_written_closes_the_storage(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise StorageFull("no space")
 
     storage = fill(MemmapStorage(path), big())
