@@ -361,12 +361,12 @@ class Sink:
                 )
             self.storage.put_record(self._record(ledger, 0))
             self.storage.flush()
-            self.storage.release()
+            self.storage.release(self)
 
     def close(self) -> None:
         """Close the storage if it was opened here."""
         if self.storage is not None:
-            self.storage.release()
+            self.storage.release(self)
         if self.owned and self._direct is not None:
             self._direct.close()
 

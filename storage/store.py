@@ -497,9 +497,10 @@ class RowStore:
         """
         self._run = weakref.ref(run)
 
-    def release(self) -> None:
-        """End what :meth:`claim` began."""
-        self._run = None
+    def release(self, run: object) -> None:
+        """End what :meth:`claim` began, unless another run has begun since."""
+        if self._run is not None and self._run() is run:
+            self._run = None
 
     def _require_no_run(self) -> None:
         if self._run is not None and self._run() is not None:

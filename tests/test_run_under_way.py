@@ -95,6 +95,19 @@ def test_a_run_that_is_left_leaves_the_storage(tmp_path: Path, ends: str) -> Non
         storage.extend(elsewhere(storage))
 
 
+def test_a_run_that_is_over_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        first = collector("sync", storage=storage)
+        for _ in first:
+            pass
+        with collector("sync", storage=storage) as second:
+            next(iter(second))
+            first.shutdown()
+            with pytest.raises(RunUnderWay):
+                storage.extend(elsewhere(storage))
+        storage.extend(elsewhere(storage))
+
+
 def test_a_checkpoint_is_not_loaded_into_a_run(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage, collector("sync", storage=storage) as run:
         next(iter(run))
