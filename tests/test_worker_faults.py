@@ -21,6 +21,7 @@ from gymnasium.vector import AutoresetMode
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
 from tallyroll.collector.workers import crew
+from tallyroll.collector.workers.end import kill_when_closed
 from tallyroll.storage import open_storage
 
 from worker_faults_kit import (
@@ -170,6 +171,24 @@ def test_a_worker_fails_before_it_is_ready(where: Where, how: How, tmp_path: Pat
         assert "before it was ready" in str(error)
         assert error.exitcode == EXITCODES[how]
     assert not (tmp_path / "data").exists(), "a run that did not begin made files"
+
+
+def test_a_worker_is_gone_before_its_parent_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def late(pipe: int, process: int) -> None:
+        seen.append(process)
+        if len(seen) == 2:  # the one that fails
+            wait_until(lambda: not psutil.pid_exists(process))
+        kill_when_closed(pipe, process)
+
+    monkeypatch.setattr(crew, "kill_when_closed", late)
+    ended, _ = one_fault(tmp_path, Fault("factory", "exit", 2), "sync")
+    assert isinstance(ended.error, WorkerDied), ended.error
+    assert "before it was ready" in str(ended.error)
+    assert ended.error.exitcode == EXITCODES["exit"]
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "sleep"])

@@ -131,7 +131,8 @@ class Crew:
             resource_tracker.ensure_running()
             with _threads_limited(self._threads), _signals_blocked():
                 process.start()
-            kill_when_closed(end, process.pid)
+            with suppress(ProcessLookupError):  # it is gone already, of which `events` hears
+                kill_when_closed(end, process.pid)
         except BaseException:
             _let_go(alive)
             raise
