@@ -352,5 +352,6 @@ def renumbered(ids: np.ndarray, base: int) -> np.ndarray:
             f"these trajectories, {least} to {most}, cannot be numbered from {base} on, for "
             f"{ids.dtype} holds no such number. Number them without gaps, and write again."
         )
-    moved: np.ndarray = (ids.astype(np.int64) + (base - least)).astype(ids.dtype)
+    # In two steps, each of which fits; the way from the smallest to the base may not.
+    moved: np.ndarray = ids - ids.min() + ids.dtype.type(base)
     return moved

@@ -109,9 +109,10 @@ def damage(path: Path, outside: Path, dice: random.Random) -> list[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(
-        each for each in path.parent.rglob("*") if each.is_file() and not each.is_symlink()
-    )
+    """Files of the storage that may be damaged: those that are huge, or outside, too, are left."""
+    found = [each for each in path.parent.rglob("*") if each.is_file() and not each.is_symlink()]
+    looks = [(each, each.stat()) for each in found]
+    return sorted(each for each, it in looks if it.st_nlink == 1 and it.st_size < 2**26)
 
 
 def _write(file: Path, at: int, content: bytes) -> None:

@@ -402,6 +402,14 @@ def test_numbers_that_do_not_fit_are_told(tmp_path: Path) -> None:
         assert storage.head == 2
 
 
+@pytest.mark.parametrize("ids", [[-(2**63), 5 - 2**63], [2**63 - 6, 2**63 - 1]])
+def test_ids_at_the_ends_of_their_range_are_renumbered(tmp_path: Path, ids: list[int]) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(batch([(7, 0, 0, False)]))
+        storage.extend(batch([(id, 0, lane, True) for lane, id in enumerate(ids)]), ids="renumber")
+        assert [row[0] for row in stored(storage)] == [7, 8, 13]
+
+
 def test_a_write_that_failed_took_no_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(batch(THREE))
