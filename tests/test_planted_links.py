@@ -19,11 +19,9 @@ import h5py
 import numpy as np
 import pytest
 
-from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.errors import CollectorError
-from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
-from tallyroll.storage.base import DiskStorage
+from tallyroll.storage import H5Storage, open_storage, verify
 from tallyroll.storage.commit import HEADER_NBYTES
 from tallyroll.storage.errors import (
     CorruptStorage,
@@ -34,11 +32,8 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.user_block import USER_BLOCK_NBYTES
 
-KINDS: dict[str, type[DiskStorage]] = {
-    "rows": MemmapStorage,
-    "rows.h5": H5Storage,
-    "rows.zarr": ZarrStorage,
-}
+from hostile_kit import KINDS, collect
+
 MORE = int(os.environ.get("TALLYROLL_LINKS", "1"))
 TRIALS = 6
 ROWS = 20
@@ -61,20 +56,6 @@ LATER = {
 }
 
 
-def collect(path: Path, frames: int = ROWS, **options: Any) -> None:
-    with SyncCollector(
-        "CartPole-v1",
-        num_envs=2,
-        frames_per_batch=10,
-        total_frames=frames,
-        seed=0,
-        storage=path,
-        **options,
-    ) as collector:
-        for _ in collector:
-            pass
-
-
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Storages that a collector filled, and others without a manifest: killed when created."""
@@ -82,7 +63,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind in KINDS.items():
         (place / "whole" / name).mkdir(parents=True)
         (place / "begun" / name).mkdir(parents=True)
-        collect(place / "whole" / name / name)
+        collect(place / "whole" / name / name, ROWS)
         path = place / "begun" / name / name
         with open_storage(place / "whole" / name / name) as whole:
             schema = whole.schema
