@@ -136,8 +136,8 @@ class DiskStorage(RowStore, Storage):
             data = face.as_batch(data, single=isinstance(cursor, int))
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
-            fresh = self._fresh_in is not None and self._fresh_in == threading.get_ident()
-            self._write(data, None, face.writers_index(self), "fresh" if fresh else "check")
+            ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
+            self._write(data, None, face.writers_index(self), ids)
         except BaseException:
             # TorchRL's writers count before they write.
             face.seat_writers(self)

@@ -89,7 +89,7 @@ def sync_above(path: Path) -> None:
     Raises:
         DiskFailed: the system cannot write them.
     """
-    try:
+    with translated(path):
         real = Path(os.path.realpath(path))
         device = os.stat(real).st_dev
         for above in real.parents:
@@ -97,8 +97,6 @@ def sync_above(path: Path) -> None:
                 break
             with contextlib.suppress(PermissionError):  # nothing was made there by this user
                 _sync_directory(above)
-    except OSError as error:
-        raise failed(path, error, 0) from error
 
 
 def _sync_directory(path: Path) -> None:
@@ -172,7 +170,7 @@ def told(
     def wrapper(self: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
             return method(self, *args, **kwargs)
-        except OSError as error:
+        except OSError as error:  # a constructor has no path before
             raise failed(self.path, error, 0) from error
 
     return wrapper

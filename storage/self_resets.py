@@ -69,16 +69,12 @@ class Seen:
 
 
 def judge(seen: Seen, least: int = LEAST) -> Verdict:
-    """Say what ``seen`` shows, once it holds ``least`` ends and a quarter as many observations
-    in mid-trajectory, for most episodes may be of one step.
-    """
+    """Say what ``seen`` shows, once it holds ``least`` ends and a quarter as many inner ones."""
     if seen.ends < least:
         return Verdict.UNDECIDED
     if 10 * seen.equal < 9 * seen.ends:
         return Verdict.FINE
-    if (
-        4 * seen.inner < least
-    ):  # episodes of one step: a bandit looks like that, and so may anything
+    if 4 * seen.inner < least:  # episodes of one step, as a bandit's: so may anything look
         return Verdict.UNDECIDED
     if 10 * seen.inner_equal >= seen.inner:
         return Verdict.FINE
