@@ -137,9 +137,10 @@ class DirectoryFormat(Format):
 
     def _write_header(self, header: bytes) -> None:
         try:
-            with open(self.inside.make(self.header_path), "wb", buffering=0) as target:
+            with open(self.inside.make(self.header_path), "wb") as target:
                 os.posix_fallocate(target.fileno(), 0, len(header))
                 target.write(header)
+                target.flush()
                 os.fsync(target.fileno())
         except OSError as error:
             raise failed(self.path, error, len(header)) from error

@@ -277,13 +277,20 @@ class Engine:
             self._look_at = now + LOOK_SECONDS
         self._header.head = head
         if self._power:
-            self._header.sync()
+            self._sync_head(start)
         self.commits += 1
         if self.ring and head - self._opened_at >= self.ring:
             self._columns.warm = True
         if now >= self._refresh_at:
             self._refresh(head)
         return range(start, head)
+
+    def _sync_head(self, before: int) -> None:
+        try:
+            self._header.sync()
+        except StorageError:
+            self._header.head = before  # nothing was promised, and the next append comes here
+            raise
 
     def _refresh(self, head: int) -> None:
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS

@@ -67,9 +67,12 @@ def open_file(path: Path, flags: int) -> int:
     """
     # A pipe would keep us waiting.
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.ENXIO, "it is no file", str(path))
+    except BaseException:
         os.close(file)
-        raise OSError(errno.ENXIO, "it is no file", str(path))
+        raise
     return file
 
 

@@ -72,8 +72,10 @@ class Case:
         """Whether the storage's creation was finished."""
         return self.kind._format_class(path).stands()
 
-    def open_or_create(self, path: Path) -> DiskStorage:
-        return self.kind(path, mode="append") if self.there(path) else self.create(path)
+    def open_or_create(self, path: Path, **more: Any) -> DiskStorage:
+        if self.there(path):
+            return self.kind(path, mode="append", **more)
+        return self.create(path, **more)
 
 
 CASES = {
@@ -281,10 +283,12 @@ def write_for_ever(
 
     They are arrays or tensors, which are copied in another way from the second of a size on.
     Now and then the storage is closed and opened again, if ``close``; ``pause`` is in seconds.
+    Every fourth writer syncs each commit.
     """
     pick = random.Random(seed)
     count = 1
-    storage = case.open_or_create(path)
+    durability = "power" if seed % 4 == 1 else "process"
+    storage = case.open_or_create(path, durability=durability)
     told.head = head = storage.head
     for step in itertools.count(1):
         if step % 3 == 0:
@@ -303,7 +307,7 @@ def write_for_ever(
             storage.flush()
         if close and step % 60 == 0:
             storage.close()
-            storage = case.kind(path, mode="append")
+            storage = case.open_or_create(path, durability=durability)
 
 
 def kill_at_random(case: Case, path: Path, kills: int) -> list[int]:

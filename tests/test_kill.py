@@ -85,9 +85,9 @@ def head_of(folder: Path) -> int | None:
         return storage.head
 
 
-def kill_after(server: WarmServer, folder: Path, seconds: float) -> int:
+def kill_after(server: WarmServer, folder: Path, seconds: float, *more: str) -> int:
     """Collect, or go on with it, and kill that process; its exit status."""
-    command = server.start(folder, *COLLECT, "--resume")
+    command = server.start(folder, *COLLECT, "--resume", *more)
     time.sleep(seconds)
     command.kill()
     status = command.wait()
@@ -134,11 +134,12 @@ def test_kill_minus_nine_at_random_points(
     while killed < KILLS:
         folder = tmp_path / f"chain-{chain}"
         chain += 1
+        more = ("--durability", "power") if chain % 3 == 0 else ()
         before = 0
         for place in range(KILLS_A_CHAIN):
             # The first kill of a chain may hit the start-up, the later ones go on to the end.
             share = chance.uniform(0, 0.3 + 0.25 * place)
-            killed += kill_after(server, folder, share * full_run) == -signal.SIGKILL
+            killed += kill_after(server, folder, share * full_run, *more) == -signal.SIGKILL
             head = head_of(folder)
             heads.append(head)
             assert (head or 0) >= before, "committed rows were lost"

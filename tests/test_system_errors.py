@@ -31,10 +31,18 @@ import tallyroll.storage
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.errors import CollectorError
-from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, memmap, open_storage, verify
+from tallyroll.storage import (
+    H5Storage,
+    MemmapStorage,
+    ZarrStorage,
+    hdf5_replace,
+    memmap,
+    open_storage,
+    verify,
+)
 from tallyroll.storage.base import DiskStorage
 from tallyroll.storage.engine import LOOK_SECONDS
-from tallyroll.storage.errors import CorruptStorage, StorageClosed, StorageError
+from tallyroll.storage.errors import CorruptStorage, DiskFailed, StorageClosed, StorageError
 
 from hostile_kit import KINDS as HOSTILE
 from hostile_kit import (
@@ -352,7 +360,7 @@ def test_after_an_error(
                 said = error
         try:
             head = storage.head
-            assert head in (10, 35)
+            assert head in ((10,) if said or step is not extend else (10, 35)), calls[at]
             storage.extend(rows(head, 5))
             assert stored(storage) == list(range(head + 5))[-len(storage) :]
             storage.close()
@@ -363,6 +371,48 @@ def test_after_an_error(
             assert storage.head >= head + 5
             assert stored(storage) == list(range(storage.head))[-len(storage) :]
             storage.extend(rows(storage.head, 5))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_the_last_sync_did_not_bring_to_the_disk_is_not_committed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = KINDS[name]
+    with kind(tmp_path / "rows.h5", durability="power", **options) as storage:
+        storage.extend(rows(0, 10), record=b"ten")
+        before, fdatasync = storage.head, os.fdatasync
+
+        def fails_behind_the_head(file: int) -> None:
+            if storage.head > before:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            fdatasync(file)
+
+        monkeypatch.setattr(os, "fdatasync", fails_behind_the_head)
+        with pytest.raises(DiskFailed):
+            storage.extend(rows(90, 7), record=b"ninety-seven")
+        monkeypatch.undo()
+        assert (storage.head, storage.record) == (10, (10, b"ten"))
+        storage.extend(rows(10, 5))
+        storage.extend(rows(15, 5))
+        assert stored(storage) == list(range(20))
+        assert storage.record == (10, b"ten")
+
+
+def test_a_file_that_cannot_be_looked_at_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.h5"
+    path.touch()
+    files = len(os.listdir("/proc/self/fd"))
+
+    def fails(file: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(hdf5_replace.os, "fstat", fails)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        hdf5_replace.open_file(path, os.O_RDONLY)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_disk_that_fails_for_good_while_hdf5_is_made_larger(

@@ -29,7 +29,11 @@ from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import Ledger, MultiprocessCollector
 from tallyroll.storage import open_storage
+from tallyroll.storage.base import DiskStorage
+from tallyroll.storage.engine import Durability
 from tallyroll.storage.errors import NotAStorage, StorageMissing
+from tallyroll.storage.formats import storage_class
+from tallyroll.storage.store import Mode
 
 from test_collect_kit import balanced
 from worker_faults_kit import (
@@ -102,6 +106,13 @@ def killed(pid: int) -> bool:
     return True
 
 
+def opened(data: Path, durability: Durability) -> DiskStorage:
+    """The storage at a path, which is created where it is not there."""
+    mode: Mode = "append" if is_there(data) else "create"
+    capacity = {"capacity": FRAMES} if data.suffix == ".h5" and mode == "create" else {}
+    return storage_class(data)(data, mode=mode, durability=durability, **capacity)
+
+
 def with_kills(folder: Path, number: int) -> int:
     """One run whose workers are killed; returns how many were."""
     chance = random.Random(number)
@@ -109,20 +120,23 @@ def with_kills(folder: Path, number: int) -> int:
     faults, policy = Faults(folder), Versioned()
     autoreset = chance.choice(list(AutoresetMode))
     data = folder / f"data{SUFFIXES[number % 3]}"
-    with MultiprocessCollector(
-        factories(faults, LANES, chance.randint(1, 3), autoreset=autoreset, slow=0.001),
-        policy,
-        mode="sync" if number % 2 else "async",
-        frames_per_batch=chance.choice([5, 24, 100]),
-        total_frames=frames,
-        init_random_frames=at_random,
-        layout=chance.choice(["rows", "lanes", "trajectories"]),
-        surplus="never_step" if autoreset is AutoresetMode.DISABLED else "carry",
-        storage=data,
-        on_worker_death="respawn",
-        max_respawns=1000,
-        mp_start_method="forkserver",
-    ) as collector:
+    with (
+        opened(data, "power" if number % 4 == 1 else "process") as storage,
+        MultiprocessCollector(
+            factories(faults, LANES, chance.randint(1, 3), autoreset=autoreset, slow=0.001),
+            policy,
+            mode="sync" if number % 2 else "async",
+            frames_per_batch=chance.choice([5, 24, 100]),
+            total_frames=frames,
+            init_random_frames=at_random,
+            layout=chance.choice(["rows", "lanes", "trajectories"]),
+            surplus="never_step" if autoreset is AutoresetMode.DISABLED else "carry",
+            storage=storage,
+            on_worker_death="respawn",
+            max_respawns=1000,
+            mp_start_method="forkserver",
+        ) as collector,
+    ):
         killer = Killer(collector, number)
         killer.start()
         yielded = 0
@@ -178,17 +192,23 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def go_on(folder: Path, data: Path, workers: int, **options: Any) -> None:
+def go_on(
+    folder: Path, data: Path, workers: int, durability: Durability = "process", **options: Any
+) -> None:
     """Collect, or go on collecting, to the end; now and then a worker fails, and is replaced."""
+    resume = is_there(data)
     planned = [Fault("step", "exit", lane, count) for lane in (0, 2) for count in (50, 120, 200)]
-    with MultiprocessCollector(
-        factories(Faults(folder, planned), LANES, workers, slow=0.0002),
-        storage=data,
-        resume=is_there(data),
-        on_worker_death="respawn",
-        mp_start_method="forkserver",
-        **options,
-    ) as collector:
+    with (
+        opened(data, durability) as storage,
+        MultiprocessCollector(
+            factories(Faults(folder, planned), LANES, workers, slow=0.0002),
+            storage=storage,
+            resume=resume,
+            on_worker_death="respawn",
+            mp_start_method="forkserver",
+            **options,
+        ) as collector,
+    ):
         for _ in collector:
             pass
 
@@ -216,6 +236,7 @@ def chain(folder: Path, number: int, full: float) -> list[int]:
         options = {
             "workers": chance.randint(1, 3),
             "mode": chance.choice(["sync", "async"]),
+            "durability": chance.choice(["process", "process", "power"]),
             "frames_per_batch": chance.choice([5, 24, 100]),
             "total_episodes" if episodes else "total_frames": EPISODES if episodes else FRAMES,
         }
