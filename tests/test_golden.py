@@ -150,7 +150,8 @@ def public(module: ModuleType) -> Iterator[tuple[str, str]]:
         if not isinstance(thing, type):
             yield name, str(inspect.signature(thing))
             continue
-        yield name, f"{takes(thing)} a {', '.join(base.__name__ for base in thing.__bases__)}"
+        bases = [c.__name__ for c in thing.__mro__[1:] if "tallyroll" not in c.__module__]
+        yield name, f"{takes(thing)} a {bases[0]}"
         for member, value in inspect.getmembers_static(thing):
             ours = any(member in vars(c) for c in thing.__mro__ if "tallyroll" in c.__module__)
             if ours and not member.startswith("_"):
