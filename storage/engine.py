@@ -34,7 +34,6 @@ from .id_watch import IdWatch
 from .intake import Intake
 from .lent import Lent
 from .lock import ReaderLock, WriterLock, is_held
-from .paths import failed
 from .pool import BufferPool
 from .preflight import require_room
 from .ring import first_valid, pieces, rows_in, slots_at, slots_of
@@ -514,10 +513,7 @@ class Engine:
         """
         with self._mutex:
             self._format.settle()
-            try:
-                self._header.sync()
-            except OSError as error:
-                raise failed(self._format.path, error, 0) from error
+            self._header.sync()
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""

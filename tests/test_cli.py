@@ -24,6 +24,7 @@ from tensordict import TensorDict
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.cli import scan as cli_scan
+from tallyroll.collector.cli.errors import CommandError
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
@@ -559,6 +560,11 @@ def stop_in_the_middle(command: Command, number: signal.Signals) -> float:
     command.kill(number)
     command.status = command.wait(10)  # type: ignore[attr-defined]
     return time.monotonic() - began
+
+
+def test_an_error_with_a_command_says_its_message_alone() -> None:
+    error = CommandError("expected this, got that", "tallyroll collect again")
+    assert (str(error), error.command) == ("expected this, got that", "tallyroll collect again")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -112,6 +112,21 @@ def test_never_step_executes_nothing_beyond_the_batch(
     assert collector.ledger.executed == collector.ledger.slots == collector.ledger.stored == 31
 
 
+@pytest.mark.parametrize("kind", ["vector", "serial"])
+@pytest.mark.parametrize("per_batch", [1, 2, 4, 7])
+def test_never_step_with_a_budget_of_episodes_carries_nothing(kind: str, per_batch: int) -> None:
+    with SyncCollector(
+        lambda: never_stepping(kind),
+        ByObservation(),
+        frames_per_batch=per_batch,
+        total_episodes=9,
+        surplus="never_step",
+    ) as collector:
+        for batch in collector:
+            assert collector.ledger.carried == 0
+            assert len(batch) == per_batch or collector.ledger.episodes_complete == 9
+
+
 def test_never_step_in_a_parallel_environment() -> None:
     kwargs: dict[str, Any] = {
         "frames_per_batch": 5,

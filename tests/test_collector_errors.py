@@ -419,6 +419,36 @@ def test_same_step_without_final_observations_is_an_error() -> None:
         collect(Forgetful(3, [[2]]), frames_per_batch=50, total_frames=50)
 
 
+class Widening(OracleVectorEnv):
+    """Its observations become float64 from the first step on, with the declared shape."""
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, *rest = super().step(actions)
+        return obs.astype(np.float64), *rest
+
+
+class Shrinking(OracleVectorEnv):
+    """Its observations lose all but the first number, which would fill all places."""
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, *rest = super().step(actions)
+        return obs[:, :1], *rest
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Widening, r"declares float32 \[3, 3\], the environment returned float64 \[3, 3\]"),
+        (Shrinking, r"declares float32 \[3, 3\], the environment returned float32 \[3, 1\]"),
+    ],
+)
+def test_observations_that_are_not_as_declared_are_an_error(
+    kind: type[OracleVectorEnv], match: str
+) -> None:
+    with pytest.raises(TransitionError, match=match):
+        collect(kind(3, [[2]]), frames_per_batch=9, total_frames=9)
+
+
 @pytest.mark.parametrize(
     ("module", "match"),
     [

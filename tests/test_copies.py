@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -319,3 +320,11 @@ def test_the_commands_take_a_copy_when_told(
     with pytest.raises(SystemExit):
         main(["collect", "CartPole-v1", "--frames", "9", "--out", copy, "--accept-copy"])
     assert "--accept-copy is for --resume and --append" in capsys.readouterr().err
+
+
+def test_when_a_file_was_made_is_what_the_system_says(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    said = subprocess.run(["stat", "-c", "%W", path], capture_output=True, text=True, check=True)
+    with path.open() as file:
+        assert born_at(file.fileno()) == int(said.stdout)

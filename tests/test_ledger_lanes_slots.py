@@ -230,6 +230,34 @@ def test_the_gate_admits_the_first_started_in_any_pieces(
     assert gate.completed == int((wanted & ended).sum())
 
 
+@given(
+    st.integers(1, 8),
+    st.lists(st.lists(st.integers(1, 4), min_size=8, max_size=8), min_size=1, max_size=4),
+    st.booleans(),
+    st.data(),
+)
+def test_the_gate_foresees_what_it_will_admit(
+    total: int, lengths: list[list[int]], reset_slots: bool, data: st.DataObject
+) -> None:
+    """Slot by slot, whichever lanes step, with a slot for each reset or without."""
+    lanes = len(lengths)
+    gate = EpisodeGate(total, lanes)
+    episode, left = [0] * lanes, [own[0] for own in lengths]
+    resets = np.zeros(lanes, bool)
+    for _ in range(25):
+        steps = np.array(data.draw(st.lists(st.booleans(), min_size=lanes, max_size=lanes)))
+        transitions, ended = steps & ~resets, np.zeros(lanes, bool)
+        foreseen = gate.upcoming(transitions)
+        for lane in np.flatnonzero(transitions):
+            left[lane] -= 1
+            ended[lane] = left[lane] == 0
+            if ended[lane]:
+                episode[lane] += 1
+                left[lane] = lengths[lane][episode[lane] % 8]
+        assert np.array_equal(gate.wanted(transitions[None], ended[None])[0], foreseen)
+        resets = np.where(steps, ended & reset_slots, resets)
+
+
 @given(st.none() | st.integers(1, 100), st.integers(1, 30))
 def test_a_budget_is_spent_exactly(total: int | None, per_batch: int) -> None:
     budget, stored, sizes = Budget(total), 0, []

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, TensorDict
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torchrl.data import TensorDictReplayBuffer
 
 from tallyroll.storage import MemmapStorage, RowsMismatch, columns, intake, looks
 from tallyroll.storage.columns import Columns
@@ -242,6 +243,18 @@ def test_inference_mode_and_others_take_turns(
     with torch.no_grad():
         extend(5)
     assert storage.column("x")[:, 0].tolist() == np.repeat(range(6), ROWS).tolist()
+
+
+def test_an_index_that_a_writer_added_costs_no_longer_way(
+    tmp_path: Path, quick: Callable[[], None]
+) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        replay = TensorDictReplayBuffer(storage=storage, batch_size=2)
+        for number in range(3):
+            replay.extend(TensorDict({"x": base(number)}, [ROWS]))
+        quick()
+        replay.extend(TensorDict({"x": base(3)}, [ROWS]))
+        assert storage.column("x").tobytes() == bits(torch.cat([base(n) for n in range(4)]))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, by forward_ad

@@ -277,3 +277,11 @@ def test_what_is_never_closed_is_closed_at_the_end_of_the_process(tmp_path: Path
     assert "ResourceWarning: unclosed storage" in done.stderr
     assert "Exception ignored" not in done.stderr
     assert TensorDict.load_memmap(path)["a"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("shape", [3, "33", None, {"0": 3}])
+@pytest.mark.parametrize("field", ["key", "shape"])
+def test_a_column_whose_key_or_shape_is_no_list_is_refused(field: str, shape: Any) -> None:
+    column = {"key": ["x"], "dtype": "float32", "shape": [3], field: shape}
+    with pytest.raises(InvalidSchema, match="not a column with lists for key and shape"):
+        Schema.from_json([column])

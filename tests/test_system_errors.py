@@ -398,6 +398,15 @@ def test_what_the_last_sync_did_not_bring_to_the_disk_is_not_committed(
         assert storage.record == (10, b"ten")
 
 
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    """It was none when the format was told by what is there."""
+    path, files = tmp_path / "rows.h5", len(os.listdir("/proc/self/fd"))
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is no file"):
+        hdf5_replace.open_file(path, os.O_RDONLY)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def test_a_file_that_cannot_be_looked_at_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

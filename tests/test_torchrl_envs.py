@@ -369,3 +369,25 @@ def test_batches_of_transformed_vectors_are_those_of_torchrls_wrapper() -> None:
     one, other = run(wrapped, ByObservation()), run(ours, ByObservation())
     assert np.array_equal(one["observation"], other["observation"])
     assert_same(one, other)
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_hooks_behind_a_step_are_called(lanes: int | None) -> None:
+    """What they make of the observation is what the policy sees and the next row begins with."""
+    env = OracleTorchEnv(lanes, [[4]])
+
+    def halved(td: TensorDictBase, following: TensorDictBase) -> tuple[Any, Any]:
+        return td, following.set("observation", following["observation"] / 2)
+
+    env._post_step_mdp_hooks = halved
+    batches, _ = collect(env, frames_per_batch=12, total_frames=12, finals="kept")
+    rows = joined(batches)
+    within = rows["collector", "step"] > 0
+    before = {
+        (int(row["collector", "traj_ids"]), int(row["collector", "step"])): row for row in rows
+    }
+    assert within.any()
+    for row in rows[within]:
+        step = int(row["collector", "step"])
+        last = before[int(row["collector", "traj_ids"]), step - 1]
+        assert torch.equal(row["observation"], last["next", "observation"] / 2)

@@ -228,6 +228,22 @@ def test_rewards_of_16_bits_and_of_several_kinds(path: Path) -> None:
     assert returns.tolist() == wanted
 
 
+@pytest.mark.parametrize("agents", [2, 3])
+def test_flags_of_several_agents_end_a_trajectory_together(path: Path, agents: int) -> None:
+    model = big(200)
+    rows = model.rows()
+    for name in ("done", "terminated", "truncated"):
+        flags = torch.zeros(200, agents, dtype=torch.bool)
+        flags[:, -1:] = rows["next", name]
+        rows.set(("next", name), flags)
+    with MemmapStorage(path) as storage:
+        table = fill_with(storage, rows).trajectories.table
+    with MemmapStorage(path.parent / "plain") as storage:
+        wanted = fill_with(storage, model.rows()).trajectories.table
+    assert table["end"].tolist() == wanted["end"].tolist()
+    assert table["length"].tolist() == wanted["length"].tolist()
+
+
 def fill_with(storage: MemmapStorage, rows: TensorDict) -> MemmapStorage:
     storage.extend(rows)
     return storage

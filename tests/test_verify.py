@@ -29,8 +29,9 @@ from tallyroll.storage import (
 from tallyroll.storage.episode_file import read_table, write_table
 from tallyroll.storage.episodes import table_dtype
 from tallyroll.storage.errors import NotAStorage
-from tallyroll.storage.findings import PLACES
+from tallyroll.storage.findings import PLACES, Findings
 from tallyroll.storage.inside import Inside
+from tallyroll.storage.lane_checks import Chunk, LaneChecks
 from tallyroll.storage.rows import nest
 from tallyroll.storage.value_checks import zero_rows
 from tallyroll.storage.verification import CHECKS
@@ -307,6 +308,28 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     assert report.skipped["ids"] == "there is no column collector/traj_ids of a collector"
     assert report.skipped["record"] == "no collector wrote one"
     assert report.skipped["checksums"] == "the storage was not finalized"
+
+
+@pytest.mark.parametrize("flags", [(), ("terminated",), ("done",), ("terminated", "truncated")])
+def test_what_can_be_checked_without_all_flags(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Where neither ``done`` nor both others say how rows end, nothing is followed by lane."""
+    (rows,) = episodes([1, 2, 3, 4])
+    for name in {"done", "terminated", "truncated"} - {*flags}:
+        del rows["next", name]
+    report = assert_sound(write(tmp_path / "data", rows))
+    ends = "done" in flags or len(flags) == 2
+    assert ("steps" in report.checked) == ends
+    if not ends:
+        assert report.skipped["steps"] == "there is no column next/done of a collector"
+
+
+def test_an_id_of_another_lane_is_not_taken_for_the_largest() -> None:
+    """Else the record would be said to give ids that were used."""
+    checks, findings = LaneChecks(2), Findings()
+    ids = np.array([0, 1, 2**40 + 1, 2])
+    rows = Chunk(0, ids, np.zeros(4, np.int64), np.array([0, 1, 0, 0]), np.ones(4, bool), ids * 0)
+    checks.advance(rows, findings)
+    assert checks.largest == 2
 
 
 def test_an_id_that_two_lanes_have_is_found_without_a_run_that_says_whose_it_is(
