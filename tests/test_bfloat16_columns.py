@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Composite, Unbounded
+from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from tallyroll.collector import SyncCollector, drive
@@ -129,3 +129,34 @@ def test_large_ones_are_left_out_of_batches_where_that_is_asked_for(
         assert "half" in batch.keys()
         assert not {*large} & {*batch.keys(True, True)}
     assert_same(bits(joined(run.batches)), bits(rows.clone().exclude(*large)))
+
+
+class HalfActions(OracleTorchEnv):
+    """Its actions are bfloat16 [2]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, action="box", **kwargs)
+        shape = (*self.batch_size, 2)
+        self.action_spec = Bounded(-1, 1, shape, dtype=torch.bfloat16)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict.set("action", tensordict["action"].float()))
+
+
+def half_actions(first: int = 0, lanes: int = LANES) -> EnvBase:
+    return HalfActions(lanes, LENGTHS, first_lane=first, ends="mixed")
+
+
+def acting_by_halves(td: TensorDictBase) -> TensorDictBase:
+    return td.set("action", (td["observation"][..., 1:] / 64).bfloat16())
+
+
+def test_actions_of_workers(tmp_path: Path) -> None:
+    one = through(SyncCollector(half_actions(), acting_by_halves, **RUN))
+    makes = [partial(half_actions, first, own) for first, own in shares(LANES, 3)]
+    with in_threads():
+        many = through(start(makes, acting_by_halves, storage=tmp_path / "s", **RUN))
+    rows = joined(many.batches)
+    assert rows["action"].dtype is torch.bfloat16
+    assert_same(bits(joined(one.batches)), bits(rows))
+    assert_same(bits(rows), bits(stored(tmp_path / "s")))
