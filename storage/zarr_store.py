@@ -187,6 +187,9 @@ class ZarrFormat(DirectoryFormat):
         if writable:
             self._sweep()
             self._attributes = self._read_attributes()
+            # What is shown stays so when a run is added, until the next refresh.
+            shown = self._attributes.get(_ROOT, {}).get("rows")
+            self._shown = shown if type(shown) is int and shown >= 0 else 0
             self._header_meta_stands = not any(self._header_shown_wrongly())
 
     def _sweep(self) -> None:

@@ -91,6 +91,16 @@ class OutsiderContract:
         for read in self.outsiders.values():
             assert read(path, KEYS)[0] == 0
 
+    def test_others_read_all_rows_while_a_run_is_added(self, path: Path) -> None:
+        with self.make(path) as storage:
+            storage.extend(arrays(0, 5))
+        with self.make(path, mode="append") as storage:
+            storage.initialise(storage.schema, {"second": True})
+            for read in self.outsiders.values():
+                shown, found = read(path, KEYS)
+                assert shown == 5
+                self.assert_shown(found, shown)
+
     def test_others_read_while_a_writer_writes(self, path: Path) -> None:
         capacity = 500_000 if self.default_capacity else None
         with process(write_and_show, self.storage_class, path, capacity) as (_, connection):
