@@ -47,6 +47,7 @@ trap - ERR
 step "ruff format" $bin/ruff format --check .
 step "ruff check" $bin/ruff check .
 step "mypy" $bin/mypy
+step "imports" $bin/lint-imports --no-cache
 # Many tests wait for other processes: two at a time. More would only take each other's time.
 step "pytest" $bin/pytest --numprocesses 2 --dist worksteal "$@"
 

@@ -18,7 +18,7 @@ from common import Contender, Tally, play_round
 from tensordict import TensorDict
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.storage.rows import Nest
+from tallyroll.storage.rows.nesting import Nest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

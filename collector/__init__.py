@@ -3,16 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tallyroll.storage.moved import moved_modules
+
 if TYPE_CHECKING:
-    from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
-    from tallyroll.collector.envs.info import Info
-    from tallyroll.collector.episodes import Episode
+    from tallyroll.collector.batches.layouts import split_trajectories
+    from tallyroll.collector.counting.episode_log import Episode
+    from tallyroll.collector.counting.ledger import Ledger
+    from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
     from tallyroll.collector.errors import CollectorError
     from tallyroll.collector.evaluation import Evaluation, evaluate
-    from tallyroll.collector.ledger import Ledger
     from tallyroll.collector.multiprocess import MultiprocessCollector
+    from tallyroll.collector.slab.info import Info
     from tallyroll.collector.sync import SyncCollector
-    from tallyroll.collector.trajectories import split_trajectories
 
 __all__ = [
     "CollectorError",
@@ -29,16 +31,34 @@ __all__ = [
 
 _HOMES = {
     "CollectorError": "errors",
-    "Episode": "episodes",
+    "Episode": "counting.episode_log",
     "Evaluation": "evaluation",
-    "GymnasiumVectorEnv": "envs.gymnasium_vector",
-    "Info": "envs.info",
-    "Ledger": "ledger",
+    "GymnasiumVectorEnv": "envs.gymnasium.vector",
+    "Info": "slab.info",
+    "Ledger": "counting.ledger",
     "MultiprocessCollector": "multiprocess",
     "SyncCollector": "sync",
     "evaluate": "evaluation",
-    "split_trajectories": "trajectories",
+    "split_trajectories": "batches.layouts",
 }
+
+moved_modules(
+    __name__,
+    {
+        "base": "run_loop",
+        "envs.gymnasium_vector": "envs.gymnasium.vector",
+        "envs.info": "slab.info",
+        "episodes": "counting.episode_log",
+        "exact": "run_loop",
+        "interrupts": "rollout.signals",
+        "keys": "slab.keys",
+        "ledger": "counting.ledger",
+        "names": "slab.names",
+        "policy": "policies.policy",
+        "random_actions": "policies.random_actions",
+        "trajectories": "batches.layouts",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:

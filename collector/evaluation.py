@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.counting.episode_log import Episode
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.envs.make import CreateEnv
-from tallyroll.collector.episodes import Episode
-from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.policy import PolicyFn, generators_restored
+from tallyroll.collector.policies.policy import PolicyFn, generators_restored
 from tallyroll.collector.sync import SyncCollector
 
 _FRAMES_PER_BATCH = 4096

@@ -16,38 +16,45 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector import arguments
-from tallyroll.collector.checks import Validate
-from tallyroll.collector.delivery import Postproc
-from tallyroll.collector.envs.info import Info
+from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.writer import StorageLike
+from tallyroll.collector.counting.ledger import Budget, Ledger
+from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.exact import ExactCollector
-from tallyroll.collector.finals import Finals
-from tallyroll.collector.lanes import driver_seed
-from tallyroll.collector.ledger import Budget, Ledger
-from tallyroll.collector.names import Rename
-from tallyroll.collector.options import Options
-from tallyroll.collector.policy import Policy, PolicyFn, Weights, on_cpu
-from tallyroll.collector.random_actions import all_drawn
-from tallyroll.collector.rollout import Rollout, Source, Surplus
-from tallyroll.collector.sink import StorageLike
-from tallyroll.collector.trajectories import Layout
-from tallyroll.collector.workers.crew import Crew
-from tallyroll.collector.workers.layout import Blocks, Share, evenly
+from tallyroll.collector.options import (
+    Finals,
+    Layout,
+    Options,
+    Postproc,
+    Surplus,
+    Validate,
+    not_negative,
+    one_of,
+    positive,
+    seconds,
+)
+from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_cpu
+from tallyroll.collector.policies.random_actions import all_drawn
+from tallyroll.collector.rollout.rollout import Rollout, Source
+from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
 from tallyroll.collector.workers.limits import limits_named
+from tallyroll.collector.workers.lockstep import RemoteDriver
 from tallyroll.collector.workers.main_guard import in_bootstrap, require_guard
-from tallyroll.collector.workers.memory import Arena, Measure, require
 from tallyroll.collector.workers.messages import Job
-from tallyroll.collector.workers.muster import Muster
-from tallyroll.collector.workers.remote_driver import RemoteDriver
+from tallyroll.collector.workers.processes import Crew
+from tallyroll.collector.workers.shared.memory import Arena, Measure, require
+from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
+from tallyroll.collector.workers.startup import Muster
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
 """In async mode a worker fills one while the other is read."""
 
 
-class MultiprocessCollector(ExactCollector):
+class MultiprocessCollector(Collector):
     """Collects exactly ``total_frames`` transitions with environments in worker processes.
 
     What it yields, counts and stores is what :class:`SyncCollector` would; arguments that are not
@@ -159,11 +166,11 @@ class MultiprocessCollector(ExactCollector):
         )
         _check_mode(mode, options)
         _check_start_method(mp_start_method)
-        arguments.one_of("on_worker_death", on_worker_death, ("raise", "respawn"))
-        respawns = arguments.not_negative("max_respawns", max_respawns)
+        one_of("on_worker_death", on_worker_death, ("raise", "respawn"))
+        respawns = not_negative("max_respawns", max_respawns)
         factories = _per_worker(create_env_fn, num_workers, num_envs, env_kwargs)
         self.num_workers, self._mode = len(factories), mode
-        threads = arguments.positive("threads_per_worker", threads_per_worker, optional=True)
+        threads = positive("threads_per_worker", threads_per_worker, optional=True)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._policy = None if policy is None else Policy(policy, None, None)
         jobs = [
@@ -180,8 +187,8 @@ class MultiprocessCollector(ExactCollector):
                     pickled,
                     start_method=mp_start_method,
                     threads=threads,
-                    step_timeout=arguments.seconds("step_timeout", step_timeout),
-                    start_timeout=arguments.seconds("start_timeout", start_timeout) or 120.0,
+                    step_timeout=seconds("step_timeout", step_timeout),
+                    start_timeout=seconds("start_timeout", start_timeout) or 120.0,
                 )
         except BaseException:
             self._sink.close()
@@ -204,7 +211,7 @@ class MultiprocessCollector(ExactCollector):
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,
-            plan.row_source(),
+            RowSource.of(plan),
             self._muster.ranges,
             description,
             policy,
@@ -372,9 +379,9 @@ def _per_worker(
             f"num_workers: wanted {len(create)}, as many as there are factories, got {workers}"
         )
     count = len(create) if isinstance(create, (list, tuple)) else workers
-    count = arguments.positive("num_workers", count)
+    count = positive("num_workers", count)
     if isinstance(create, str):
-        lanes = arguments.positive("num_envs", num_envs, optional=True) or count
+        lanes = positive("num_envs", num_envs, optional=True) or count
         if lanes < count:
             raise ArgumentError(
                 f"num_envs: wanted at least one lane for each of {count} workers, got {lanes}; use "
@@ -411,7 +418,7 @@ def _check_create(create: Any) -> None:
 
 
 def _check_mode(mode: str, options: Options) -> None:
-    arguments.one_of("mode", mode, ("sync", "async"))
+    one_of("mode", mode, ("sync", "async"))
     if mode == "sync":
         return
     if options.reset_at_each_iter:
@@ -441,7 +448,7 @@ def _check_start_method(method: str) -> None:
             'along, so that a lock which one of them holds is never released; use "spawn" or '
             '"forkserver"'
         )
-    arguments.one_of("mp_start_method", method, ("spawn", "forkserver"))
+    one_of("mp_start_method", method, ("spawn", "forkserver"))
 
 
 def _pickled(job: Job) -> bytes:

@@ -1,22 +1,23 @@
 """What every collector is told, checked before anything is made or touched."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from tensordict import TensorDictBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector import arguments
-from tallyroll.collector.checks import Validate
-from tallyroll.collector.delivery import Postproc
-from tallyroll.collector.envs.info import Info, infos_of
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.finals import Finals
-from tallyroll.collector.keys import Key
-from tallyroll.collector.names import Rename, checked_rename, split
-from tallyroll.collector.rollout import Surplus
-from tallyroll.collector.trajectories import Layout
+from tallyroll.collector.slab.info import Info, infos_of
+from tallyroll.collector.slab.keys import Key
+from tallyroll.collector.slab.names import Rename, checked_rename, split
+
+Layout = Literal["rows", "lanes", "trajectories"]
+Surplus = Literal["carry", "discard", "never_step"]
+Validate = Literal["raise", "warn", "off"]
+Finals = Literal["check", "lost", "kept"]
+Postproc = Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class Options:
         Raises:
             ArgumentError: one of them cannot be right.
         """
-        arguments.positive("frames_per_batch", frames_per_batch)
-        total = arguments.total(total_frames, total_episodes, reset_at_each_iter, surplus)
-        arguments.positive("max_frames_per_traj", max_frames_per_traj, optional=True)
-        arguments.one_of("layout", layout, ("rows", "lanes", "trajectories"))
+        positive("frames_per_batch", frames_per_batch)
+        total = _total(total_frames, total_episodes, reset_at_each_iter, surplus)
+        positive("max_frames_per_traj", max_frames_per_traj, optional=True)
+        one_of("layout", layout, ("rows", "lanes", "trajectories"))
         if split_trajs and layout == "lanes":
             raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
         if postproc is not None and not callable(postproc):
@@ -90,27 +91,27 @@ class Options:
             raise ArgumentError(
                 "yield_large=False leaves out columns that postproc may want; drop one of them"
             )
-        arguments.one_of("surplus", surplus, ("carry", "discard", "never_step"))
-        frame_skip = arguments.frame_skip(frame_skip)
+        one_of("surplus", surplus, ("carry", "discard", "never_step"))
+        frame_skip = _frame_skip(frame_skip)
         infos = infos_of(info_keys)
         if isinstance(frame_skip, str) and split(frame_skip) not in (info.key for info in infos):
             infos = (*infos, Info(frame_skip))
-        arguments.one_of("finals", finals, ("check", "lost", "kept"))
+        one_of("finals", finals, ("check", "lost", "kept"))
         if validate not in ("raise", "warn", "off"):
             raise ArgumentError(f'validate is "raise", "warn" or "off", got {validate!r}')
-        default = arguments.device("device", device)
+        default = _device("device", device)
         return cls(
             frames_per_batch=int(frames_per_batch),
             total_frames=total,
             total_episodes=total_episodes,
-            seed=arguments.seed(seed),
+            seed=seed_of(seed),
             layout="trajectories" if split_trajs else layout,
             surplus=surplus,
             device=default,
-            policy_device=arguments.device("policy_device", policy_device) or default,
-            env_device=arguments.device("env_device", env_device),
-            storing_device=arguments.device("storing_device", storing_device) or default,
-            init_random_frames=arguments.not_negative("init_random_frames", init_random_frames),
+            policy_device=_device("policy_device", policy_device) or default,
+            env_device=_device("env_device", env_device),
+            storing_device=_device("storing_device", storing_device) or default,
+            init_random_frames=not_negative("init_random_frames", init_random_frames),
             max_frames_per_traj=max_frames_per_traj,
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,
@@ -132,3 +133,87 @@ class Options:
     def largest_batch(self) -> int:
         """Rows of the largest batch that can come."""
         return min(self.frames_per_batch, self.total_frames or self.frames_per_batch)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentError(f"{name}: wanted an integer, got {value!r} ({type(value).__name__})")
+    return int(value.__index__())
+
+
+def positive(name: str, value: Any, *, optional: bool = False) -> int:
+    """``value`` as an integer above 0."""
+    if optional and value is None:
+        return 0
+    number = _integer(name, value)
+    if number <= 0:
+        raise ArgumentError(f"{name}: wanted an integer above 0, got {number}")
+    return number
+
+
+def not_negative(name: str, value: Any) -> int:
+    """``value`` as an integer of at least 0."""
+    number = _integer(name, value)
+    if number < 0:
+        raise ArgumentError(f"{name}: wanted an integer of at least 0, got {number}")
+    return number
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """``value`` as a number of seconds above 0, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(f"{name}: wanted a number of seconds above 0, or None, got {value!r}")
+    return float(value)
+
+
+def _total(frames: Any, episodes: Any, reset_at_each_iter: bool, surplus: str) -> int | None:
+    """The frame budget, or None where there is no limit of frames."""
+    if (frames is None) == (episodes is None):
+        raise ArgumentError(
+            "wanted total_frames (transitions, -1: no limit) or total_episodes, one of them, got "
+            f"total_frames={frames!r}, total_episodes={episodes!r}"
+        )
+    if episodes is not None:
+        positive("total_episodes", episodes)
+        if reset_at_each_iter:
+            raise ArgumentError(
+                "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one"
+            )
+        if surplus == "discard":
+            raise ArgumentError(
+                'total_episodes wants whole episodes and surplus="discard" throws parts of them '
+                'away; use surplus="carry"'
+            )
+        return None
+    if _integer("total_frames", frames) == -1:
+        return None
+    return positive("total_frames", frames)
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise unless ``value`` is among ``allowed``."""
+    if value not in allowed:
+        raise ArgumentError(f"{name}: wanted one of {list(allowed)}, got {value!r}")
+
+
+def _frame_skip(value: Any) -> int | str:
+    """Ticks a transition, or the info key that counts them."""
+    return value if isinstance(value, str) else positive("frame_skip", value)
+
+
+def seed_of(value: Any) -> int | None:
+    """A seed, or None."""
+    return None if value is None else not_negative("seed", value)
+
+
+def _device(name: str, value: torch.device | str | None) -> torch.device | None:
+    """A torch device, or None."""
+    try:
+        # A tensor's device is named in full ("cuda:0", not "cuda"), and is there.
+        return None if value is None else torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(
+            f"{name}: wanted a torch device of this machine, got {value!r}: {error}"
+        ) from error

@@ -9,27 +9,32 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector import arguments
-from tallyroll.collector.board import new_board
-from tallyroll.collector.checks import Validate, ranges_of
-from tallyroll.collector.delivery import Postproc
-from tallyroll.collector.drive import make_driver, plan_slab
-from tallyroll.collector.envs.info import Info
+from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.value_checks import ranges_of
+from tallyroll.collector.batches.writer import StorageLike
+from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.make import CreateEnv, make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
-from tallyroll.collector.exact import ExactCollector
-from tallyroll.collector.finals import Finals
-from tallyroll.collector.interrupts import admitted
-from tallyroll.collector.lanes import driver_seed
-from tallyroll.collector.names import Rename
-from tallyroll.collector.options import Options
-from tallyroll.collector.policy import Policy, PolicyFn
-from tallyroll.collector.rollout import Rollout, Surplus
-from tallyroll.collector.sink import StorageLike
-from tallyroll.collector.trajectories import Layout
+from tallyroll.collector.options import (
+    Finals,
+    Layout,
+    Options,
+    Postproc,
+    Surplus,
+    Validate,
+    positive,
+)
+from tallyroll.collector.policies.policy import Policy, PolicyFn
+from tallyroll.collector.rollout.rollout import Rollout
+from tallyroll.collector.rollout.signals import admitted
+from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
+from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.names import Rename
+from tallyroll.collector.slab.progress import new_board
 
 
-class SyncCollector(ExactCollector):
+class SyncCollector(Collector):
     """Collects exactly ``total_frames`` transitions in batches of exactly ``frames_per_batch``.
 
     Iterating yields TensorDicts in TorchRL's episode data format; the last one holds what
@@ -155,7 +160,7 @@ class SyncCollector(ExactCollector):
             yield_large=yield_large,
             finals=finals,
         )
-        arguments.positive("num_envs", num_envs, optional=True)
+        positive("num_envs", num_envs, optional=True)
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
             made = make_env(
@@ -204,7 +209,7 @@ class SyncCollector(ExactCollector):
             gate=self._gate,
         )
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
-        self._drive(rollout, plan.row_source(), ranges, description, policy)
+        self._drive(rollout, RowSource.of(plan), ranges, description, policy)
 
     def _close_source(self) -> None:
         if self._owns_env:

@@ -5,25 +5,29 @@ Conditions that are not named here are in `tallyroll.storage.errors`.
 
 from __future__ import annotations
 
-from .errors import (
-    CorruptStorage,
-    RowsMismatch,
-    SchemaMismatch,
-    StorageError,
-    StorageExists,
-    StorageFull,
-    StorageLocked,
-    StorageMissing,
-)
-from .findings import Finding, Report
-from .formats import open_storage
-from .hdf5 import H5Storage
-from .memmap import MemmapStorage
-from .n_steps import n_step
-from .samplers import TrajectorySliceSampler
-from .schema import Schema
-from .verification import verify
-from .zarr_store import ZarrStorage
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tallyroll.storage.moved import moved_modules
+
+if TYPE_CHECKING:
+    from tallyroll.storage.errors import (
+        CorruptStorage,
+        RowsMismatch,
+        SchemaMismatch,
+        StorageError,
+        StorageExists,
+        StorageFull,
+        StorageLocked,
+        StorageMissing,
+    )
+    from tallyroll.storage.n_steps import n_step
+    from tallyroll.storage.opening import open_storage
+    from tallyroll.storage.rows.schema import Schema
+    from tallyroll.storage.samplers import TrajectorySliceSampler
+    from tallyroll.storage.storages import H5Storage, MemmapStorage, ZarrStorage
+    from tallyroll.storage.verification.findings import Finding, Report
+    from tallyroll.storage.verification.storage_checks import verify
 
 __all__ = [
     "CorruptStorage",
@@ -45,3 +49,40 @@ __all__ = [
     "open_storage",
     "verify",
 ]
+
+_HOMES = {
+    "Finding": "verification.findings",
+    "H5Storage": "storages",
+    "MemmapStorage": "storages",
+    "Report": "verification.findings",
+    "Schema": "rows.schema",
+    "TrajectorySliceSampler": "samplers",
+    "ZarrStorage": "storages",
+    "n_step": "n_steps",
+    "open_storage": "opening",
+    "verify": "verification.storage_checks",
+}
+
+moved_modules(
+    __name__,
+    {
+        "base": "storages",
+        "checkpoint": "replay.checkpoint",
+        "findings": "verification.findings",
+        "hdf5": "storages",
+        "keys": "rows.keys",
+        "manifest": "files.manifest",
+        "memmap": "storages",
+        "schema": "rows.schema",
+        "store": "row_store",
+        "torchrl_face": "replay.buffers",
+        "zarr_store": "storages",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch and TorchRL takes seconds, which the errors alone need not wait for.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from .errors import ColumnsMissing, Overrun
-from .indexing import resolve
-from .keys import CUT, NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED
-from .ring import rows_in, slots_at
-from .rows import Key, spell
+from tallyroll.storage.engine.ring import rows_in, slots_at
+from tallyroll.storage.errors import ColumnsMissing, Overrun
+from tallyroll.storage.rows.indexing import resolve
+from tallyroll.storage.rows.keys import CUT, NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED
+from tallyroll.storage.rows.nesting import Key, spell
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .store import RowStore
+    from tallyroll.storage.engine.engine import Engine
+    from tallyroll.storage.row_store import RowStore
 
 __all__ = ["n_step"]
 

@@ -1,202 +1,133 @@
-"""A storage comes into being, or is opened: all of it, or nothing changed."""
+"""Open a storage whatever its format: what is there says which it is."""
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
-from .commit import Header, header_bytes
-from .engine import LOOK_SECONDS, Durability, Engine
-from .errors import CorruptStorage, InvalidSchema, NotAStorage
-from .format import Format
-from .lock import WriterLock
-from .manifest import Manifest, new_manifest, schema_crc, schema_of
-from .paths import sync_above
-from .preflight import require_room
-from .rows import spell
-from .schema import Schema
+from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
+from tallyroll.storage.files.header import refuse_newer_header
+from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.manifest import read_manifest
+from tallyroll.storage.files.paths import refuse_impossible, translated
+from tallyroll.storage.formats.hdf5.user_block import is_hdf5, is_ours
+from tallyroll.storage.formats.newer import refuse_newer_file, refuse_newer_group
+from tallyroll.storage.storages import DiskStorage, H5Storage, MemmapStorage, ZarrStorage
 
-__all__ = ["Opened", "create_new", "manifest_of", "open_existing"]
+__all__ = ["FORMATS", "open_storage", "storage_class"]
+
+FORMATS: Mapping[str, type[DiskStorage]] = {
+    "memmap": MemmapStorage,
+    "hdf5": H5Storage,
+    "zarr": ZarrStorage,
+}
+"""The classes by the short names of their formats."""
+
+_SUFFIXES = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
+_OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An open storage: what moves its rows, and what its manifest said."""
+def open_storage(
+    path: str | os.PathLike[str], mode: Literal["append", "read"] = "read", **options: Any
+) -> DiskStorage:
+    """Open the storage at ``path``, its format told by what is there.
 
-    engine: Engine
-    manifest: Manifest
-
-
-def manifest_of(format: Format) -> Manifest:
-    """The manifest at the format's path.
+    Args:
+        path: where it is.
+        mode: ``"read"`` or ``"append"``.
+        options: as the storage's class takes them, ``accept_copy`` for one.
 
     Raises:
         StorageMissing: nothing is there.
-        NotAStorage: something else is there, another format for one.
+        NotAStorage: something else is there.
+        FormatVersionMismatch: another version of the format is there.
+        CopyOfOpenStorage: it is a copy of one that was open for writing.
         CorruptStorage: it is damaged.
     """
-    format.refuse_missing()
-    manifest = format.read_manifest()
-    if manifest["format"] != format.name:
-        raise NotAStorage(
-            f"{format.path} is of format {manifest['format']}, not {format.name}. "
-            "tallyroll.storage.open_storage(path) opens any format."
-        )
-    return manifest
+    with translated(Path(path)):
+        kind = _class_at(Path(path))
+    return kind(path, mode=mode, **options)
 
 
-def open_existing(
-    format: Format,
-    *,
-    writable: bool,
-    capacity: int = 0,
-    durability: Durability = "process",
-    accept_copy: bool = False,
-) -> Opened:
-    """Open a storage, ``writable`` with the right to write and space for ``capacity`` rows.
+def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
+    """The class for a storage that is at ``path``, or will be.
+
+    Args:
+        path: where it is. What is there decides; where nothing is, the suffix does
+            (``.h5``, ``.hdf5``, ``.zarr``), and without one of these it is memory-mapped.
+        format: a key of `FORMATS` that it must be.
 
     Raises:
-        CopyOfOpenStorage: it is a copy of one that was open for writing, and ``accept_copy`` is
-            False.
-        OpenError, CorruptStorage: it cannot be opened.
-        StorageFull: no space for that many rows.
+        ValueError: no such format, or ``path`` is of another one.
     """
-    manifest = manifest_of(format)
-    format.durable = durability == "power"
-    if not writable:
-        schema = _schema_in(format, manifest)
-        header = _header_of(format, manifest, writable=False, accept_copy=accept_copy)
-        return Opened(_start(format, schema, header, None, durability), manifest)
-    with ExitStack() as undo:
-        lock = WriterLock(format.inside, format.lock_path)
-        undo.callback(lock.release)
-        if lock.made:
-            time.sleep(2 * LOOK_SECONDS)
-        # The writer before us may have changed it before we had the lock.
-        manifest = manifest_of(format)
-        schema = _schema_in(format, manifest)
-        # Before it may be written anew, into a file that is no copy.
-        _header_of(format, manifest, writable=False, accept_copy=accept_copy).close()
-        format.fit(schema, capacity)
-        header = _header_of(format, manifest, writable=True, accept_copy=accept_copy)
-        engine = _start(format, schema, header, lock, durability)
-        undo.callback(engine.abandon)
-        engine.reserve_rows(capacity)
-        if format.durable:
-            # Earlier writers may not have waited for the disk.
-            engine.settle()
-            sync_above(format.lock_path)
-        # Last: what fails before has changed nothing.
-        header.begin_writing()
-        undo.pop_all()
-    return Opened(engine, manifest)
-
-
-def _schema_in(format: Format, manifest: Manifest) -> Schema:
-    """The schema of a manifest, one that the format could have been created with."""
-    schema = schema_of(manifest, format.manifest_path)
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}.")
+    place = Path(path)
+    suffix = _SUFFIXES.get(place.suffix.lower())
     try:
-        _refuse_dims(format, schema)
-        format.check(schema)
-    except InvalidSchema as error:
-        raise CorruptStorage(
-            f"the schema in {format.manifest_path} is damaged: {error} Restore it."
-        ) from error
-    return schema
-
-
-def _header_of(format: Format, manifest: Manifest, *, writable: bool, accept_copy: bool) -> Header:
-    crc = schema_crc(schema_of(manifest, format.manifest_path))
-    version = manifest["format_version"]
-    header = Header(
-        format.open_header,
-        format.header_path,
-        schema_crc=crc,
-        writable=writable,
-        version=version,
-        accept_copy=accept_copy,
-    )
-    if header.ring and not format.rings:
-        header.close()
-        raise CorruptStorage(
-            f"{format.header_path} says that it is of a ring of {header.ring} rows, which no "
-            f"storage of format {format.name} is. Restore it from a copy."
-        )
-    return header
-
-
-def create_new(
-    format: Format,
-    schema: Schema,
-    runs: list[Any],
-    *,
-    id: str | None = None,
-    ring: int = 0,
-    capacity: int = 0,
-    durability: Durability = "process",
-) -> Opened:
-    """Make a storage without rows, a ring of ``ring`` slots where that is not 0.
-
-    It is one from the moment that its manifest stands.
-
-    Raises:
-        OpenError: it cannot be made there.
-        InvalidSchema: the format cannot hold these columns.
-        StorageFull: no space for ``capacity`` rows.
-    """
-    _refuse_dims(format, schema)
-    format.check(schema)
-    format.refuse_existing()
-    if rows := min(capacity, ring) if ring else capacity:
-        require_room(format, schema, rows)
-    made = not format.path.exists()
-    format.durable = durability == "power"
-    format.prepare()
-    manifest = new_manifest(format.name, schema, runs, id)
-    with ExitStack() as undo:
-        lock = WriterLock(format.inside, format.lock_path)
-        undo.callback(lock.release)
-        # Another process may have created one before we had the lock.
-        format.refuse_existing()
-        undo.callback(format.undo, made=made)
-        if format.durable:
-            # By its lock file what is left of a creation is known as ours.
-            sync_above(format.lock_path)
-        format.create(schema, header_bytes(schema_crc(schema), ring=ring), capacity=rows)
-        header = _header_of(format, manifest, writable=True, accept_copy=False)
-        engine = _start(format, schema, header, lock, durability)
-        undo.callback(engine.abandon)
-        engine.reserve_rows(capacity)
-        header.begin_writing()
-        if format.durable:
-            engine.settle()
-        format.write_manifest(manifest, durable=format.durable)
-        undo.pop_all()
-    return Opened(engine, manifest)
-
-
-def _refuse_dims(format: Format, schema: Schema) -> None:
-    for column in schema.columns:
-        if (dims := 1 + len(column.shape)) > format.most_dims:
-            raise InvalidSchema(
-                f"column {spell(column.key)} has {dims} dimensions, rows included, and this format "
-                f"holds {format.most_dims}. Flatten some."
+        with translated(place):
+            there = _name_at(place)
+    except (StorageMissing, NotAStorage):
+        there = None
+    for found, what in ((there, "holds a storage of format"), (suffix, "has the suffix of")):
+        if found is not None and format not in (None, found):
+            raise ValueError(
+                f"{path} {what} {found}, and the format {format} was asked for. Leave one of them "
+                "out, or give another path."
             )
+    return FORMATS[there or format or suffix or "memmap"]
 
 
-def _start(
-    format: Format,
-    schema: Schema,
-    header: Header,
-    lock: WriterLock | None,
-    durability: Durability,
-) -> Engine:
-    with ExitStack() as undo:
-        undo.callback(header.close)
-        format.open(schema, writable=lock is not None)
-        undo.callback(format.close)
-        engine = Engine(format, header, schema, lock=lock, durability=durability)
-        undo.pop_all()
-    return engine
+def _class_at(place: Path) -> type[DiskStorage]:
+    return FORMATS[_name_at(place)]
+
+
+def _name_at(place: Path) -> str:
+    refuse_impossible(place)
+    if not place.exists():
+        raise StorageMissing(f"{place} does not exist. Give the path of a storage.")
+    return _name_of_directory(place) if place.is_dir() else _name_of_file(place)
+
+
+_MEMMAP_HEADER = "tallyroll.header"
+
+
+def _name_of_directory(place: Path) -> str:
+    ours = place / "tallyroll" / "manifest.json"
+    refuse_impossible(ours)
+    if not ours.exists() and not (place / "manifest.json").exists():
+        refuse_newer_group(place)
+        for file in _OTHER_ZARR:
+            if (place / file).exists():
+                raise NotAStorage(
+                    f"{place} is Zarr ({file}), and not a Tallyroll storage: another program wrote "
+                    "it, or its creation was interrupted. Open it with zarr-python; if it was to "
+                    "be a storage, create it again."
+                )
+    manifest_path = ours if ours.exists() else place / "manifest.json"
+    try:
+        manifest = read_manifest(Inside(place), manifest_path)
+    except (NotAStorage, CorruptStorage):
+        refuse_newer_header(Inside(place), place / _MEMMAP_HEADER)
+        raise
+    for name, kind in FORMATS.items():
+        if kind._format_class.name == manifest["format"]:
+            return name
+    known = ", ".join(kind._format_class.name for kind in FORMATS.values())
+    raise NotAStorage(
+        f"{place} is of format {manifest['format']}, and this Tallyroll knows {known}. Use a newer "
+        "Tallyroll."
+    )
+
+
+def _name_of_file(place: Path) -> str:
+    if is_ours(place):
+        return "hdf5"
+    refuse_newer_file(place)
+    what = "an HDF5 file that another program wrote" if is_hdf5(place) else "a file"
+    raise NotAStorage(
+        f"{place} is {what}, not a Tallyroll storage. Give the path of a storage."
+        + (" h5py opens it." if "HDF5" in what else "")
+    )

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from .base import DiskStorage
-from .errors import SlotsMayChange
-from .ring import index_at
-from .rows import Key
-from .trajectories import _check_positive, done_places, draw, slice_marks
+from tallyroll.storage.engine.ring import index_at
+from tallyroll.storage.errors import SlotsMayChange
+from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.trajectories.mapping import _check_positive, done_places, draw, slice_marks
 
 __all__ = ["TrajectorySliceSampler"]
 

@@ -30,12 +30,12 @@ from tallyroll.collector.cli.report import (
 )
 from tallyroll.collector.cli.streams import emit, say
 from tallyroll.collector.cli.visible import pasteable
-from tallyroll.collector.envs.info import parsed
-from tallyroll.collector.exact import ExactCollector
 from tallyroll.collector.multiprocess import MultiprocessCollector
+from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import StorageLocked
-from tallyroll.storage.preflight import free_bytes
+from tallyroll.storage.formats.space import free_bytes
 
 _MOST_BATCH = 8192
 
@@ -205,7 +205,7 @@ class Run:
         if not self.quiet and self.report:
             emit(self.report)
 
-    def _collector(self, policy: Any) -> ExactCollector:
+    def _collector(self, policy: Any) -> Collector:
         plan = self.plan
         assert plan.env is not None
         arguments: dict[str, Any] = {
@@ -241,7 +241,7 @@ class Run:
     def _recorded_seed(self) -> Any:
         return None if self.target.run is None else self.target.run.get("seed")
 
-    def _is_done(self, collector: ExactCollector) -> bool:
+    def _is_done(self, collector: Collector) -> bool:
         ledger = collector.ledger
         if self.plan.frames is not None:
             return ledger.stored >= self.plan.frames
@@ -275,7 +275,7 @@ class Run:
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _say_what_it_takes(self, collector: ExactCollector) -> None:
+    def _say_what_it_takes(self, collector: Collector) -> None:
         storage, plan = self.target.storage, self.plan
         if self.anew:
             self.note(f"{self.out} held no run to resume: starting anew")
@@ -289,7 +289,7 @@ class Run:
         free = readable_bytes(free_bytes(storage.path))
         self.note(f"{takes}; {free} are free beside what is reserved for them in {self.out}")
 
-    def _reported(self, collector: ExactCollector, seconds: float) -> str:
+    def _reported(self, collector: Collector, seconds: float) -> str:
         console = plain_console()
         show = partial(console.print, soft_wrap=True)
         ledger = collector.ledger

@@ -13,11 +13,12 @@ from rich.table import Table
 from tallyroll.collector.cli.report import plain_console, readable_bytes, text_of, times
 from tallyroll.collector.cli.scan import Scan, scan
 from tallyroll.collector.cli.streams import emit
-from tallyroll.collector.keys import dotted
+from tallyroll.collector.slab.keys import dotted
 from tallyroll.storage import CorruptStorage, open_storage
-from tallyroll.storage.base import DiskStorage
-from tallyroll.storage.checksums import rows_covered
-from tallyroll.storage.lock import is_held
+from tallyroll.storage.files.checksums import rows_covered
+from tallyroll.storage.files.lock import is_held
+from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.storages import DiskStorage
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -165,13 +166,8 @@ def _finite(value: Any) -> Any:
 
 def _ledger(storage: DiskStorage) -> dict[str, Any] | None:
     """The last run's ledger at its last commit, None where no collector wrote one."""
-    if storage.record is None:
-        return None
-    try:
-        ledger = dict(json.loads(storage.record[1])["ledger"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return {name: count for name, count in ledger.items() if _is_count(count)}
+    record = RunRecord.parse(storage.record)
+    return None if record is None else record.ledger
 
 
 def first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:

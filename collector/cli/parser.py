@@ -8,8 +8,8 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
+from tallyroll.collector.batches.provenance import versions
 from tallyroll.collector.cli.visible import visible
-from tallyroll.collector.provenance import versions
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
@@ -409,8 +409,8 @@ def _rename(text: str) -> str:
 
 
 def _infos(text: str) -> list[str]:
-    from tallyroll.collector.envs.info import parsed  # torch takes seconds, and --help none
     from tallyroll.collector.errors import ArgumentError
+    from tallyroll.collector.slab.info import parsed  # torch takes seconds, and --help none
 
     names = _names(text)
     try:

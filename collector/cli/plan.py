@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Literal
 
+from tallyroll.collector.batches.resume import last_run_of
 from tallyroll.collector.cli.errors import CommandError
 from tallyroll.collector.cli.visible import pasteable
 from tallyroll.collector.errors import CollectorError
-from tallyroll.collector.last_run import last_run_of
-from tallyroll.collector.policy import PolicyFn
+from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.storage import CorruptStorage, Schema, StorageExists, StorageMissing
-from tallyroll.storage.base import DiskStorage
-from tallyroll.storage.engine import Durability
+from tallyroll.storage.engine.engine import Durability
 from tallyroll.storage.errors import NotAStorage
-from tallyroll.storage.formats import storage_class
+from tallyroll.storage.opening import storage_class
+from tallyroll.storage.storages import DiskStorage
 
 
 @dataclass(frozen=True)

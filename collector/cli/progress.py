@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tallyroll.collector.cli.plan import Plan
 from tallyroll.collector.cli.report import clock, readable_bytes
 from tallyroll.collector.cli.streams import say
-from tallyroll.collector.exact import ExactCollector
-from tallyroll.storage.base import DiskStorage
+from tallyroll.collector.run_loop import Collector
+from tallyroll.storage.storages import DiskStorage
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
@@ -72,7 +72,7 @@ class Snapshot:
 class Meter:
     """Reads a collector's counts, and from their change the rate."""
 
-    def __init__(self, collector: ExactCollector, plan: Plan, storage: DiskStorage) -> None:
+    def __init__(self, collector: Collector, plan: Plan, storage: DiskStorage) -> None:
         self._collector, self._storage = collector, storage
         self._episodes_wanted = plan.episodes
         self._total = plan.frames or plan.episodes or 1
@@ -200,9 +200,7 @@ class Bar(Display):
         self._bar.stop()
 
 
-def progress_for(
-    collector: ExactCollector, plan: Plan, storage: DiskStorage, quiet: bool
-) -> Display:
+def progress_for(collector: Collector, plan: Plan, storage: DiskStorage, quiet: bool) -> Display:
     """What suits stderr."""
     meter, console = Meter(collector, plan, storage), Console(stderr=True)
     if quiet:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tallyroll.collector.cli.visible import visible
-from tallyroll.collector.exact import ExactCollector
+from tallyroll.collector.run_loop import Collector
 
 FILE_WIDTH = 160
 
@@ -67,7 +67,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def ledger_table(collector: ExactCollector) -> Table:
+def ledger_table(collector: Collector) -> Table:
     """The ledger of a run, a line a count."""
     ledger = collector.ledger
     rows = [
@@ -92,7 +92,7 @@ def ledger_table(collector: ExactCollector) -> Table:
     return table
 
 
-def _returns(collector: ExactCollector) -> str:
+def _returns(collector: Collector) -> str:
     last = min(100, len(collector.episodes))
     if not last:
         return ""

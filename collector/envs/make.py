@@ -23,9 +23,8 @@ from torchrl.envs import (
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import AutoResetEnv
 
-from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.info import Info
-from tallyroll.collector.envs.infos import discovered
+from tallyroll.collector.envs.gymnasium.infos import discovered
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.throwaway import throwaway
 from tallyroll.collector.errors import (
     ArgumentError,
@@ -33,8 +32,9 @@ from tallyroll.collector.errors import (
     MissingExtra,
     NameRefused,
 )
-from tallyroll.collector.keys import Key, as_key
-from tallyroll.collector.names import Named, Rename, new_name, renamed, require_names
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.keys import Key, as_key
+from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | Callable[[], EnvBase | VectorEnv]
 

@@ -13,13 +13,13 @@ from torchrl.envs.transforms import (
     Transform,
 )
 
-from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import chain
-from tallyroll.collector.keys import NEXT, VALID, Key, as_key
-from tallyroll.collector.names import new_name
 from tallyroll.collector.options import Options
-from tallyroll.collector.slab import Layout
-from tallyroll.storage.keys import COUNTERS
+from tallyroll.collector.slab.keys import NEXT, VALID, Key, as_key
+from tallyroll.collector.slab.names import new_name
+from tallyroll.collector.slab.slab import Layout
+from tallyroll.storage.rows.keys import COUNTERS
 
 _REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
 

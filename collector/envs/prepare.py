@@ -6,7 +6,8 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.known_faults import refuse_known_faults
 from tallyroll.collector.envs.make import (
     can_step_part,
@@ -17,7 +18,6 @@ from tallyroll.collector.envs.make import (
 )
 from tallyroll.collector.envs.probe import refuse_reused
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.lanes import lane_seeds
 from tallyroll.collector.options import Options
 
 

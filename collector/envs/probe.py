@@ -21,13 +21,13 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, ParallelEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
-from tallyroll.collector.envs.gymnasium_vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.gymnasium.spaces import drawn_from
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import chain, loses_finals
 from tallyroll.collector.envs.reuse import contents, overlap, places
-from tallyroll.collector.envs.spaces import drawn_from
 from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.random_actions import MASK_NAME, RandomActions
+from tallyroll.collector.policies.random_actions import MASK_NAME, RandomActions
 
 MOST_STEPS = 32
 MOST_SECONDS = 0.1

@@ -15,7 +15,7 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 
-from tallyroll.collector.slab import Array
+from tallyroll.collector.slab.slab import Array
 
 Leaf: TypeAlias = NDArray[Any] | torch.Tensor
 _MOST_WORK = 10_000

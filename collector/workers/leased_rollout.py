@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from tallyroll.collector.board import COUNTED, LEASE, counted_word
-from tallyroll.collector.driver import LocalDriver
-from tallyroll.collector.episode_gate import EpisodeGate
-from tallyroll.collector.keys import Key
-from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.policy import Policy
-from tallyroll.collector.rollout import SLOTS_AT_ONCE, Rollout, Surplus
+from tallyroll.collector.counting.episode_budget import EpisodeGate
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.options import Surplus
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.rollout import SLOTS_AT_ONCE, Rollout
+from tallyroll.collector.slab.keys import Key
+from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.messages import Lease
 
 

@@ -8,19 +8,19 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.board import COUNTED, FILLED, LEASE, counted_in
-from tallyroll.collector.drive import SlabPlan
-from tallyroll.collector.driver import ended_in
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import LedgerError
-from tallyroll.collector.keys import RANDOM_VERSION, Key
-from tallyroll.collector.ledger import Ledger
-from tallyroll.collector.rollout import Block, Sound
-from tallyroll.collector.slab import Slab
-from tallyroll.collector.slots import Mask
+from tallyroll.collector.rollout.driver import ended_in
+from tallyroll.collector.rollout.rollout import Block, Sound
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.keys import RANDOM_VERSION, Key
+from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
+from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.crew import Crew, Member
-from tallyroll.collector.workers.layout import Blocks, Share
-from tallyroll.collector.workers.muster import Muster
+from tallyroll.collector.workers.processes import Crew, Member
+from tallyroll.collector.workers.shared.placement import Blocks, Share
+from tallyroll.collector.workers.startup import Muster
 
 
 @dataclass(eq=False)

@@ -24,12 +24,12 @@ import cloudpickle
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec
 
-from tallyroll.collector.checks import Range
-from tallyroll.collector.drive import SlabPlan
-from tallyroll.collector.keys import Key
+from tallyroll.collector.batches.value_checks import Range
+from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.options import Options
-from tallyroll.collector.slots import Mask
-from tallyroll.collector.workers.layout import Share
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.keys import Key
+from tallyroll.collector.workers.shared.placement import Share
 
 Action = NDArray[Any]
 

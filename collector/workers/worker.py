@@ -20,21 +20,21 @@ from torch import nn
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.checks import ranges_of
-from tallyroll.collector.drive import SlabPlan, make_driver, plan_slab
-from tallyroll.collector.driver import LocalDriver
+from tallyroll.collector.batches.value_checks import ranges_of
+from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import CollectorError
-from tallyroll.collector.lanes import driver_seed
-from tallyroll.collector.policy import Policy
-from tallyroll.collector.random_actions import RandomActions, lane_actions
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
+from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.end import end_with_parent
-from tallyroll.collector.workers.layout import Blocks
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
-from tallyroll.collector.workers.memory import Arena
-from tallyroll.collector.workers.weights import SharedWeights
+from tallyroll.collector.workers.shared.memory import Arena
+from tallyroll.collector.workers.shared.placement import Blocks
+from tallyroll.collector.workers.shared.weights import SharedWeights
 
 
 def main(connection: Connection, job: bytes, alive: int) -> None:

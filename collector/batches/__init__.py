@@ -1,0 +1,1 @@
+"""Batches: from a filled slab to rows, checked, numbered, stored and yielded."""

@@ -1,0 +1,122 @@
+"""Where the trajectories of a batch end: marked in what is yielded, not in what is stored. Pure.
+
+Value estimators step through time by ``done``: by the one at the root, or by that of a group of
+agents. So each of them is True at the last row that a batch has of a trajectory. At the root that
+is also where the environment says so, or where the trajectory is cut. A group may be told less:
+where the root ended it (by a time limit of all agents), its own flag may be False.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.slab.keys import CUT, DONE, STEP, TRAJ_IDS, Key
+
+Rows = dict[Key, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OwnFlags:
+    """What the environment said in the last rows of trajectories, below the root.
+
+    ``traj_ids`` and ``step`` are those of all rows ``[row]``, ``at`` the last rows ``[end]``.
+    """
+
+    traj_ids: NDArray[np.int64]
+    step: NDArray[np.int64]
+    at: NDArray[np.intp]
+    flags: Mapping[Key, torch.Tensor]
+    """``[end, ...]``, by key."""
+
+    def put_into(self, rows: Rows) -> None:
+        """Replace the flags of those rows, wherever they stand in ``rows`` ``[row]``.
+
+        Raises:
+            ArgumentError: the rows are not told, or a flag has another shape.
+        """
+        at = None
+        for key, own in self.flags.items():
+            column = rows.get(key)
+            if column is None:
+                continue
+            if column.shape[1:] != own.shape[1:]:
+                raise ArgumentError(
+                    f"postproc: expected {'.'.join(key)} of shape {list(own.shape[1:])} a row, got "
+                    f"{list(column.shape[1:])}; write the other form under another name"
+                )
+            if at is None:
+                at = torch.from_numpy(self._places(rows))
+            rows[key] = column.index_copy(0, at.to(column.device), own.to(column.device))
+
+    def _places(self, rows: Rows) -> NDArray[np.intp]:
+        ids, step = _numbers(rows[TRAJ_IDS]), None
+        if STEP in rows:
+            step = _numbers(rows[STEP])
+        if np.array_equal(ids, self.traj_ids) and (step is None or np.array_equal(step, self.step)):
+            return self.at
+        if step is not None:
+            order, own = np.lexsort((step, ids)), np.lexsort((self.step, self.traj_ids))
+            same = ids[order], step[order], self.traj_ids[own], self.step[own]
+            if np.array_equal(same[0], same[2]) and np.array_equal(same[1], same[3]):
+                places = np.empty(len(own), np.intp)
+                places[own] = order
+                return places[self.at]
+        raise ArgumentError(
+            "postproc: expected each row's collector.traj_ids and collector.step kept, got others, "
+            "so that the done flags of agents cannot be stored as the environment gave them; keep "
+            "these two columns"
+        )
+
+
+def _numbers(column: torch.Tensor) -> NDArray[np.int64]:
+    numbers: NDArray[np.int64] = column.reshape(-1).cpu().numpy()
+    return numbers
+
+
+def last_rows(rows: Rows) -> NDArray[np.bool_]:
+    """``[row]``: no row of the same trajectory follows. Trajectories stand one after the other."""
+    ids = rows[TRAJ_IDS].numpy()
+    last = np.ones(len(ids), np.bool_)
+    np.not_equal(ids[1:], ids[:-1], out=last[:-1])
+    return last
+
+
+def with_cuts(rows: Rows, dones: Sequence[Key] = ()) -> Rows:
+    """What is yielded: ``cut`` marked, and every done also True where a trajectory's rows end.
+
+    ``dones`` are the done keys below the root.
+    """
+    last = torch.from_numpy(last_rows(rows))
+    marked = {**rows, CUT: last & ~rows[DONE].reshape(-1).cpu()}
+    for key in (DONE, *dones):
+        done = rows[key]
+        marked[key] = done | last.to(done.device).view(-1, *(1 for _ in done.shape[1:]))
+    return marked
+
+
+def own_flags(rows: Rows, dones: Sequence[Key]) -> OwnFlags | None:
+    """A copy of what :func:`with_cuts` hides below the root; None where there is nothing."""
+    if not dones:
+        return None
+    at = np.flatnonzero(last_rows(rows))
+    index = torch.from_numpy(at)
+    flags = {key: rows[key].index_select(0, index.to(rows[key].device)) for key in dones}
+    return OwnFlags(rows[TRAJ_IDS].numpy().copy(), rows[STEP].numpy().copy(), at, flags)
+
+
+def without_cuts(rows: Mapping[Key, torch.Tensor], own: OwnFlags | None = None) -> Rows:
+    """What is stored: the environment's own done, no column that describes the batch.
+
+    Raises:
+        ArgumentError: rows that a postproc changed so that ``own`` has no place in them.
+    """
+    cut = rows[CUT].reshape(-1, 1)
+    kept = {key: column for key, column in rows.items() if key != CUT}
+    kept[DONE] = rows[DONE] & ~cut.to(rows[DONE].device)
+    if own is not None:
+        own.put_into(kept)
+    return kept

@@ -1,0 +1,147 @@
+"""Are the final observations those of the episodes that ended? Watched while rows are collected."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.errors import SilentReset
+from tallyroll.collector.slab.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
+from tallyroll.storage.rows.row_refs import Gathered
+from tallyroll.storage.verification.self_resets import Ends, SelfResets, Verdict, digests, joined
+
+"""What is known of the observations that episodes end with.
+
+``"check"``: they are compared with the first observations that follow, until it is decided;
+``"lost"``: the environment resets itself and returns the next episode's first one;
+``"kept"``: they are right, also where they equal the first ones that follow, for a reset keeps
+the state.
+"""
+
+
+class FinalsWarning(UserWarning):
+    """Final observations look as if the environment reset itself, and that is not certain."""
+
+
+class FinalsWatch:
+    """Follows the rows of a run until it is decided whether its environment resets itself.
+
+    Args:
+        lanes: of the run.
+        keys: observations, at the root and under ``"next"``, that tell states apart; none: nothing
+            is looked at.
+    """
+
+    def __init__(self, lanes: int, keys: tuple[Key, ...]) -> None:
+        self._keys = keys
+        self._resets = SelfResets(lanes) if keys else None
+        self._warned = False
+
+    def look(self, part: Part) -> None:
+        """Compare the rows of ``part``, which follow those of the call before."""
+        if self._resets is None:
+            return
+        rows = part.rows
+        valid = rows.get(NEXT_VALID)
+        self._resets.look(
+            Ends(
+                lane=rows[LANE].numpy(),
+                step=rows[STEP].numpy(),
+                ended=_flags(rows[DONE]),
+                terminated=_flags(rows[TERMINATED]),
+                first=partial(_digests_of, part, self._keys),
+                next=partial(_digests_of, part, tuple((NEXT, *key) for key in self._keys)),
+                valid=None if valid is None else valid.numpy(),
+            )
+        )
+        if self._resets.verdict is Verdict.FINE:
+            self._resets = None
+
+    def forget(self, lanes: NDArray[np.bool_]) -> None:
+        """Rows of ``lanes`` ``[lane]`` are missing from here on, or their environments are new."""
+        if self._resets is not None:
+            self._resets.forget(lanes)
+
+    def require_true(self, committed: Callable[[], str]) -> None:
+        """Raise where the environment resets itself; warn, once, where it may.
+
+        ``committed`` says which rows of the run are stored already.
+
+        Raises:
+            SilentReset: it does.
+        """
+        resets = self._resets
+        if resets is None:
+            return
+        if resets.verdict is Verdict.SELF_RESET:
+            raise SilentReset(f"{_seen(resets)}. {_WAY_OUT}. {committed()}")
+        if resets.verdict is Verdict.SAME_START and not self._warned:
+            self._warned = True
+            warnings.warn(f"{_seen(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
+
+    def warn_at_end(self, committed: Callable[[], str]) -> None:
+        """Warn where too few episodes ended to be certain, and all say the same."""
+        resets, self._resets = self._resets, None
+        if resets is not None and resets.likely is Verdict.SELF_RESET:
+            text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"
+            warnings.warn(text, FinalsWarning, stacklevel=2)
+
+
+def _seen(resets: SelfResets) -> str:
+    seen = resets.seen
+    return (
+        "expected the final observation of each episode, got the first observation of the next "
+        f"one: {seen.equal} of {seen.ends} final observations equal the first one that follows in "
+        f"their lane, and {seen.inner_equal} of {seen.inner} observations in mid-trajectory equal "
+        "the first one of their own trajectory"
+    )
+
+
+_WAY_OUT = (
+    "So the environment resets itself within step, without saying so. Return the final "
+    "observation from step and leave resets to the caller (with an environment that resets "
+    "itself, copy the observation before its reset), or let Gymnasium do it: a vector with "
+    'AutoresetMode.DISABLED over an environment that does not reset itself; or pass finals="lost", '
+    "which stores collector.next_valid False at ends, so that no learner bootstraps from them. If "
+    'a reset of this task keeps the state, these are right: pass finals="kept"'
+)
+_UNCERTAIN = (
+    "As all first observations are the same, a task that ends where it began looks like this, "
+    "and so does an environment that resets itself within step. If it is such a task, pass "
+    'finals="kept"; if it resets itself, pass finals="lost", or return the final observation from '
+    "step"
+)
+
+
+def _flags(column: torch.Tensor) -> NDArray[Any]:
+    flags: NDArray[Any] = column.reshape(-1).cpu().numpy()
+    return flags
+
+
+def _digests_of(part: Part, keys: tuple[Key, ...], rows: NDArray[np.intp]) -> NDArray[np.uint64]:
+    """Digests of the observation ``keys`` in ``rows`` of ``part``."""
+    return joined([_column_digests(part, key, rows) for key in keys])
+
+
+def _column_digests(part: Part, key: Key, rows: NDArray[np.intp]) -> NDArray[np.uint64]:
+    column: torch.Tensor | Gathered = part.large[key] if key in part.large else part.rows[key]
+    nbytes = column.nbytes // max(1, len(column))
+    found: NDArray[np.uint64] = digests(partial(_taken, column), rows, nbytes)
+    return found
+
+
+def _taken(column: torch.Tensor | Gathered, rows: NDArray[np.intp]) -> NDArray[Any]:
+    if isinstance(column, Gathered):
+        origin = None if column.origin is None else column.origin[rows]
+        return np.asarray(Gathered(column.sources, column.index[rows], origin))
+    if column.device.type == "cpu" and column.dtype is not torch.bfloat16:
+        taken: NDArray[Any] = column.numpy().take(rows, axis=0)
+        return taken
+    some = column.index_select(0, torch.from_numpy(rows).to(column.device)).cpu().contiguous()
+    octets: NDArray[Any] = some.reshape(len(rows), -1).view(torch.uint8).numpy()
+    return octets

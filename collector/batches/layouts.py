@@ -1,0 +1,173 @@
+"""Rows as trajectories: padded with a mask, as a list, or as offsets. Linear in the rows."""
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.slab.keys import CUT, DONE, LANE, MASK, STEP, TRAJ_IDS, as_key, dotted
+from tallyroll.storage.rows.keys import is_done
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Trajectories as slices of rows in order.
+
+    ``rows`` stands trajectory by trajectory, in time within each; trajectory ``i`` is
+    ``rows[offsets[i] : offsets[i + 1]]`` and has the id ``traj_ids[i]``.
+    """
+
+    rows: TensorDictBase
+    offsets: torch.Tensor
+    traj_ids: torch.Tensor
+
+
+@overload
+def split_trajectories(rows: TensorDictBase, *, out: Literal["padded"] = ...) -> TensorDict: ...
+@overload
+def split_trajectories(rows: TensorDictBase, *, out: Literal["list"]) -> list[TensorDictBase]: ...
+@overload
+def split_trajectories(rows: TensorDictBase, *, out: Literal["offsets"]) -> Offsets: ...
+def split_trajectories(
+    rows: TensorDictBase, *, out: Literal["padded", "list", "offsets"] = "padded"
+) -> TensorDict | list[TensorDictBase] | Offsets:
+    """Split rows by ``("collector", "traj_ids")``, in ascending order of the ids.
+
+    Args:
+        rows: transitions in any order and of any batch size; ids need not be adjacent. Rows
+            where ``("collector", "mask")`` is False are left out.
+        out: ``"padded"`` gives ``[trajectory, time]`` with ``("collector", "mask")``;
+            ``"list"`` a TensorDict ``[time]`` a trajectory; ``"offsets"`` an :class:`Offsets`.
+
+    Within a trajectory rows are ordered by ``("collector", "step")`` where it is there, else as
+    they come. At its last row ``("next", "done")``, and every bool ``"done"`` below it, is True,
+    and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so that
+    value estimators stop there.
+
+    Raises:
+        ArgumentError: there are no trajectory ids.
+    """
+    if out not in ("padded", "list", "offsets"):
+        raise ArgumentError(f'out is "padded", "list" or "offsets", got {out!r}')
+    flat = _flat(rows)
+    ids = flat.get(TRAJ_IDS).reshape(-1).cpu().numpy()
+    keys = [ids]
+    step = flat.get(STEP, None)
+    if step is not None:
+        keys.insert(0, step.reshape(-1).cpu().numpy())
+    order = stable_order(*keys)
+    sorted_ids = ids[order]
+    begin = np.flatnonzero(np.diff(sorted_ids, prepend=sorted_ids[:1] - 1))
+    lengths = np.diff(begin, append=len(ids))
+    ordered = flat if _is_identity(order) else _index(flat, order)
+    ordered = _mark_ends(ordered, begin + lengths - 1)
+    if out == "padded":
+        return padded(ordered, lengths)
+    if out == "list":
+        return list(ordered.split(lengths.tolist())) if len(lengths) else []
+    offsets = torch.from_numpy(np.append(begin, len(ids)))
+    return Offsets(ordered, offsets, torch.from_numpy(sorted_ids[begin]))
+
+
+def by_lane(rows: TensorDictBase, lanes: int) -> TensorDict:
+    """Rows that stand lane by lane as ``[lane, time]``, padded, with ``("collector", "mask")``."""
+    counts = np.bincount(rows.get(LANE).cpu().numpy(), minlength=lanes)
+    return padded(rows, counts)
+
+
+def padded(rows: TensorDictBase, lengths: Int) -> TensorDict:
+    """Consecutive groups of ``rows`` as ``[group, longest]``, zeros behind each group's end."""
+    groups, longest = len(lengths), int(lengths.max(initial=0))
+    within = np.arange(longest)[None, :] < lengths[:, None]
+    at = torch.from_numpy(np.flatnonzero(within))
+    full = groups * longest == len(rows)
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if full:
+            return leaf.reshape(groups, longest, *leaf.shape[1:])
+        wide = leaf.new_zeros((groups * longest, *leaf.shape[1:]))
+        wide.index_copy_(0, at.to(leaf.device), leaf)
+        return wide.view(groups, longest, *leaf.shape[1:])
+
+    out: TensorDict = rows.apply(pad, batch_size=[groups, longest])
+    _give_batch_dims(out, rows)
+    out.set(MASK, torch.from_numpy(within).to(rows.device or "cpu"))
+    return out
+
+
+def _give_batch_dims(out: TensorDictBase, rows: TensorDictBase) -> None:
+    """Let nested TensorDicts of ``out`` have the batch dimensions that those of ``rows`` have."""
+    for name, value in rows.items():
+        if not isinstance(value, TensorDictBase) or is_non_tensor(value):
+            continue
+        group = out.get(name)
+        if value.batch_dims > rows.batch_dims:
+            group.batch_size = (*out.batch_size, *value.batch_size[rows.batch_dims :])
+        _give_batch_dims(group, value)
+
+
+def stable_order(*keys: Int) -> NDArray[np.intp]:
+    """The order that sorts by the last key, ties by the one before, then as they come.
+
+    A radix sort, 16 bits a pass over the range that each key spans: linear in the rows.
+    """
+    order: NDArray[np.intp] = np.arange(len(keys[0]), dtype=np.intp)
+    if not len(order):
+        return order
+    for key in keys:
+        offset = key.astype(np.int64) - int(key.min())
+        if np.all(offset[order[1:]] >= offset[order[:-1]]):
+            continue
+        top = int(offset.max())
+        for shift in range(0, max(1, top.bit_length()), 16):
+            digit = ((offset >> shift) & 0xFFFF).astype(np.uint16)
+            order = order[np.argsort(digit[order], kind="stable")]
+    return order
+
+
+def _flat(rows: TensorDictBase) -> TensorDictBase:
+    if rows.get(TRAJ_IDS, None) is None:
+        raise ArgumentError(
+            f"wanted rows with {dotted(TRAJ_IDS)}, got the keys "
+            f"{sorted(dotted(key) for key in rows.keys(True, True))}"
+        )
+    flat = rows if rows.ndim == 1 else rows.reshape(-1)
+    mask = flat.get(MASK, None)
+    return flat if mask is None else flat[mask.reshape(-1)].exclude(MASK)
+
+
+def _is_identity(order: NDArray[np.intp]) -> bool:
+    return bool(np.array_equal(order, np.arange(len(order))))
+
+
+def _index(rows: TensorDictBase, order: NDArray[np.intp]) -> TensorDictBase:
+    at = torch.from_numpy(order)
+    out: TensorDictBase = rows.apply(lambda leaf: leaf.index_select(0, at.to(leaf.device)))
+    return out
+
+
+def _mark_ends(rows: TensorDictBase, last: NDArray[np.intp]) -> TensorDictBase:
+    done = rows.get(DONE, None)
+    if done is None or not len(last):
+        return rows
+    marked = rows.copy()
+    at = torch.from_numpy(last).to(done.device)
+    cut = torch.zeros(len(rows), dtype=torch.bool, device=done.device)
+    known = rows.get(CUT, None)
+    if known is not None:
+        cut |= known
+    cut[at] |= ~done.reshape(len(rows), -1).any(-1)[at]
+    for key, leaf in rows.items(True, True):
+        if not isinstance(leaf, torch.Tensor) or not is_done(as_key(key), leaf.dtype):
+            continue
+        done = leaf.clone()
+        done[at.to(done.device)] = True
+        marked.set(key, done)
+    marked.set(CUT, cut)
+    return marked

@@ -1,0 +1,186 @@
+"""A batch is delivered: merged, counted, stored, and given the layout in which it is yielded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.collector.batches.cuts import own_flags, with_cuts, without_cuts
+from tallyroll.collector.batches.layouts import by_lane, split_trajectories
+from tallyroll.collector.batches.rows import (
+    Part,
+    Rows,
+    RowSource,
+    as_tensordict,
+    behind_rows,
+    merge,
+)
+from tallyroll.collector.batches.writer import Columns, Sink, columns_of
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options import Layout, Postproc
+from tallyroll.collector.rollout.signals import admitted
+from tallyroll.collector.slab.keys import (
+    CUT,
+    DONE,
+    LANE,
+    NEXT,
+    POLICY_VERSION,
+    RANDOM_VERSION,
+    STEP,
+    TRAJ_IDS,
+    Key,
+    dotted,
+)
+from tallyroll.collector.slab.slab import Column, numpy_dtype
+from tallyroll.storage.engine.pool import BufferPool
+from tallyroll.storage.rows.batch_dims import batch_dims_of
+
+
+class Delivery:
+    """Takes the parts of a batch and returns what is yielded.
+
+    Args:
+        sink: where rows are stored before they are yielded.
+        source: gives the schema of rows.
+        lanes: of the run.
+        ledger: counted up with every batch.
+        held: how many transitions wait, in the place they come from, for the next batch.
+        provenance: written with the schema.
+        layout: of what is yielded.
+        postproc: applied to the rows before they are stored and yielded.
+        device: where yielded batches lie.
+        yield_large: whether columns of large rows are yielded, or only stored.
+        frame_skip: simulator ticks a transition, or the column that counts them.
+        count_random: whether random actions are an exception that is counted.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        source: RowSource,
+        lanes: int,
+        ledger: Ledger,
+        held: Callable[[], int],
+        provenance: Mapping[str, Any],
+        *,
+        layout: Layout,
+        postproc: Postproc | None,
+        device: torch.device | None,
+        yield_large: bool,
+        frame_skip: int | Key,
+        count_random: bool,
+    ) -> None:
+        self._sink, self._lanes, self._ledger, self._held = sink, lanes, ledger, held
+        self._provenance, self._layout = provenance, layout
+        self._postproc, self._device = postproc, device
+        self._frame_skip, self._count_random = frame_skip, count_random
+        self._yield_large = yield_large
+        self._dones, self._behind = tuple(source.dones), source.behind
+        self._keys = tuple(source.schema())
+        self._large = tuple(source.large)
+        large = [source.layout[key] for key in self._large] if yield_large else []
+        # What NumPy has no dtype for was copied as small columns are.
+        self._pool = BufferPool(
+            [(numpy_dtype(c.dtype), c.shape) for c in large if c.dtype is not torch.bfloat16]
+        )
+        self.batches = 0
+        if postproc is None:
+            sink.open(source.schema(), provenance, source.behind)
+
+    def goes_on_from(self, provenance: Mapping[str, Any], next_id: int) -> None:
+        """The run goes on from a loaded state, which ``provenance`` and the ledger tell of.
+
+        Its trajectories have ids from ``next_id`` on.
+        """
+        self._provenance = provenance
+        self._sink.goes_on_from(self._ledger, provenance, next_id)
+
+    def deliver(self, parts: Sequence[Part], open_lanes: int) -> TensorDictBase:
+        """Store the rows of ``parts``, which follow one another in time, as one batch.
+
+        ``open_lanes`` trajectories go on behind it. Where storing fails, only rows that were
+        committed before it did are counted.
+
+        Raises:
+            LedgerError: before anything is stored: transitions were lost or doubled on their way.
+        """
+        part = merge(parts)
+        rows, large = self._parted(part)
+        before, head = self._ledger.counts(), self._sink.head
+        try:
+            self._count(rows)
+            if self._postproc is None:
+                self._sink.write(rows, len(rows[STEP]), self._ledger, open_lanes, large)
+                batch: TensorDictBase = self._as_batch(rows)
+            else:
+                batch = self._postprocessed(rows, self._postproc, open_lanes)
+        except BaseException:
+            committed = self._sink.head - head
+            if committed < len(rows[STEP]):  # else it was raised behind the commit
+                self._ledger.load(before)
+                self._add({key: column[:committed] for key, column in rows.items()})
+            raise
+        self.batches += 1
+        if self._layout == "lanes":
+            return by_lane(batch, self._lanes)
+        if self._layout == "trajectories":
+            return split_trajectories(batch)
+        return batch
+
+    def _parted(self, part: Part) -> tuple[Rows, Columns]:
+        """The rows that are yielded, and the large columns that are only stored."""
+        if not self._large:
+            return part.rows, {}
+        rows = dict(part.rows)
+        if not self._yield_large:
+            copied = {key: rows.pop(key) for key in self._large if key in rows}
+            return rows, {**part.large, **copied}
+        if part.large:
+            # Memory that was used before costs a fifth of new memory.
+            arrays = self._pool.arrays((len(part),))
+            for (key, gathered), array in zip(part.large.items(), arrays, strict=True):
+                gathered.copy_to(array)
+                rows[key] = torch.from_numpy(array)
+            rows = {key: rows[key] for key in self._keys}
+        return rows, {}
+
+    def _as_batch(self, rows: Rows) -> TensorDictBase:
+        return as_tensordict(with_cuts(rows, self._dones), self._device, self._behind)
+
+    def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
+        own = own_flags(rows, self._dones) if self._sink.stores else None
+        with admitted():
+            batch = postproc(self._as_batch(rows))
+        count = len(rows[STEP])
+        if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
+            got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
+            raise ArgumentError(f"postproc: wanted a TensorDict of batch size [{count}], got {got}")
+        missing = [dotted(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
+        if missing:
+            raise ArgumentError(f"postproc: wanted the columns {missing} kept, they are gone")
+        stored = without_cuts(columns_of(batch), own)
+        if not self._sink.ready:
+            schema = {
+                key: Column(leaf.dtype, tuple(leaf.shape[1:])) for key, leaf in stored.items()
+            }
+            self._sink.open(schema, self._provenance, behind_rows(schema, batch_dims_of(batch)))
+        self._sink.write(stored, count, self._ledger, open_lanes, {})
+        return batch
+
+    def _count(self, rows: Rows) -> None:
+        self._add(rows)
+        self._ledger.balance(self._held())
+
+    def _add(self, rows: Rows) -> None:
+        ledger, count = self._ledger, len(rows[STEP])
+        ledger.stored += count
+        ledger.episodes_complete += int(rows[DONE].sum())
+        if self._count_random:
+            ledger.random += int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
+        if isinstance(self._frame_skip, int):
+            ledger.ticks += count * self._frame_skip
+        else:
+            before, after = rows[self._frame_skip], rows[(NEXT, *self._frame_skip)]
+            ledger.ticks += int((after - before).sum())

@@ -1,0 +1,54 @@
+"""What made the data: versions, and the part of a call that is worth keeping."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from tallyroll.collector.counting.ledger import Ledger
+
+MOST_SEEDS = 1024
+
+_PACKAGES = ("tallyroll", "tensordict", "torchrl", "gymnasium", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that the data depends on."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def run_provenance(
+    environment: Mapping[str, Any],
+    ledger: Ledger,
+    lane_seeds: Sequence[int],
+    *,
+    lanes: int,
+    call: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a manifest says of a run: JSON values.
+
+    ``call`` is what of the collector's call is worth keeping. ``lane_seeds`` are those of each
+    lane's first reset, none where the environment chose them; they are left out beyond
+    `MOST_SEEDS`, for they follow from the seed.
+    """
+    run: dict[str, Any] = {
+        "environment": environment,
+        "versions": ledger.versions,
+        "seed": ledger.seed,
+        "incarnation": ledger.incarnation,
+        "lanes": lanes,
+        "call": dict(call),
+    }
+    if ledger.respawned:  # of the incarnations: the others are resumptions
+        run["respawned"] = ledger.respawned
+    if 0 < len(lane_seeds) <= MOST_SEEDS:
+        run["lane_seeds"] = list(lane_seeds)
+    return run

@@ -1,0 +1,208 @@
+"""From a filled slab to rows: gather, number, check, mark the cuts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from tallyroll.collector.counting.numbering import LaneState, Numbers, number
+from tallyroll.collector.rollout.rollout import Block
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.keys import (
+    DONE,
+    LANE,
+    NEXT,
+    NEXT_VALID,
+    POLICY_VERSION,
+    STEP,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+)
+from tallyroll.collector.slab.slab import Column, Layout
+from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
+from tallyroll.storage.rows.row_refs import LARGE_NBYTES, Gathered
+
+Rows = dict[Key, torch.Tensor]
+"""Columns ``[row, ...]`` of equal length."""
+
+
+@dataclass
+class Part:
+    """Rows of a batch: columns that were copied, and large ones that still lie in the slab."""
+
+    rows: Rows
+    large: dict[Key, Gathered]
+
+    def __len__(self) -> int:
+        return len(self.rows[STEP])
+
+    def settle(self) -> None:
+        """Copy what lies in the slab, which will be written over."""
+        for key, gathered in self.large.items():
+            array = np.asarray(gathered)
+            self.large[key] = Gathered([array], np.arange(len(array)))
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """What a slab's columns become as rows.
+
+    ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
+    ``observed`` names the observations that tell states apart, ``dones`` names the done columns
+    below the root, ``batch_dims`` counts the batch dimensions that nested TensorDicts have behind
+    the rows.
+    """
+
+    layout: Layout
+    rewards: Sequence[Key]
+    lost_finals: bool
+    observed: tuple[Key, ...] = ()
+    dones: Sequence[Key] = ()
+    batch_dims: BatchDims = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: SlabPlan) -> Self:
+        """What makes rows of the slabs of that plan."""
+        return cls(
+            plan.layout,
+            plan.rewards,
+            plan.lost_finals,
+            plan.observed,
+            plan.dones,
+            plan.batch_dims,
+        )
+
+    @cached_property
+    def large(self) -> tuple[Key, ...]:
+        """Columns whose rows are large; rewards and flags, which are looked at, are not among."""
+        looked_at = {*self.rewards, *self.dones, DONE, TERMINATED, TRUNCATED}
+        return tuple(
+            key
+            for key, column in self.layout.items()
+            if key not in looked_at
+            and column.dtype.itemsize * math.prod(column.shape) >= LARGE_NBYTES
+        )
+
+    @cached_property
+    def unobserved(self) -> tuple[Key, ...]:
+        """Columns that look like observations, at the root and under ``"next"``, and are none."""
+        return tuple(
+            key
+            for key, column in self.layout.items()
+            if self.layout.get((NEXT, *key)) == column and key not in self.observed
+        )
+
+    def schema(self) -> dict[Key, Column]:
+        """Dtype and shape of every column of a row, in order."""
+        schema = dict(self.layout)
+        for key in (DONE, TERMINATED, TRUNCATED):
+            schema[key] = Column(torch.bool, (1,))
+        schema[TRAJ_IDS] = schema[STEP] = schema[POLICY_VERSION] = Column(torch.int64, ())
+        schema[LANE] = Column(torch.int32, ())
+        if self.lost_finals:
+            schema[NEXT_VALID] = Column(torch.bool, ())
+        return schema
+
+    @cached_property
+    def behind(self) -> Shapes:
+        """The batch size behind the rows of each nested TensorDict that has one."""
+        return behind_rows(self.schema(), self.batch_dims)
+
+    def rows(self, block: Block, state: LaneState) -> tuple[Part, Numbers]:
+        """Gather the rows of ``block``, number them, and move ``state`` past them."""
+        slab = block.slab
+        large = {
+            key: Gathered([slab.flat[key]], block.index) for key in self.large if key in slab.flat
+        }
+        rows = {key: take(block, key) for key in self.layout if key not in large}
+        done = _flags(rows)
+        ended = done.cpu().numpy()[:, 0]
+        version = slab.version.reshape(-1).take(block.index)
+        numbers = number(state, block.lane, block.per_lane, ended, self._rewards(rows), version)
+        rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
+        rows[STEP] = torch.from_numpy(numbers.step)
+        rows[POLICY_VERSION] = torch.from_numpy(version)
+        rows[LANE] = torch.from_numpy(block.lane)
+        if self.lost_finals:
+            rows[NEXT_VALID] = ~done.reshape(-1).cpu()
+        return Part(rows, large), numbers
+
+    def _rewards(self, rows: Rows) -> NDArray[np.float64]:
+        """One number a row: the sum over agents and objectives where there are several."""
+        total: NDArray[np.float64] | float = 0.0
+        for key in self.rewards:
+            reward = rows[key]
+            flat = reward.cpu().to(torch.float64).numpy().reshape(len(reward), -1)
+            total = total + (flat[:, 0] if flat.shape[1] == 1 else flat.sum(axis=1))
+        return np.asarray(total, np.float64)
+
+
+def _flags(rows: Rows) -> torch.Tensor:
+    """Complete terminated, truncated and done, and return done ``[row, 1]``."""
+    terminated = rows[TERMINATED]
+    if TRUNCATED not in rows:
+        rows[TRUNCATED] = rows[DONE] & ~terminated
+    rows[DONE] = rows[DONE] if DONE in rows else terminated | rows[TRUNCATED]
+    return rows[DONE]
+
+
+def take(block: Block, key: Key) -> torch.Tensor:
+    """The rows of ``block`` out of a column of its slab, copied."""
+    slab = block.slab
+    if key in slab.flat:
+        # NumPy's gather is up to 8 times faster than torch's on rows of uint8.
+        return torch.from_numpy(slab.flat[key].take(block.index, axis=0))
+    column = slab.columns[key].flatten(0, 1)
+    return column.index_select(0, torch.from_numpy(block.index).to(column.device))
+
+
+def merge(parts: Sequence[Part]) -> Part:
+    """Parts that follow one another in time as one, lane by lane again."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    joined = {key: torch.cat([part.rows[key] for part in parts]) for key in first.rows}
+    order = np.argsort(joined[LANE].numpy(), kind="stable")
+    at = torch.from_numpy(order)
+    rows = {key: column.index_select(0, at.to(column.device)) for key, column in joined.items()}
+    large = {
+        key: Gathered.joined([part.large[key] for part in parts], order) for key in first.large
+    }
+    return Part(rows, large)
+
+
+def behind_rows(schema: Mapping[Key, Column], batch_dims: BatchDims) -> Shapes:
+    """The batch size behind the rows of each nested TensorDict, as far as its columns have it."""
+    shapes = {key: column.shape for key, column in schema.items()}
+    return shapes_of(fitting(batch_dims, shapes), shapes)
+
+
+def as_tensordict(
+    rows: Mapping[Key, torch.Tensor], device: torch.device | None, behind: Shapes
+) -> TensorDict:
+    """Rows as a TensorDict ``[row]`` on ``device``.
+
+    ``behind`` are further batch dimensions of nested ones, parents first.
+    """
+    nested: dict[str, Any] = {}
+    count = 0
+    for key, column in rows.items():
+        inner = nested
+        for name in key[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[key[-1]] = column
+        count = len(column)
+    td = TensorDict(nested, batch_size=[count])
+    for level, size in behind.items():
+        group = td.get(level, None)
+        if group is not None:
+            group.batch_size = (count, *size)
+    return td if device is None else td.to(device)

@@ -1,0 +1,224 @@
+"""Is what the environment returned what it declared? Whole columns at a time."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.errors import PolicyError, TransitionError
+from tallyroll.collector.options import Validate
+from tallyroll.collector.slab.keys import NEXT, TERMINATED, TRUNCATED, Key, as_key, dotted
+from tallyroll.collector.slab.slab import Slab
+
+
+class OutOfRangeWarning(UserWarning):
+    """A value lies outside its declared space, and ``validate="warn"`` lets it pass."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The first slot, in slot order, whose value is not what was declared."""
+
+    slot: int
+    error: Exception
+    by_policy: bool
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of one column, broadcast against ``[time, lane, ...]``; NaN is outside any."""
+
+    key: Key
+    low: NDArray[Any]
+    high: NDArray[Any]
+    by_policy: bool
+
+    def or_(self, other: "Range") -> "Range":
+        """The least range that holds both."""
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        return Range(self.key, low, high, self.by_policy)
+
+    def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """``[time, lane]`` where values lie outside, or None if nowhere."""
+        if not values.size:
+            return None
+        # The whole column at once is fastest, and enough where all its entries share bounds.
+        if values.min() >= self.low.max() and values.max() <= self.high.min():
+            return None
+        low, high = _extremes(values)
+        if np.all(low >= self.low) and np.all(high <= self.high):
+            return None
+        outside = ~((values >= self.low) & (values <= self.high))
+        return np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
+
+
+def _values(slab: Slab, key: Key, start: int, stop: int) -> NDArray[Any]:
+    """A column ``[time, lane, ...]`` from slot ``start`` to ``stop``."""
+    if key in slab.flat:
+        return slab.array(key)[start:stop]
+    return np.asarray(slab.columns[key][start:stop].cpu().numpy())
+
+
+def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Lowest and highest entry over time and lane; NaN where there is one."""
+    rows = values.reshape(-1, *values.shape[2:])
+    # NumPy reduces wide rows many times faster than narrow ones: fold 64 rows into one.
+    whole = len(rows) - len(rows) % _FOLD
+    folded = rows[:whole].reshape(-1, _FOLD, *rows.shape[1:])
+    parts = [folded.min(axis=0), folded.max(axis=0)] if whole else []
+    rest = np.concatenate([*parts, rows[whole:]])
+    return rest.min(axis=0), rest.max(axis=0)
+
+
+_FOLD = 64
+
+
+class RangeChecks:
+    """Checks of the columns of a slab against what was declared.
+
+    Args:
+        ranges: what is allowed; see :func:`ranges_of`.
+        validate: ``"raise"``, ``"warn"`` (once) or ``"off"``.
+    """
+
+    def __init__(self, ranges: Sequence[Range], validate: Validate) -> None:
+        self._validate = validate
+        self._ranges = [] if validate == "off" else list(ranges)
+
+    def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
+        """The earliest transition in the first ``used`` slots that is not as declared."""
+        # A wrong action explains what the environment made of it: among equals it comes first.
+        found = sorted(self._violations(slab, used, state), key=lambda v: (v.slot, not v.by_policy))
+        first = found[0] if found else None
+        if first is not None and self._validate == "warn":
+            self._ranges.clear()
+            warnings.warn(str(first.error), OutOfRangeWarning, stacklevel=4)
+            return None
+        return first
+
+    def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
+        """What is wrong with the policy's actions in ``slot``, which the environment refused."""
+        for check in self._ranges:
+            if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
+                values = _values(slab, check.key, slot, slot + 1)
+                bad = check.bad(values)
+                if bad is not None:
+                    lane = int(np.argmax(bad[0]))
+                    step = _step_of(slab, slot, lane, state)
+                    return self._error(check, values[0, lane], slab.first_lane + lane, step)
+        return None
+
+    def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
+        for check in self._ranges:
+            bad = self._bad(check, slab, used)
+            if bad is None:
+                continue
+            bad &= slab.transitions[:used]
+            if bad.any():
+                slot, lane = (int(index) for index in np.argwhere(bad)[0])
+                step = _step_of(slab, slot, lane, state)
+                value = _values(slab, check.key, slot, slot + 1)[0, lane]
+                error = self._error(check, value, slab.first_lane + lane, step)
+                yield Violation(slot, error, check.by_policy)
+
+    def _bad(self, check: Range, slab: Slab, used: int) -> NDArray[np.bool_] | None:
+        """``[time, lane]`` where the column lies outside, or None if nowhere."""
+        key = check.key
+        if key not in slab.columns:
+            return None
+        if slab.shared and key in slab.flowing:
+            bad = check.bad(slab.flow(key, used))
+            return None if bad is None else bad[:-1]
+        if slab.shared and key[1:] in slab.flowing:
+            bad = check.bad(slab.flow(key[1:], used))
+            return None if bad is None else bad[1:]
+        return check.bad(_values(slab, key, 0, used))
+
+    def _error(self, check: Range, value: NDArray[Any], lane: int, step: int) -> Exception:
+        kind = PolicyError if check.by_policy else TransitionError
+        low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
+        at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
+        where = f" at {[int(index) for index in at]}" if at else ""
+        what = "the action space" if check.by_policy else "its space"
+        return kind(
+            f"{dotted(check.key)} lies outside {what} at lane {lane}, step {step} of its "
+            f"trajectory: got {_exact(value[at])}{where}, wanted [{_exact(low[at])}, "
+            f"{_exact(high[at])}] and no NaN; "
+            'correct it, or let it pass with validate "warn" or "off"'
+        )
+
+
+def _exact(number: Any) -> str:
+    """A number in few digits, an integer in all of them."""
+    return f"{number:g}" if np.asarray(number).dtype.kind == "f" else str(number)
+
+
+def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
+    """The ranges that the specs of ``env`` declare, for the columns of its slab.
+
+    Args:
+        env: batch size ``[]`` or ``[lanes]``.
+        policy: whether actions come from a policy and have to be checked too.
+        lost_finals: NaN stands for final observations that are lost, which is no violation.
+    """
+    found: list[Range] = []
+    lead = len(env.batch_size)
+
+    def add(key: Key, spec: TensorSpec, by_policy: bool) -> None:
+        bounds = _bounds(spec, lead)
+        if bounds is not None:
+            found.append(Range(key, *bounds, by_policy))
+
+    for name, spec in env.observation_spec.items(True, True):
+        add(as_key(name), spec, False)
+        if not lost_finals:
+            add((NEXT, *as_key(name)), spec, False)
+    for name, spec in env.full_reward_spec.items(True, True):
+        add((NEXT, *as_key(name)), spec, False)
+    for name, spec in env.full_action_spec.items(True, True) if policy else ():
+        add(as_key(name), spec, True)
+    return found
+
+
+def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
+    """Step within its trajectory of the transition at ``slot`` and ``lane``."""
+    before = slab.transitions[:slot, lane]
+    ended = slab.columns[TERMINATED][:slot, lane, 0].cpu().numpy()
+    if TRUNCATED in slab.columns:
+        ended = ended | slab.columns[TRUNCATED][:slot, lane, 0].cpu().numpy()
+    ends = np.nonzero(before & ended)[0]
+    if len(ends):
+        return int(before[ends[-1] + 1 :].sum())
+    return int(state.step[slab.first_lane + lane] + before.sum())
+
+
+def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """Lowest and highest value of a column, or None where every value is allowed."""
+    if spec.dtype is torch.bfloat16 or spec.dtype.is_complex or spec.dtype is torch.bool:
+        return None
+    kind = torch.zeros(0, dtype=spec.dtype).numpy().dtype
+    if type(spec) is Categorical:
+        return np.asarray(0, kind), np.asarray(int(spec.n) - 1, kind)
+    if type(spec) is MultiCategorical:
+        top = spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0] - 1
+        return np.zeros_like(top), top
+    if isinstance(spec, Binary):
+        return np.asarray(0, kind), np.asarray(1, kind)
+    if isinstance(spec, Bounded):
+        index = (0,) * lead
+        low, high = (bound.cpu().numpy()[index] for bound in (spec.low, spec.high))
+        if kind.kind in "iu":
+            limits = np.iinfo(kind)
+            if np.all(low <= limits.min) and np.all(high >= limits.max):
+                return None
+        return low, high
+    if kind.kind == "f":
+        return np.asarray(-np.inf, kind), np.asarray(np.inf, kind)
+    return None

@@ -1,0 +1,472 @@
+"""Where delivered rows go: a storage, a TorchRL replay buffer, both, or nowhere."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.batches.resume import last_run_of
+from tallyroll.collector.batches.rows import Rows, as_tensordict
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
+from tallyroll.collector.slab.keys import DONE, TRAJ_IDS, Key, as_key
+from tallyroll.collector.slab.names import require_storable
+from tallyroll.collector.slab.slab import Column
+from tallyroll.storage import Schema
+from tallyroll.storage.errors import (
+    InvalidSchema,
+    NotInitialised,
+    StorageClosed,
+    StorageExists,
+    StorageMissing,
+)
+from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.opening import storage_class
+from tallyroll.storage.rows.batch_dims import Shapes
+from tallyroll.storage.rows.row_refs import Gathered
+from tallyroll.storage.storages import DiskStorage
+
+_GO_ON = (
+    "To go on behind them, open the storage again and give it to a collector with resume=True: it "
+    "has the counts of the last commit, and counts what waited then as lost. Close a collector "
+    "before its storage: put its `with` block inside the storage's"
+)
+
+StorageLike = str | Path | DiskStorage
+Columns = Mapping[Key, torch.Tensor | Gathered]
+_MOST_IDS = 2**62  # so that those of any run fit behind them
+
+
+class ClosedFirstWarning(UserWarning):
+    """A storage was closed before the collector that wrote a run to it; says what is missing."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a storage knows of the run that is continued."""
+
+    seed: int
+    incarnation: int
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The same rows, as a replay buffer and as a storage take them; None where there is none."""
+
+    batch: TensorDictBase | None
+    arrays: Mapping[Key, Any] | TensorDictBase | None
+
+
+class Sink:
+    """Writes batches before they are yielded.
+
+    Args:
+        storage: a Tallyroll storage, or a path at which one is made: an HDF5 file where it ends
+            in ``.h5`` or ``.hdf5``, a Zarr group where it ends in ``.zarr``, or else a
+            memory-mapped one.
+        replay_buffer: a TorchRL replay buffer; what it stores is up to it.
+        resume: continue the last run in the storage instead of beginning another.
+        frames: transitions of the whole run, for which space is reserved; None if nobody knows.
+        batch: transitions of the largest batch, which a ring must have room for.
+
+    Raises:
+        ArgumentError: neither a path nor a storage; a storage that cannot be written; a path of
+            a format that wants to know ``frames``; a ring smaller than a ``batch``.
+        StorageError: the path exists, is a file, is not writable, or is another format.
+    """
+
+    def __init__(
+        self,
+        storage: StorageLike | None,
+        replay_buffer: ReplayBuffer | None,
+        resume: bool,
+        frames: int | None = None,
+        batch: int = 1,
+    ) -> None:
+        if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
+            raise ArgumentError(
+                "replay_buffer: wanted a torchrl ReplayBuffer, got "
+                f"{type(replay_buffer).__name__}; a storage goes to storage="
+            )
+        self.owned = isinstance(storage, (str, Path))
+        if isinstance(storage, (str, Path)):
+            storage = _opened(storage, resume, frames)
+        if storage is not None and not isinstance(storage, DiskStorage):
+            raise ArgumentError(
+                f"storage: wanted a path or a tallyroll storage, got {type(storage).__name__}; "
+                "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer="
+            )
+        self.replay_buffer = replay_buffer
+        behind = None if replay_buffer is None else replay_buffer.storage
+        # A buffer over this very storage writes to it: writing twice would store each row twice.
+        self._direct = None if storage is behind else storage
+        self.storage = storage if storage is not None else behind
+        if not isinstance(self.storage, DiskStorage):
+            self.storage = None
+        if self.storage is not None and self.storage.mode == "read":
+            raise ArgumentError(
+                f'{self.storage.path} is open for reading; open it with mode="append" to collect'
+            )
+        if self.storage is not None and 0 < self.storage.ring < batch:
+            raise ArgumentError(
+                f"frames_per_batch: {self.storage.path} is a ring of {self.storage.ring} rows, and "
+                f"a batch has {batch}; make batches smaller, or max_size larger"
+            )
+        if resume and self.storage is None:
+            raise ArgumentError("resume=True needs a storage that holds the run to be continued")
+        self._resume, self._frames = resume, frames
+        self._ready = False
+        self._behind: Shapes = {}
+        self._stored_before = self._next_id = 0
+        if self.storage is not None:
+            self.storage.claim(self)
+
+    def resumed(self) -> Resumed | None:
+        """The run to be continued, or None where a new one begins."""
+        if not self._resume or self.storage is None:
+            return None
+        if self.storage.mode == "create" and not self.storage.head:
+            raise StateError(
+                f'{self.storage.path} was opened with mode="create", which has no run yet; open '
+                'the one to be continued with mode="append"'
+            )
+        last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)
+        seed, incarnation = last.seed, last.incarnation
+        record = self._record_of(last.first_row)
+        if record is not None and record.incarnation >= incarnation:
+            seed, incarnation = record.seed, record.incarnation
+        return Resumed(seed, incarnation + 1, self._counts(last.first_row))
+
+    def _last_record(self) -> RunRecord | None:
+        record = None if self.storage is None else RunRecord.parse(self.storage.record)
+        return record if record is not None and record.is_whole else None
+
+    def _record_of(self, first_row: int) -> RunRecord | None:
+        """The newest record, if it is of the run that began at ``first_row``."""
+        record = self._last_record()
+        return record if record is not None and record.first_row == first_row else None
+
+    def _counts(self, first: int) -> dict[str, int]:
+        """The ledger of the run that began at row ``first``, brought up to the rows there are."""
+        assert self.storage is not None
+        head = self.storage.head
+        at, counts = first, {}
+        record = self._record_of(first)
+        if record is not None:
+            at, counts = record.at, dict(record.ledger)
+            self._stored_before = record.stored_before
+            # A killed process left its trajectories unfinished.
+            counts["episodes_cut"] = counts.get("episodes_cut", 0) + record.open
+        stored = self._stored_before + head - first
+        ended = self._ended(at)
+        unknown = stored - counts.get("stored", 0)
+        counts["stored"] = stored
+        for name in ("slots", "executed") if unknown > 0 else ():
+            counts[name] = counts.get(name, 0) + unknown
+        counts["lost"] = counts.get("lost", 0) + max(0, -unknown)
+        counts["episodes_complete"] = counts.get("episodes_complete", 0) + ended
+        # What waited for the next batch when the run stopped went with its process.
+        counts["lost"] = counts.get("lost", 0) + counts.get("carried", 0)
+        counts["carried"] = 0
+        return counts
+
+    def _ended(self, row: int) -> int:
+        """Episodes that ended from ``row`` on, as far as a ring still knows."""
+        assert self.storage is not None
+        span = self.storage.span
+        rows = np.arange(max(row, span.start), span.stop)
+        return int(self.storage.column(DONE)[self.storage.slots_of(rows)].sum()) if len(rows) else 0
+
+    def next_id(self) -> int:
+        """One more than the largest trajectory id that was ever stored."""
+        ids: Any = None
+        if self.storage is not None:
+            if self.storage.head:
+                ids = self.storage.column(TRAJ_IDS)
+            # Of a ring the rows with the largest ids may be gone.
+            record = self._last_record()
+            self._next_id = max(self._next_id, 0 if record is None else record.next_id)
+        elif self.replay_buffer is not None and len(self.replay_buffer):
+            held = self.replay_buffer.storage.get(slice(0, len(self.replay_buffer)))
+            ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
+        if ids is not None and len(ids):
+            self._next_id = max(self._next_id, int(ids.max()) + 1)
+        if self._next_id > _MOST_IDS:
+            raise StateError(
+                f"expected trajectory ids below {_MOST_IDS}, got {self._next_id - 1} in what is "
+                "stored: there is no room for more behind it; begin another storage"
+            )
+        return self._next_id
+
+    def open(
+        self, schema: Mapping[Key, Column], provenance: Mapping[str, Any], behind: Shapes
+    ) -> None:
+        """Make the files, or check that the storage fits; nothing is written before it does.
+
+        ``behind`` are the batch dimensions behind the rows of nested TensorDicts.
+        """
+        self._ready, self._behind = True, behind
+        if self.storage is None:
+            return
+        require_storable(schema)
+        self._first_row = self.storage.head
+        if self._resume:
+            last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)
+            self._first_row = last.first_row
+            _same_source(last.environment, provenance["environment"])
+        empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
+        try:
+            self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
+        except InvalidSchema as error:
+            error.add_note("tallyroll: rename= gives a column of an environment another name")
+            raise
+
+    def _initialise(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
+        storage = self.storage
+        assert storage is not None
+        if self._frames is not None and _fits(storage, schema):
+            stored = self._stored_before + storage.head - self._first_row
+            storage.reserve(max(1, storage.head + self._frames - stored))
+        storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
+
+    @property
+    def stores_alone(self) -> bool:
+        """Rows go to a storage, and to nothing else."""
+        return self._direct is not None and self.replay_buffer is None
+
+    @property
+    def stores(self) -> bool:
+        """There is a storage or a replay buffer."""
+        return self.storage is not None or self.replay_buffer is not None
+
+    @property
+    def head(self) -> int:
+        """Rows that were ever committed to the storage, which may be closed by now."""
+        return 0 if self.storage is None else self.storage.last_head
+
+    def require_open(self) -> None:
+        """Raise `StorageClosed` where the storage was closed under the run's feet."""
+        if self.storage is not None and self.storage.closed:
+            raise StorageClosed(
+                f"{self.storage.path} was closed while its collector goes on: nothing more of the "
+                f"run can be stored. {self.committed}. {_GO_ON}"
+            )
+
+    @property
+    def committed(self) -> str:
+        """Which rows of the run are stored, as a sentence."""
+        if self.storage is None:
+            return "Rows of this run were yielded, or put into a replay buffer"
+        head = self.head
+        first = self._first_row if self._ready else head
+        if head <= first:
+            return f"No rows of this run are committed in {self.storage.path}"
+        return f"Rows {first:,} to {head - 1:,} of {self.storage.path} are committed, of this run"
+
+    @property
+    def ready(self) -> bool:
+        """:meth:`open` was called."""
+        return self._ready
+
+    def write(
+        self,
+        rows: Rows,
+        count: int,
+        ledger: Ledger,
+        open_lanes: int,
+        large: Columns,
+    ) -> None:
+        """Commit ``rows``, of which ``count`` were counted, and the ledger as it stands with them.
+
+        ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
+        which only the storage knows.
+
+        Raises:
+            LedgerError: other than ``count`` rows would be stored; nothing is.
+        """
+        if len(rows[TRAJ_IDS]):
+            self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
+        # What an error left may be more than a batch.
+        ring = self.storage.ring if self.storage is not None else 0
+        pieces = [self._handed(piece) for piece in _pieces({**rows, **large}, ring)]
+        self._require_all(pieces, count)
+        for index, piece in enumerate(pieces):
+            if self.storage is not None and index == len(pieces) - 1:
+                self.storage.stage_record(self._record(ledger, open_lanes))
+            self._put(piece)
+
+    def _handed(self, rows: Columns) -> "Handed":
+        """``rows`` as the replay buffer and the storage take them, where there are any."""
+        buffer, direct = self.replay_buffer, self._direct
+        return Handed(
+            None if buffer is None else _for_buffer(rows, buffer, self._behind),  # type: ignore[arg-type]
+            None if direct is None else _arrays(rows),
+        )
+
+    def _require_all(self, pieces: Sequence["Handed"], count: int) -> None:
+        if self.replay_buffer is not None:
+            rows = sum(len(each.batch) for each in pieces if each.batch is not None)
+            _require("the replay buffer", rows, count)
+        if self._direct is not None:
+            rows = sum(_length(each.arrays) for each in pieces if each.arrays is not None)
+            _require("the storage", rows, count)
+
+    def _put(self, rows: "Handed") -> None:
+        # The storage last: what it has committed is counted, and nothing can fail after it.
+        if self.replay_buffer is not None:
+            behind = self.replay_buffer.storage
+            with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
+                self.replay_buffer.extend(rows.batch)
+        if self._direct is not None and rows.arrays is not None:
+            written = self._direct.extend(rows.arrays, ids="fresh")
+            _require("the storage", len(written), _length(rows.arrays))
+
+    def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
+        """The run goes on from a loaded state: its earlier rows are not of this storage's run.
+
+        Ids below ``next_id`` may be those of such rows.
+        """
+        if self.storage is None:
+            return
+        self._next_id = max(self._next_id, next_id)
+        self.storage.claim(self)
+        first = self._first_row if self._ready else self.storage.head
+        self._stored_before = ledger.stored - (self.storage.head - first)
+        if self._ready:
+            self._initialise(self.storage.schema, provenance)
+            self.storage.put_record(self._record(ledger, 0))
+
+    def finish(self, ledger: Ledger, left: int) -> None:
+        """Commit the final ledger and bring what other programs read up to date.
+
+        ``left`` transitions were collected and are in no batch.
+
+        Raises:
+            StorageClosed: it was closed before; the message says what is not stored.
+        """
+        if self.storage is not None and self._ready:
+            if self.storage.closed:
+                raise StorageClosed(
+                    f"{self.storage.path} was closed before its collector. Not stored: the final "
+                    f"ledger of the run, in the storage's record, and {left:,} transitions that "
+                    f"waited for the next batch. {self.committed}. {_GO_ON}"
+                )
+            self.storage.put_record(self._record(ledger, 0))
+            self.storage.flush()
+            self.storage.release(self)
+
+    def close(self) -> None:
+        """Close the storage if it was opened here."""
+        if self.storage is not None:
+            self.storage.release(self)
+        if self.owned and self._direct is not None:
+            self._direct.close()
+
+    def _record(self, ledger: Ledger, open_lanes: int) -> bytes:
+        return RunRecord(
+            at=self.head,
+            first_row=self._first_row,
+            stored_before=self._stored_before,
+            seed=-1 if ledger.seed is None else ledger.seed,
+            incarnation=ledger.incarnation,
+            ledger=ledger.counts(),
+            open=open_lanes,
+            next_id=self._next_id,
+        ).payload()
+
+
+def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:
+    kind = storage_class(path)
+    try:
+        storage = kind(path, mode="append" if resume else "create")
+    except StorageExists as error:
+        raise StorageExists(
+            f"storage: {path} holds a storage already; pass resume=True to continue its run, "
+            f'storage={kind.__name__}(path, mode="append") to add another run to it, or another '
+            "path"
+        ) from error
+    except StorageMissing as error:
+        raise StorageMissing(
+            f"storage: resume=True wants the storage of the run to be continued, and there is none "
+            f"at {path}; leave resume out to begin one"
+        ) from error
+    if frames is None and not storage.grows:
+        storage.close()
+        raise ArgumentError(
+            f"storage: {path} is to be a {kind.__name__}, which needs to know how many rows will "
+            "come: give total_frames, or pass a storage made with capacity="
+        )
+    return storage
+
+
+def _fits(storage: DiskStorage, schema: Schema) -> bool:
+    try:
+        return not storage.schema.differences(schema)
+    except NotInitialised:
+        return True
+
+
+def _pieces(rows: Columns, ring: int) -> Iterator[Columns]:
+    """``rows`` in pieces that a ring takes at once; 0 takes all."""
+    count = len(rows[TRAJ_IDS])
+    if not ring or count <= ring:
+        yield rows
+        return
+    for start in range(0, count, ring):
+        yield {key: column[start : start + ring] for key, column in rows.items()}
+
+
+def _for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBase:
+    """A batch where the buffer's storage wants it; to a GPU it goes at once, from pinned memory."""
+    device = getattr(buffer.storage, "device", None)
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return as_tensordict(rows, None, behind)
+    pinned = {k: c.pin_memory() if c.device.type == "cpu" else c for k, c in rows.items()}
+    return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
+
+
+def _length(arrays: Mapping[Key, Any] | TensorDictBase) -> int:
+    """Rows of what a storage is given; it refuses columns of different lengths itself."""
+    return len(arrays) if isinstance(arrays, TensorDictBase) else len(arrays[TRAJ_IDS])
+
+
+def _require(where: str, rows: int, count: int) -> None:
+    if rows != count:
+        raise LedgerError(
+            f"expected to hand {count} rows, as many as were counted, to {where}, got {rows}; "
+            "this is a fault of tallyroll: report it. Rows committed before are sound"
+        )
+
+
+def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
+    tensors = {key: c for key, c in rows.items() if not isinstance(c, Gathered)}
+    if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in tensors.values()):
+        copied = {
+            key: torch.from_numpy(np.asarray(c)) if isinstance(c, Gathered) else c
+            for key, c in rows.items()
+        }
+        return as_tensordict(copied, None, {})
+    return {key: tensors[key].numpy() if key in tensors else c for key, c in rows.items()}
+
+
+def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """A continued run keeps its environment."""
+    if before != after:
+        names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        raise StateError(
+            "the run to be continued was made by another environment: "
+            + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
+            + "; append a new run instead"
+        )
+
+
+def columns_of(td: TensorDictBase) -> Rows:
+    """The leaves of a batch by tuple keys."""
+    return {as_key(key): leaf for key, leaf in td.items(True, True)}

@@ -1,0 +1,415 @@
+"""Chosen ``info`` entries of a Gymnasium vector environment as columns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from torchrl.data import Unbounded
+
+from tallyroll.collector.envs.gymnasium.info_merge import install
+from tallyroll.collector.envs.gymnasium.spaces import drawn_from
+from tallyroll.collector.envs.throwaway import throwaway
+from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.slab.info import GIVEN, Info
+from tallyroll.collector.slab.keys import Key
+from tallyroll.collector.slab.lossless import cast
+from tallyroll.collector.slab.names import Named
+
+Array = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+RESET_SLOT = -1
+"""In :attr:`InfoColumns.steps`: the lane's next step call resets it."""
+
+
+class InfoColumns:
+    """Reads what ``infos`` declare out of vector infos; see :class:`Info`.
+
+    Entries without a dtype are declared by the first infos that :meth:`declare` is given.
+    """
+
+    def __init__(self, infos: Sequence[Info], lanes: int) -> None:
+        self.infos = tuple(infos)
+        self._lanes = lanes
+        self.first_lane = 0
+        """The number of the first lane in the run: for messages."""
+        self.steps = np.zeros(lanes, np.int64)
+        """``[lane]``, transitions of the trajectory that were made, or :data:`RESET_SLOT`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.infos)
+
+    @property
+    def declared(self) -> bool:
+        """The dtype of every column is known."""
+        return all(info.dtype is not None for info in self.infos)
+
+    def declare(self, info: Mapping[str, Any]) -> None:
+        """Take what is not declared from the infos of the first reset.
+
+        Raises:
+            ArgumentError: they lack it, or it is no number.
+        """
+        self.infos = tuple(
+            each if each.dtype is not None else _found(each, info, self._lanes)
+            for each in self.infos
+        )
+
+    @property
+    def columns(self) -> list[Named]:
+        """The columns, each in front of the one that says where it was given."""
+        found: list[Named] = []
+        for info in self.infos:
+            keys = [info.key]
+            if info.fill is not None:
+                keys.append((*info.key[:-1], info.key[-1] + GIVEN))
+            found += [Named(key, key, "info") for key in keys]
+        return found
+
+    def specs(self) -> list[Unbounded]:
+        """A spec a column, with the leading dimension of the lanes; of declared ones."""
+        found: list[Unbounded] = []
+        for info in self.infos:
+            found.append(Unbounded(shape=(self._lanes, *info.shape), dtype=info.torch_dtype))
+            if info.fill is not None:
+                found.append(Unbounded(shape=(self._lanes,), dtype=torch.bool))
+        return found
+
+    def new_rows(self) -> list[Array]:
+        """Zeroed arrays ``[lane, ...]``, one a column."""
+        found: list[Array] = []
+        for info in self.infos:
+            found.append(np.zeros((self._lanes, *info.shape), info.dtype))
+            if info.fill is not None:
+                found.append(np.zeros(self._lanes, np.bool_))
+        return found
+
+    # --- vector infos ---------------------------------------------------------------------------
+
+    def write(
+        self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
+    ) -> None:
+        """Fill the entries of ``lanes`` (None: all) with what a step gave.
+
+        Raises:
+            TransitionError: a lane lacks an entry without ``fill``, or its value does not fit.
+        """
+        self._put(rows, partial(_lookup, info), lanes, False)
+
+    def write_reset(
+        self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
+    ) -> None:
+        """Fill the entries of ``lanes`` (None: all) with what their reset gave."""
+        self._put(rows, partial(_lookup, info), lanes, True)
+
+    def write_first(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
+        """SAME_STEP: at the root stand the infos of the reset, and none of the step before it."""
+        look = partial(_lookup, info)
+        self._put(rows, lambda path: None if _of_step(info, path) else look(path), ended, True)
+
+    def write_final(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
+        """SAME_STEP: the infos of the step that ended an episode are in ``final_info``."""
+        final = info.get("final_info", {})
+        self._put(
+            rows, lambda path: _lookup(info if _of_step(info, path) else final, path), ended, False
+        )
+
+    def count(self, ended: Mask, then: int = 0) -> None:
+        """A step call was made; ``then`` is what is counted for lanes that ``ended``."""
+        self.steps += 1
+        self.steps[ended] = then
+
+    def _put(
+        self,
+        rows: Sequence[Array],
+        look: Callable[[Key], "tuple[Any, Mask | None] | None"],
+        lanes: Mask | None,
+        reset: bool,
+    ) -> None:
+        at = 0
+        for info in self.infos:
+            row, given = rows[at], rows[at + 1] if info.fill is not None else None
+            at += 1 if given is None else 2
+            found = look(info.key)
+            have = self._write(info, row, found, lanes, reset)
+            if have is None:  # all of them
+                if given is not None:
+                    given[... if lanes is None else lanes] = True
+                continue
+            absent = ~have if lanes is None else lanes & ~have
+            if given is None:
+                if absent.any():
+                    raise self._absent(info, int(np.argmax(absent)), reset)
+                continue
+            row[absent] = info.fill
+            given[have] = True
+            given[absent] = False
+
+    def _write(
+        self,
+        info: Info,
+        row: Array,
+        found: "tuple[Any, Mask | None] | None",
+        lanes: Mask | None,
+        reset: bool,
+    ) -> Mask | None:
+        """Write what is there; returns the lanes that have it, None for all of ``lanes``."""
+        if found is None:
+            return np.zeros(self._lanes, np.bool_)
+        value, mask = found
+        array = value if isinstance(value, np.ndarray) else _as_array(value)
+        if array is None or array.shape[:1] != (self._lanes,):
+            raise TransitionError(
+                f"{_name(info)}: expected an array with an entry for each of {self._lanes} lanes, "
+                f"got {_shown(value)} {self._where(0, reset)}"
+            )
+        have = None if mask is None or mask.all() else mask if lanes is None else mask & lanes
+        if array.dtype.kind not in "biufc":
+            whole = have if have is not None else lanes
+            return self._write_each(info, row, array, whole, reset)
+        chosen = have if have is not None else lanes
+        if chosen is not None and not chosen.any():
+            return have
+        if array.shape != row.shape:
+            lane = 0 if chosen is None else int(np.argmax(chosen))
+            raise self._misshapen(info, array[lane], lane, reset)
+        if array.dtype == row.dtype:
+            if chosen is None:
+                row[...] = array
+            else:
+                row[chosen] = array[chosen]
+            return have
+        # What lanes without the entry hold is nothing that has to fit.
+        part = array if chosen is None else array[chosen]
+        values, lost = cast(part, row.dtype)
+        if lost is not None:
+            first = int(np.argmax(lost.reshape(len(lost), -1).any(axis=1)))
+            lane = first if chosen is None else int(np.nonzero(chosen)[0][first])
+            raise self._does_not_fit(info, array[lane], lane, reset)
+        row[... if chosen is None else chosen] = values
+        return have
+
+    def _write_each(
+        self, info: Info, row: Array, array: Array, lanes: Mask | None, reset: bool
+    ) -> Mask:
+        """Entries of different types, lane by lane; None counts as absent."""
+        have = np.zeros(self._lanes, np.bool_)
+        for lane in range(self._lanes) if lanes is None else np.nonzero(lanes)[0].tolist():
+            if array[lane] is not None:
+                self.write_lane(info, row, array[lane], lane, reset)
+                have[lane] = True
+        return have
+
+    # --- infos of one lane ------------------------------------------------------------------------
+
+    def write_one(
+        self, rows: Sequence[Array], lane: int, info: Mapping[str, Any], reset: bool
+    ) -> None:
+        """Fill the entries of ``lane`` from the info of its own environment."""
+        at = 0
+        for each in self.infos:
+            value = info
+            for name in each.key:
+                value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
+            if value is not None:
+                self.write_lane(each, rows[at], value, lane, reset)
+            elif each.fill is None:
+                raise self._absent(each, lane, reset)
+            else:
+                rows[at][lane] = each.fill
+            if each.fill is not None:
+                rows[at + 1][lane] = value is not None
+            at += 1 if each.fill is None else 2
+
+    def write_lane(self, info: Info, row: Array, value: Any, lane: int, reset: bool) -> None:
+        """Fill one entry.
+
+        Raises:
+            TransitionError: the value does not fit.
+        """
+        entry = _as_array(value)
+        if entry is None or entry.dtype.kind not in "biufc":
+            raise TransitionError(
+                f"{_name(info)}: expected a number or an array of numbers, got {_shown(value)} "
+                f"{self._where(lane, reset)}; leave it out, or encode it in a wrapper"
+            )
+        if entry.shape != info.shape:
+            raise self._misshapen(info, entry, lane, reset)
+        fitting, lost = cast(entry, row.dtype)
+        if lost is not None:
+            raise self._does_not_fit(info, entry, lane, reset)
+        row[lane] = fitting
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _where(self, lane: int, reset: bool) -> str:
+        step = int(self.steps[lane])
+        at = f"at lane {self.first_lane + lane}, "
+        if reset or step == RESET_SLOT:
+            return at + "in the reset before step 0 of its trajectory"
+        return at + f"step {step} of its trajectory"
+
+    def _absent(self, info: Info, lane: int, reset: bool) -> TransitionError:
+        filled = replace(info, fill=0)
+        return TransitionError(
+            f"{_name(info)}: expected every step and every reset to give it, and it is absent "
+            f"{self._where(lane, reset)}; declare what stands there then: {_declared(filled)}"
+        )
+
+    def _misshapen(self, info: Info, entry: Array, lane: int, reset: bool) -> TransitionError:
+        return TransitionError(
+            f"{_name(info)}: expected a value of shape {list(info.shape)}, got {_shown(entry)} of "
+            f"shape {list(entry.shape)} {self._where(lane, reset)}; return one shape, or declare "
+            f"it: {_declared(replace(info, shape=entry.shape))}"
+        )
+
+    def _does_not_fit(self, info: Info, entry: Any, lane: int, reset: bool) -> TransitionError:
+        entry = np.asarray(entry)
+        wider = np.result_type(info.dtype, entry.dtype)
+        if cast(entry, wider)[1] is not None or wider == info.dtype:
+            wider = entry.dtype
+        return TransitionError(
+            f"{_name(info)}: expected a value that {info.dtype} holds without loss, got "
+            f"{_shown(entry)} {self._where(lane, reset)}; declare it: "
+            f"{_declared(info, str(wider))}"
+        )
+
+
+def discovered(
+    infos: Sequence[Info], create: Callable[[], VectorEnv], real: VectorEnv | None = None
+) -> tuple[Info, ...]:
+    """``infos``, those without a dtype as a throwaway environment of ``create`` has them.
+
+    Entries that its first reset lacks and its first step has are filled with 0.
+
+    Raises:
+        ArgumentError: the environment cannot be made twice, or an entry is in neither.
+    """
+    if all(info.dtype is not None for info in infos):
+        return tuple(infos)
+    names = [_spelled(info) for info in infos if info.dtype is None]
+    try:
+        with throwaway(create, real) as env:
+            if env is None:
+                return tuple(infos)
+            install(env, {info.key[-1] for info in infos})
+            first = env.reset(seed=0)[1]
+            lanes = int(env.num_envs)
+            after = env.step(drawn_from(env.single_action_space, lanes)())[-1]
+    except Exception as error:
+        raise ArgumentError(
+            f"info_keys: {', '.join(names)} are looked for in a second environment, and making or "
+            f"stepping it raised {type(error).__name__}: {error}; declare them, and none is made: "
+            f'Info({names[0]}, dtype="float64")'
+        ) from error
+    found: list[Info] = []
+    for info in infos:
+        if info.dtype is not None:
+            found.append(info)
+            continue
+        there = [each for each in (first, after) if _lookup(each, info.key) is not None]
+        if there:
+            declared = _found(info, there[0], lanes)
+            always = _complete(first, info.key) and _complete(after, info.key)
+            found.append(declared if always else replace(declared, fill=0))
+        else:
+            raise _unknown(info, {**after, **first}, "is in no info of a reset or of a step")
+    return tuple(found)
+
+
+def _complete(info: Mapping[str, Any], key: Key) -> bool:
+    found = _lookup(info, key)
+    return found is not None and (found[1] is None or bool(found[1].all()))
+
+
+def _found(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
+    """``info`` with the dtype and shape that it has in ``infos``."""
+    found = _lookup(infos, info.key)
+    if found is None:
+        raise _unknown(info, infos, "is not in the infos of the first reset")
+    value = found[0]
+    array = _as_array(value)
+    if array is not None and array.dtype.kind == "O" and array.shape == (lanes,):
+        array = _stacked([each for each in array if each is not None])
+    elif array is not None and array.shape[:1] != (lanes,):
+        array = None
+    if array is None or array.dtype.kind not in "biufc":
+        raise ArgumentError(
+            f"{_name(info)} holds no number or array of one shape for each lane: got "
+            f"{_shown(value)}; leave it out, or encode it in a wrapper"
+        )
+    return replace(info, dtype=array.dtype, shape=array.shape[1:])
+
+
+def _unknown(info: Info, infos: Mapping[str, Any], why: str) -> ArgumentError:
+    known = sorted(key for key in infos if not key.startswith("_"))
+    return ArgumentError(
+        f"{_name(info)} {why}; known are {known}. Where it comes later, or only sometimes, declare "
+        f'it: Info({_spelled(info)}, dtype="float64", fill=0)'
+    )
+
+
+def _stacked(entries: Sequence[Any]) -> Array | None:
+    arrays = [_as_array(entry) for entry in entries]
+    found = [array for array in arrays if array is not None and array.dtype.kind in "biufc"]
+    if not found or len(found) < len(arrays) or len({array.shape for array in found}) > 1:
+        return None
+    return np.stack([array.astype(np.result_type(*found)) for array in found])
+
+
+def _lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | None":
+    """What stands at ``path`` of a vector info, and which lanes have it (None: all)."""
+    mask: Mask | None = None
+    value: Any = info
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        given = value.get(f"_{name}")
+        if isinstance(given, np.ndarray) and given.dtype == np.bool_ and given.ndim == 1:
+            mask = given if mask is None else mask & given
+        value = value[name]
+    return value, mask
+
+
+def _of_step(info: Mapping[str, Any], path: Key) -> bool:
+    """A vector wrapper put this group there, as RecordEpisodeStatistics does at ends.
+
+    What Gymnasium puts together of lanes has a mask inside, too; in SAME_STEP that is of a reset.
+    """
+    group = info.get(path[0]) if len(path) > 1 else None
+    return isinstance(group, Mapping) and path[1] in group and f"_{path[1]}" not in group
+
+
+def _as_array(value: Any) -> Array | None:
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        return np.asarray(value)
+    except Exception:  # noqa: BLE001  whatever it is, no array
+        return None
+
+
+def _spelled(info: Info) -> str:
+    return repr("/".join(info.key) if all("/" not in part for part in info.key) else info.key)
+
+
+def _name(info: Info) -> str:
+    return f"info key {_spelled(info)}"
+
+
+def _declared(info: Info, dtype: str | None = None) -> str:
+    dtype = dtype or ("float64" if info.dtype is None else str(info.dtype))
+    shape = f", shape={info.shape}" if info.shape else ""
+    fill = "" if info.fill is None else f", fill={info.fill!r}"
+    return f'info_keys=[Info({_spelled(info)}, dtype="{dtype}"{shape}{fill})]'
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.tolist()!r:.80}"
+    return f"{type(value).__name__} {value!r:.80}"

@@ -1,0 +1,138 @@
+"""Gymnasium spaces as TorchRL specs, leaf by leaf."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec, Unbounded
+
+from tallyroll.collector.errors import SpaceError
+from tallyroll.collector.policies.random_actions import block_draw
+from tallyroll.collector.slab.keys import Key
+
+_SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+_SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
+_TORCH_DTYPES = {torch.zeros(0, dtype=dtype).numpy().dtype: dtype for dtype in _SUPPORTED}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One column of an observation: where it lies in the space's value, and its spec."""
+
+    key: Key
+    path: tuple[str | int, ...]
+    spec: TensorSpec
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def getter(self) -> Callable[[Any], Any]:
+        """A function from a (batched) value of the space to this leaf's array."""
+        path = self.path
+        if not path:
+            return lambda value: value
+        if len(path) == 1:
+            (name,) = path
+            return lambda value: value[name]
+
+        def walk(value: Any) -> Any:
+            for name in path:
+                value = value[name]
+            return value
+
+        return walk
+
+
+def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]:
+    """The columns of an observation space, for ``lanes`` lanes.
+
+    A plain space is ``("observation",)``; a Dict maps its names to root keys, as TorchRL's
+    ``GymWrapper`` does; a Tuple stands under ``"observation"`` as ``"0"``, ``"1"``, ….
+
+    Raises:
+        SpaceError: a Text, Graph, Sequence or OneOf space is among the leaves.
+    """
+    if isinstance(space, spaces.Dict):
+        return tuple(_leaves(space, (), (), lanes))
+    return tuple(_leaves(space, ("observation",), (), lanes))
+
+
+def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
+    """The column of an action space: Box, Discrete, MultiDiscrete or MultiBinary.
+
+    Raises:
+        SpaceError: the space is composite or of another kind.
+    """
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        raise SpaceError(
+            f"wanted a Box, Discrete, MultiDiscrete or MultiBinary action space, got {space}; "
+            "flatten it with gymnasium.wrappers.FlattenAction or a wrapper of your own"
+        )
+    return next(_leaves(space, ("action",), (), lanes))
+
+
+def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[], Any]:
+    """Draws actions ``[lanes, ...]`` of one lane's ``space`` as collectors do, from a fixed seed.
+
+    Gymnasium itself cannot sample a ``Box`` of integers without a bound above.
+    """
+    plain = not isinstance(space, (spaces.Dict, spaces.Tuple))
+    draw = block_draw(action_leaf(space, lanes).spec) if plain else None
+    if draw is None:
+        batched = batch_space(space, lanes)
+        batched.seed(0)
+        return batched.sample
+    rng = np.random.default_rng(0)
+    return lambda: draw(rng, 1)[0]
+
+
+def _leaves(
+    space: spaces.Space[Any], key: Key, path: tuple[str | int, ...], lanes: int
+) -> Iterator[Leaf]:
+    if isinstance(space, spaces.Dict):
+        for name, part in space.items():
+            yield from _leaves(part, (*key, str(name)), (*path, name), lanes)
+    elif isinstance(space, spaces.Tuple):
+        for index, part in enumerate(space.spaces):
+            yield from _leaves(part, (*key, str(index)), (*path, index), lanes)
+    else:
+        dtype, shape = space.dtype, space.shape
+        if dtype is None or shape is None or dtype not in _TORCH_DTYPES:
+            raise SpaceError(
+                f"the space {space!r} at {'.'.join(key)} has no fixed dtype and shape that a "
+                "column could hold; wrap the environment so that it returns arrays"
+            )
+        yield Leaf(key, path, _spec(space, lanes), np.dtype(dtype), (lanes, *shape))
+
+
+def _spec(space: spaces.Space[Any], lanes: int) -> TensorSpec:
+    """The spec of one leaf space, with a leading dimension of ``lanes``."""
+    assert space.shape is not None and space.dtype is not None
+    shape = torch.Size((lanes, *space.shape))
+    dtype = _TORCH_DTYPES[np.dtype(space.dtype)]
+    if isinstance(space, spaces.Discrete):
+        if space.start == 0:
+            return Categorical(int(space.n), shape=shape, dtype=dtype)
+        low = int(space.start)
+        return Bounded(low, low + int(space.n) - 1, shape=shape, dtype=dtype)
+    if isinstance(space, spaces.MultiDiscrete):
+        if space.nvec.ndim == 1 and not np.any(space.start):
+            return MultiCategorical(space.nvec.tolist(), shape=shape, dtype=dtype)
+        return _bounded(space.start, space.start + (space.nvec - 1), shape, dtype)
+    if isinstance(space, spaces.MultiBinary):
+        return Binary(shape[-1], shape=shape, dtype=dtype)
+    if isinstance(space, spaces.Box):
+        if dtype is torch.bool:
+            return Unbounded(shape=shape, dtype=dtype)
+        if np.isinf(space.low).all() and np.isinf(space.high).all():
+            return Unbounded(shape=shape, dtype=dtype)
+        return _bounded(space.low, space.high, shape, dtype)
+    raise SpaceError(f"the space {space!r} cannot be laid out in a column")
+
+
+def _bounded(low: Any, high: Any, shape: torch.Size, dtype: torch.dtype) -> TensorSpec:
+    bounds = [torch.as_tensor(np.asarray(bound)).to(dtype).expand(shape) for bound in (low, high)]
+    return Bounded(*bounds, shape=shape, dtype=dtype)

@@ -1,0 +1,1 @@
+"""What chooses actions: a policy, or a random generator."""

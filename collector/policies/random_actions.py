@@ -1,0 +1,246 @@
+"""Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torchrl.data import (
+    Binary,
+    Bounded,
+    Categorical,
+    MultiCategorical,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
+from torchrl.envs import ActionMask, Compose, EnvBase, TransformedEnv
+
+from tallyroll.collector.policies.masked_actions import pick, uniforms
+from tallyroll.collector.slab.keys import Key, as_key
+
+Array = NDArray[Any]
+Draw = Callable[[np.random.Generator, int], Array]
+
+MASK_NAME = "action_mask"
+
+
+def block_draw(spec: TensorSpec) -> Draw | None:
+    """A function ``(generator, slots) -> [slots, *spec.shape]``, or None for other specs.
+
+    Uniform over discrete and bounded specs; where bounds are infinite, the distributions of
+    ``gymnasium.spaces.Box.sample``: exponential beyond one bound, normal without bounds.
+    """
+    shape = tuple(spec.shape)
+    if spec.dtype in (None, torch.bfloat16) or getattr(spec, "mask", None) is not None:
+        return None
+    dtype = torch.zeros(0, dtype=spec.dtype).numpy().dtype
+    if type(spec) is OneHot:
+        n = int(spec.space.n)
+        return lambda rng, slots: np.eye(n, dtype=dtype)[rng.integers(n, size=(slots, *shape[:-1]))]
+    if type(spec) is Categorical:
+        top = int(spec.n)
+        return lambda rng, slots: rng.integers(top, size=(slots, *shape), dtype=np.int64).astype(
+            dtype, copy=False
+        )
+    if type(spec) is MultiCategorical:
+        tops = spec.nvec.cpu().numpy().reshape(-1, shape[-1])[0]
+        return lambda rng, slots: rng.integers(tops, size=(slots, *shape)).astype(dtype)
+    if isinstance(spec, Binary):
+        return lambda rng, slots: rng.integers(2, size=(slots, *shape)).astype(dtype)
+    if isinstance(spec, Bounded):
+        low, high = spec.low.cpu().numpy(), spec.high.cpu().numpy()
+        if dtype.kind in "iu":
+            # The end is included: one more than the largest int64 there is none.
+            return lambda rng, slots: rng.integers(
+                low.astype(np.int64), high.astype(np.int64), size=(slots, *shape), endpoint=True
+            ).astype(dtype)
+        return lambda rng, slots: _box(rng, low, high, (slots, *shape)).astype(dtype)
+    if isinstance(spec, Unbounded) and dtype.kind == "f":
+        return lambda rng, slots: rng.standard_normal((slots, *shape)).astype(dtype)
+    return None
+
+
+def _box(rng: np.random.Generator, low: Array, high: Array, size: tuple[int, ...]) -> Array:
+    below, above = np.isfinite(low), np.isfinite(high)
+    if below.all() and above.all():
+        return _uniform(rng, low, high, size)
+    drawn = rng.standard_normal(size)
+    tail = rng.exponential(size=size)
+    drawn = np.where(below & ~above, low + tail, drawn)
+    drawn = np.where(above & ~below, high - tail, drawn)
+    both = below & above
+    uniform = _uniform(rng, np.where(both, low, 0.0), np.where(both, high, 1.0), size)
+    return np.where(both, uniform, drawn)
+
+
+def _uniform(rng: np.random.Generator, low: Array, high: Array, size: tuple[int, ...]) -> Array:
+    with np.errstate(over="ignore"):
+        span = high.astype(np.float64) - low
+    if np.isfinite(span).all():
+        return rng.uniform(low, high, size)
+    share = rng.random(size)  # twice the largest float is no float
+    return (1 - share) * low + share * high
+
+
+def action_keys(env: EnvBase) -> tuple[Key, ...]:
+    """The keys of every action of ``env``, in the order of its spec."""
+    return tuple(as_key(key) for key in env.full_action_spec.keys(True, True))
+
+
+def mask_key(env: EnvBase, action: Key) -> Key | None:
+    """The key of the mask of legal actions that belongs to ``action``, if the specs have one."""
+    candidate = (*action[:-1], MASK_NAME)
+    names = [as_key(key) for key in env.observation_spec.keys(True, True)]
+    return candidate if candidate in names else None
+
+
+def lane_actions(env: EnvBase) -> dict[Key, TensorSpec]:
+    """The specs of one lane's actions."""
+    items = env.full_action_spec.items(True, True)
+    return {as_key(key): spec[0] if env.batch_size else spec for key, spec in items}
+
+
+def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | None:
+    """Draws ``[slots, lanes, ...]`` of every action; None where some spec has no block draw.
+
+    ``specs`` are those of one lane.
+    """
+    draws = {key: block_draw(spec.expand(lanes, *spec.shape)) for key, spec in specs.items()}
+    found = {key: draw for key, draw in draws.items() if draw is not None}
+    return found if len(found) == len(draws) else None
+
+
+@dataclass(frozen=True)
+class _Drawer:
+    """How an action is drawn for some slots; exactly one of both is there, or neither."""
+
+    draw: Draw | None
+    uniforms: tuple[int, ...] | None
+    """Shape of the uniform numbers of one lane, where a mask is looked at."""
+
+
+Ahead = Mapping[Key, torch.Tensor]
+"""Of some slots, by action ``[slot, lane, ...]``: the actions, or numbers that choose them."""
+
+
+class RandomActions:
+    """Draws for an environment; a mask of legal actions in the observation is honoured.
+
+    The mask is a key named ``"action_mask"`` beside the action. Numbers are drawn for all
+    ``lanes`` of the run, in slots and lanes in their order, and those of the own ones are used: so
+    processes with equal generators draw for each lane what one process would. Specs that have
+    neither a block draw nor a mask that is known here are drawn from torch's generator.
+
+    Args:
+        env: batch size ``[]`` or ``[lanes]``.
+        rng: what numbers are drawn with.
+        lanes: how many the run has; None: those of ``env`` alone.
+        first: the number of the first lane of ``env`` among them.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        rng: np.random.Generator,
+        lanes: int | None = None,
+        first: int = 0,
+    ) -> None:
+        self._env, self._rng = env, rng
+        self._keys = action_keys(env)
+        self._masks = {key: mask_key(env, key) for key in self._keys}
+        own = env.batch_size.numel()
+        self._lanes = own if lanes is None else lanes
+        self._own = slice(first, first + own) if lanes is not None else slice(None)
+        self._alike = lanes_alike(env) and not _masks_by_spec(env)
+        self._specs = {key: env.full_action_spec[key] for key in self._keys}
+        self._drawers = {key: self._drawer(key, spec) for key, spec in lane_actions(env).items()}
+
+    def _drawer(self, key: Key, spec: TensorSpec) -> _Drawer:
+        if not self._alike:
+            return _Drawer(None, None)
+        if self._masks[key] is not None:
+            return _Drawer(None, uniforms(spec))
+        return _Drawer(block_draw(spec.expand(self._lanes, *spec.shape)), None)
+
+    @property
+    def masked(self) -> bool:
+        """Some action has a mask."""
+        return any(self._masks.values())
+
+    @property
+    def block_drawn(self) -> bool:
+        """Every action can be drawn elsewhere, by :func:`all_drawn`."""
+        return all(drawer.draw is not None for drawer in self._drawers.values())
+
+    def ahead(self, slots: int) -> Ahead:
+        """Draw what can be drawn for so many slots before they are stepped."""
+        found: dict[Key, torch.Tensor] = {}
+        for key, drawer in self._drawers.items():
+            if drawer.draw is not None:
+                drawn = drawer.draw(self._rng, slots)
+            elif drawer.uniforms is not None:
+                drawn = self._rng.random((slots, self._lanes, *drawer.uniforms))
+            else:
+                continue
+            found[key] = torch.from_numpy(drawn[:, self._own])
+        return self.of_lanes(found)
+
+    def of_lanes(self, actions: Ahead) -> Ahead:
+        """``actions`` as the environment takes them: of one lane without its axis, moved."""
+        squeeze, device = not self._env.batch_size, self._env.device
+        placed = {key: column[:, 0] if squeeze else column for key, column in actions.items()}
+        if device is None or device.type == "cpu":
+            return placed
+        # Numbers that meet a mask are used on the CPU.
+        chosen = {key for key, drawer in self._drawers.items() if drawer.uniforms is not None}
+        return {key: c if key in chosen else c.to(device) for key, c in placed.items()}
+
+    def act(self, td: TensorDictBase, ahead: Ahead, slot: int) -> TensorDictBase:
+        """Write the action of a slot of ``ahead`` under every action key of ``td``."""
+        for key in self._keys:
+            mask, drawer = self._masks[key], self._drawers[key]
+            if key not in ahead:
+                td.set(key, self._by_torch(key, None if mask is None else td.get(mask)))
+            elif mask is None or drawer.uniforms is None:
+                td.set(key, ahead[key][slot])
+            else:
+                spec = self._specs[key]
+                action = pick(spec, td.get(mask).to(torch.bool), ahead[key][slot].numpy())
+                td.set(key, action if spec.device is None else action.to(spec.device))
+        return td
+
+    def _by_torch(self, key: Key, mask: torch.Tensor | None) -> torch.Tensor:
+        leaf = self._env.full_action_spec[key]
+        if mask is not None:
+            leaf = leaf.clone()
+            allowed = mask.to(torch.bool)
+            # A final observation may allow nothing; what follows it in a reset slot is ignored.
+            leaf.update_mask(allowed | ~allowed.any(-1, keepdim=True))
+        drawn: torch.Tensor = leaf.rand()
+        return drawn
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Write a random action under every action key of ``td``."""
+        return self.act(td, self.ahead(1), 0)
+
+
+def _masks_by_spec(env: EnvBase) -> bool:
+    """Some transform keeps the mask of the last observation in the action spec."""
+    while isinstance(env, TransformedEnv):
+        transforms = env.transform if isinstance(env.transform, Compose) else [env.transform]
+        if any(isinstance(each, ActionMask) for each in transforms):
+            return True
+        env = env.base_env
+    return False
+
+
+def lanes_alike(env: EnvBase) -> bool:
+    """All lanes of ``env`` have the same actions."""
+    if not env.batch_size:
+        return True
+    items = env.full_action_spec.items(True, True)
+    return all(spec == spec[0].expand(spec.shape) for _, spec in items)

@@ -1,0 +1,122 @@
+"""States that a policy keeps in its tensordict: it writes them and reads them a step later."""
+
+import warnings
+from collections.abc import Mapping
+from types import FunctionType
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.policies.policy import Policy, for_trial, generators_restored
+from tallyroll.collector.policies.random_actions import action_keys
+from tallyroll.collector.slab.keys import NEXT, Key, as_key, dotted
+
+IS_INIT = "is_init"
+
+
+def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
+    """Keys that the policy adds to ``td`` and whose values change what it does in a next step.
+
+    A key under ``"next"`` is one where the policy reads it at the root. Found by calling copies of
+    it on copies of ``td``, generators restored: twice alike, and with what it wrote put back. Of
+    one that cannot be copied, one that is not repeatable, and one that refuses its own output,
+    none is found.
+    """
+    apart = {*action_keys(env), *map(as_key, td.keys(True, True))}
+    places = {key: _place(key) for key in policy.writes if _place(key) not in apart}
+    if not places:
+        return ()
+    if not _leaves_no_trace(policy):
+        return ()
+    given = td.clone()
+    for name in list(given.keys(True, True)):
+        if as_key(name)[-1] == IS_INIT:  # else it would begin anew
+            given.set(name, torch.zeros_like(given.get(name)))
+    try:
+        first = _called(policy, given, {})
+        kept = {place: first[key] for key, place in places.items() if key in first}
+        if not _same(first, _called(policy, given, {})):
+            return ()
+        after = _called(policy, given, kept)
+    except Exception:  # noqa: BLE001  what it does with its own output the run will show
+        return ()
+    if _same(first, after):
+        return ()
+    found = (key for key, place in places.items() if _matters(policy, given, kept, place, after))
+    return tuple(found) or tuple(places)
+
+
+def _leaves_no_trace(policy: Policy) -> bool:
+    """It can be called as often as one likes: a copy is, or it is a function of its input alone."""
+    module = policy.module
+    return for_trial(policy).module is not module or (
+        isinstance(module, FunctionType) and module.__closure__ is None
+    )
+
+
+def _matters(
+    policy: Policy,
+    given: TensorDictBase,
+    kept: Mapping[Key, torch.Tensor],
+    place: Key,
+    after: Mapping[Key, torch.Tensor],
+) -> bool:
+    """Without what it kept at ``place`` the policy does something else, or fails."""
+    others = {key: value for key, value in kept.items() if key != place}
+    try:
+        return not _same(after, _called(policy, given, others))
+    except Exception:  # noqa: BLE001  it was looked for
+        return True
+
+
+def _place(key: Key) -> Key:
+    """Where the next step finds what was written under ``key``."""
+    return key[1:] if key[0] == NEXT else key
+
+
+def _called(
+    policy: Policy, given: TensorDictBase, kept: Mapping[Key, torch.Tensor]
+) -> dict[Key, torch.Tensor]:
+    td = given.clone()
+    for key, value in kept.items():
+        td.set(key, value.clone())
+    with generators_restored(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first trial gave them
+        out = for_trial(policy)(td)
+    found = {key: out.get(key, None) for key in policy.writes}
+    return {key: value.clone() for key, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _same(one: Mapping[Key, torch.Tensor], other: Mapping[Key, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        (value.shape, value.dtype, value.device)
+        == (other[key].shape, other[key].dtype, other[key].device)
+        and bool(torch.isclose(value, other[key], rtol=0, atol=0, equal_nan=True).all())
+        for key, value in one.items()
+    )
+
+
+def refuse_states(policy: Policy, td: TensorDictBase, env: EnvBase, in_place: bool) -> None:
+    """Raise where states that ``policy`` keeps would not go from step to step, lane by lane.
+
+    Raises:
+        PolicyError: the environment drops them, or does not say where a trajectory begins.
+    """
+    found = states(policy, td, env)
+    known = {as_key(key)[-1] for key in env.observation_spec.keys(True, True)}
+    if not found or (IS_INIT in known and not in_place and all(key[0] != NEXT for key in found)):
+        return
+    names = [dotted(key) for key in found]
+    if any(key[0] == NEXT for key in found):
+        raise PolicyError(
+            f"the policy writes {names} and reads them in the next step, and no reset gives them "
+            "a first value; add a primer to the environment: TransformedEnv(env, InitTracker(), "
+            "TensorDictPrimer({...}))"
+        )
+    raise PolicyError(
+        f"the policy writes {names} and reads them in the next step, and nothing tells it where a "
+        "trajectory begins, so that they would be lost or go from one trajectory into the next; "
+        "add the key is_init to the environment: TransformedEnv(env, InitTracker())"
+    )

@@ -1,0 +1,1 @@
+"""Stepping environments until a slab holds enough transitions."""

@@ -1,0 +1,201 @@
+"""How an environment is driven: what its slab looks like, and which driver fills it."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import set_exploration_type
+
+from tallyroll.collector.counting.transitions import Mask, next_step_transitions
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.make import loses_finals, require_names_of
+from tallyroll.collector.envs.observed import observed_keys
+from tallyroll.collector.errors import EnvironmentRefused, PolicyError
+from tallyroll.collector.options import Options
+from tallyroll.collector.policies.policy import Policy, next_keys, try_out
+from tallyroll.collector.policies.random_actions import action_keys
+from tallyroll.collector.policies.states import refuse_states
+from tallyroll.collector.rollout.copying import CopyDriver
+from tallyroll.collector.rollout.driver import LocalDriver, ended_in
+from tallyroll.collector.rollout.in_place import InPlaceDriver
+from tallyroll.collector.slab.keys import (
+    DONE,
+    NEXT,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    VALID,
+    Key,
+    as_key,
+    dotted,
+)
+from tallyroll.collector.slab.slab import Column, Layout, Slab
+from tallyroll.storage.rows.batch_dims import batch_dims_of, levels_of
+
+MOST_SLOTS = 4096
+SLAB_BYTES = 256 * 2**20
+"""A slab is at most about this large; longer batches are put together from several fills."""
+
+
+@dataclass(frozen=True)
+class SlabPlan:
+    """What a slab of an environment and a policy looks like, and what its rows become."""
+
+    layout: Layout
+    extra: tuple[Key, ...]
+    """Columns that the policy writes beside the action."""
+    flowing: tuple[Key, ...]
+    """Observations that an environment writes in place."""
+    shared: bool
+    """They and those under ``"next"`` are one memory, one slot apart."""
+    rewards: tuple[Key, ...]
+    lost_finals: bool
+    observed: tuple[Key, ...]
+    """Observations at the root and under ``"next"`` that tell states apart."""
+    dones: tuple[Key, ...]
+    """Done columns below the root."""
+    batch_dims: dict[Key, int]
+    """Batch dimensions that nested TensorDicts have behind the lanes."""
+    in_place: bool
+    reset_slots: bool
+    """An environment that writes in place has reset slots."""
+    marked: bool
+    """The environment marks which slots are transitions."""
+
+    def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
+        """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
+
+        ``pending`` are the lanes that ended in the slot before them.
+        """
+        if self.reset_slots:
+            return next_step_transitions(ended_in(slab, start, stop), pending)
+        if self.marked:
+            return slab.transitions[start:stop].copy()
+        return np.ones((stop - start, slab.lanes), np.bool_)
+
+    def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
+        """Enough for ``frames`` even where every second slot is a reset slot, within bounds.
+
+        All ``slabs`` together take at most about `SLAB_BYTES`.
+        """
+        row = sum(
+            torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
+            for column in self.layout.values()
+        )
+        fitting = max(4, SLAB_BYTES // max(1, row * lanes * slabs))
+        return int(min(2 * ceil(frames / lanes) + 4, MOST_SLOTS, fitting))
+
+    def slab(self, slots: int, lanes: int, **options: Any) -> Slab:
+        """A slab of ``slots`` slots; ``options`` are the others of :class:`Slab`."""
+        return Slab(slots, lanes, self.layout, flowing=self.flowing, shared=self.shared, **options)
+
+
+def plan_slab(
+    env: EnvBase, policy: Policy | None, first: TensorDictBase, options: Options
+) -> SlabPlan:
+    """Try the policy out on ``first``, what a reset returned, and lay out the columns."""
+    in_place = isinstance(env, GymnasiumVectorEnv)
+    extra: dict[Key, Column] = {}
+    if policy is not None:
+        with torch.no_grad(), set_exploration_type(options.exploration_type):
+            extra = try_out(policy, first, env)
+    if in_place and next_keys(extra):
+        raise PolicyError(
+            f"the policy writes {[dotted(key) for key in next_keys(extra)]}, which must be carried "
+            "from step to step and reset with each lane; add its primer to the environment: "
+            "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
+        )
+    if policy is not None:
+        with torch.no_grad(), set_exploration_type(options.exploration_type):
+            refuse_states(policy, first, env, in_place)
+    require_names_of(env, written=extra)
+    layout = in_place_layout(env) if in_place else copied_layout(env)
+    dims = _batch_dims(env, layout, policy)
+    extra = {key: column for key, column in extra.items() if key not in layout}
+    return SlabPlan(
+        layout={**extra, **layout},
+        extra=tuple(extra),
+        flowing=env.observation_keys if in_place else (),
+        shared=in_place and env.has_reset_slots,
+        rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
+        lost_finals=options.finals == "lost" or loses_finals(env),
+        observed=observed_keys(env, layout, options),
+        dones=nested_dones(env),
+        batch_dims=dims,
+        in_place=in_place,
+        reset_slots=in_place and env.has_reset_slots,
+        marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
+    )
+
+
+def make_driver(
+    env: EnvBase,
+    policy: Policy | None,
+    plan: SlabPlan,
+    slab: Slab,
+    rng: np.random.Generator,
+    board: memoryview,
+    run_lanes: int | None = None,
+) -> LocalDriver:
+    """The way of driving that ``plan`` was made for; see :class:`LocalDriver`."""
+    kind: type[LocalDriver] = InPlaceDriver if plan.in_place else CopyDriver
+    return kind(env, policy, extra=plan.extra, slab=slab, rng=rng, board=board, run_lanes=run_lanes)
+
+
+def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, Column]:
+    """Columns that a :class:`GymnasiumVectorEnv` fills."""
+    layout: dict[Key, Column] = {}
+    for key in env.observation_keys:
+        layout[key] = _column(env.observation_spec[key], 1)
+    for key in action_keys(env):
+        layout[key] = _column(env.full_action_spec[key], 1)
+    for key in env.observation_keys:
+        layout[(NEXT, *key)] = layout[key]
+    layout[REWARD] = Column(torch.float32, (1,))
+    layout[TERMINATED] = layout[TRUNCATED] = Column(torch.bool, (1,))
+    return layout
+
+
+def copied_layout(env: EnvBase) -> dict[Key, Column]:
+    """Columns that any TorchRL environment returns, from its specs."""
+    lead = len(env.batch_size)
+    flags = {as_key(key) for key in env.done_spec.keys(True, True)}
+    for name, spec in env.observation_spec.items(True, True):
+        if spec.dtype is None:
+            raise EnvironmentRefused(
+                f"{dotted(name)} is {type(spec).__name__}, which no column can hold; leave it out "
+                f'with TransformedEnv(env, ExcludeTransform("{dotted(name)}"))'
+            )
+    layout: dict[Key, Column] = {}
+    for name, value in env.fake_tensordict().items(True, True):
+        key = as_key(name)
+        if key in flags or key in (VALID, (NEXT, *VALID)):
+            continue
+        layout[key] = Column(value.dtype, tuple(value.shape[lead:]))
+    if DONE not in layout or TERMINATED not in layout:
+        raise EnvironmentRefused("the environment declares no done and terminated at its root")
+    return layout
+
+
+def nested_dones(env: EnvBase) -> tuple[Key, ...]:
+    """Columns of the done flags that ``env`` declares below the root: those of groups."""
+    keys = (as_key(key) for key in env.full_done_spec.keys(True, True))
+    ends = ("terminated", "truncated")
+    return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)
+
+
+def _batch_dims(env: EnvBase, layout: Layout, policy: Policy | None) -> dict[Key, int]:
+    """What the specs say; of TensorDicts that the policy alone writes, what it gave them."""
+    lead, known = len(env.batch_size), set(levels_of(layout))
+    own = {} if policy is None else policy.batch_dims
+    added = {level: count for level, count in own.items() if level not in known}
+    return {**batch_dims_of(env.fake_tensordict(), lead), **added}
+
+
+def _column(spec: object, lead: int) -> Column:
+    return Column(spec.dtype, tuple(spec.shape[lead:]))  # type: ignore[attr-defined]

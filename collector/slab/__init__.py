@@ -1,0 +1,1 @@
+"""The memory that a rollout fills: columns, their names, and progress."""

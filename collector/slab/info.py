@@ -1,0 +1,176 @@
+"""What of a Gymnasium ``info`` becomes a column, as a caller declares it."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.slab.keys import Key
+from tallyroll.collector.slab.lossless import cast
+from tallyroll.collector.slab.names import split
+
+GIVEN = "_given"
+"""What the name of the column beside an info with ``fill`` ends with."""
+
+_DTYPES = {
+    torch.zeros(0, dtype=dtype).numpy().dtype: dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
+_SPELLING = re.compile(
+    r"(?P<name>[^:=\[\]]+)(?::(?P<dtype>\w+))?(?:\[(?P<shape>\d+(?:x\d+)*)\])?(?:=(?P<fill>.+))?"
+)
+
+
+@dataclass(frozen=True)
+class Info:
+    """An entry of Gymnasium's ``info`` that becomes a column.
+
+    A value must be of this shape, and fit into this dtype without loss; another is a
+    :class:`~tallyroll.collector.errors.TransitionError`.
+
+    Args:
+        name: its name; of one in a nested dictionary a tuple of names, or ``"episode/r"``.
+        dtype: a NumPy or torch dtype, or its name. None takes that of ``fill``, or what the first
+            infos have: int64 for Python's integers, float64 for its floats.
+        shape: of one lane's value; with a dtype only.
+        fill: what stands where a step or a reset does not give it, a number. A bool column
+            ``<name>_given`` beside it is True where it was given. None: every step and every
+            reset has to give it.
+
+    Raises:
+        ArgumentError: one of them cannot be right.
+    """
+
+    name: str | tuple[str, ...]
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+    fill: float | complex | None = None
+
+    def __post_init__(self) -> None:
+        if not self.key or not all(isinstance(part, str) and part for part in self.key):
+            raise ArgumentError(
+                f"Info: expected a name, or a tuple of names where it is nested, got {self.name!r}"
+            )
+        object.__setattr__(self, "shape", self._checked_shape())
+        if self.fill is not None:
+            self._check_fill()
+        elif self.dtype is not None:
+            object.__setattr__(self, "dtype", _checked_dtype(self.dtype, self.key))
+        if self.dtype is None and self.shape:
+            raise ArgumentError(
+                f"Info {self.name!r}: expected a dtype with the shape {list(self.shape)}, got none"
+            )
+
+    def _checked_shape(self) -> tuple[int, ...]:
+        sizes = (self.shape,) if isinstance(self.shape, int) else self.shape
+        try:
+            shape = tuple(int(size.__index__()) for size in sizes)
+        except (TypeError, AttributeError):
+            shape = (0,)
+        if min(shape, default=1) < 1:
+            raise ArgumentError(
+                f"Info {self.name!r}: expected a shape of integers above 0, got {self.shape!r}"
+            )
+        return shape
+
+    def _check_fill(self) -> None:
+        found = np.asarray(self.fill)
+        if found.shape or found.dtype.kind not in "biufc":
+            raise ArgumentError(f"Info {self.name!r}: expected a number as fill, got {self.fill!r}")
+        dtype = _checked_dtype(found.dtype if self.dtype is None else self.dtype, self.key)
+        if cast(found, dtype)[1] is not None:
+            raise ArgumentError(
+                f"Info {self.name!r}: expected a fill that {dtype} holds without loss, got "
+                f"{self.fill!r}"
+            )
+        if not np.isfinite(found):
+            raise ArgumentError(
+                f"Info {self.name!r}: expected a finite fill, got {self.fill!r}; the column "
+                f"{self.key[-1]}{GIVEN} says where it was given"
+            )
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "fill", found.item())
+
+    @property
+    def key(self) -> Key:
+        """The names from the root of ``info`` on."""
+        return split(self.name)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the column; only where one is declared."""
+        return _DTYPES[self.dtype]
+
+    def __str__(self) -> str:
+        """Its spelling, which :func:`parsed` reads back."""
+        dtype = "" if self.dtype is None else f":{self.dtype}"
+        shape = f"[{'x'.join(map(str, self.shape))}]" if self.shape else ""
+        fill = "" if self.fill is None else f"={self.fill!r}"
+        return f"{'/'.join(self.key)}{dtype}{shape}{fill}"
+
+
+def _checked_dtype(dtype: Any, key: Key) -> np.dtype[Any]:
+    try:
+        if isinstance(dtype, torch.dtype):
+            dtype = torch.zeros(0, dtype=dtype).numpy().dtype
+        found: np.dtype[Any] | None = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found not in _DTYPES:
+        raise ArgumentError(
+            f"Info {'/'.join(key)!r}: expected a dtype among "
+            f"{', '.join(str(each) for each in _DTYPES)}, got {dtype!r}"
+        )
+    return found
+
+
+def infos_of(info_keys: Any) -> tuple[Info, ...]:
+    """``info_keys`` as they were declared.
+
+    Raises:
+        ArgumentError: something else than names and :class:`Info`, or one of them twice.
+    """
+    if isinstance(info_keys, (str, Info)) or not isinstance(info_keys, Iterable):
+        raise ArgumentError(f"info_keys: wanted a sequence of names, got {info_keys!r}")
+    found: dict[Key, Info] = {}
+    for each in info_keys:
+        info = each if isinstance(each, Info) else Info(each)
+        if info.key in found:
+            raise ArgumentError(f"info_keys: {'/'.join(info.key)!r} is there twice")
+        found[info.key] = info
+    return tuple(found.values())
+
+
+def parsed(text: str) -> Info:
+    """An :class:`Info` of its spelling: ``lives``, ``pos:float32[3]``, ``is_success:bool=False``.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    match = _SPELLING.fullmatch(text)
+    if match is None:
+        raise ArgumentError(
+            f"expected NAME, NAME:DTYPE, NAME:DTYPE[2x3] or NAME:DTYPE=FILL, got {text!r}"
+        )
+    shape = tuple(int(size) for size in (match["shape"] or "").split("x") if size)
+    return Info(match["name"], match["dtype"], shape, _number(match["fill"], text))
+
+
+def _number(text: str | None, whole: str) -> Any:
+    if text is None:
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float, complex):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ArgumentError(f"expected a number, True or False behind =, got {text!r} in {whole!r}")

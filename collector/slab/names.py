@@ -1,0 +1,288 @@
+"""Names of columns: which are taken, which collide, and how ``rename=`` settles it. Pure."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tallyroll.collector.errors import ArgumentError, NameRefused
+from tallyroll.collector.slab.keys import (
+    COLLECTOR,
+    DONE,
+    NEXT,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    VALID,
+    Key,
+)
+
+Rename = Mapping[Any, str | tuple[str, ...]]
+"""Old name of a column -> new name; a nested one is a tuple of names, or ``"a/b"``."""
+
+_KEPT = (NEXT, COLLECTOR)
+_FLAGS = (REWARD, DONE, TERMINATED, TRUNCATED)
+_MASKS = {"_reset", "_step"}
+"""At any level TorchRL takes them for masks of lanes that are reset or stepped."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A column of an environment, as it is called before ``rename`` is applied."""
+
+    key: Key
+    path: tuple[Hashable, ...]
+    """What the environment calls it; a Dict space may have names that are no strings."""
+    what: str = "observation"
+
+
+def spelled(key: Sequence[Any]) -> str:
+    """A key as ``rename`` takes it: ``next/observation``; a tuple where that would mislead."""
+    plain = all(isinstance(part, str) and "/" not in part for part in key)
+    return repr("/".join(key)) if plain else repr(key[0] if len(key) == 1 else tuple(key))
+
+
+def split(name: Any) -> tuple[Any, ...]:
+    """``"a/b"`` as ``("a", "b")``; a tuple as it is."""
+    if isinstance(name, tuple):
+        return name
+    return tuple(name.split("/")) if isinstance(name, str) else (name,)
+
+
+# --- rename ---------------------------------------------------------------------------------------
+
+
+def checked_rename(rename: Any) -> dict[Any, Key]:
+    """``rename`` with its new names as tuples.
+
+    Raises:
+        ArgumentError: it is no mapping of names to names.
+    """
+    if not isinstance(rename, Mapping):
+        raise ArgumentError(
+            f"rename: expected a mapping of old names to new ones, got {rename!r}; write "
+            'rename={"action": "previous_action"}'
+        )
+    checked: dict[Any, Key] = {}
+    for old, new in rename.items():
+        key = split(new)
+        if not key or not all(isinstance(part, str) and part for part in key):
+            raise ArgumentError(
+                f"rename: expected a new name for {old!r}, a string or a tuple of strings that are "
+                f"not empty, got {new!r}"
+            )
+        if any(split(other) == split(old) for other in checked):
+            raise ArgumentError(f"rename: {old!r} is given two new names; give one")
+        checked[old] = key
+    return checked
+
+
+def spelled_rename(rename: Rename) -> list[tuple[str, str]]:
+    """Old and new names as a command line spells them."""
+    pairs = [(split(old), new) for old, new in checked_rename(rename).items()]
+    return [("/".join(map(str, old)), "/".join(new)) for old, new in pairs]
+
+
+def renamed(columns: Sequence[Named], rename: Rename) -> list[Key]:
+    """The keys of ``columns`` after all of ``rename`` at once; a group takes what is in it along.
+
+    An old name is that of an observation, or else of an info.
+
+    Raises:
+        ArgumentError: an old name that no column has, or a column that is named twice.
+    """
+    keys = [column.key for column in columns]
+    by: dict[int, Any] = {}
+    for old, new in checked_rename(rename).items():
+        found = _matches(columns, old)
+        if not found:
+            known = sorted(spelled(column.key) for column in columns)
+            raise ArgumentError(
+                f"rename: expected the names of columns, got {old!r}; there are {', '.join(known)}"
+            )
+        for index, depth in found:
+            if index in by:
+                raise ArgumentError(
+                    f"rename: {spelled(columns[index].key)} is renamed twice, by {by[index]!r} and "
+                    f"by {old!r}; leave one of them out"
+                )
+            by[index] = old
+            inner = len(columns[index].path) - depth
+            keys[index] = (*new, *columns[index].key[len(columns[index].key) - inner :])
+    return keys
+
+
+def _matches(columns: Sequence[Named], old: Any) -> list[tuple[int, int]]:
+    """Columns that ``old`` names, and how many parts of their path it takes."""
+    forms = [(old,), split(old)] if isinstance(old, str) else [split(old)]
+    for what in dict.fromkeys(column.what for column in columns):
+        for form in forms:
+            for by_path in (True, False):
+                if found := list(_named(columns, what, form, by_path)):
+                    return found
+    return []
+
+
+def _named(
+    columns: Sequence[Named], what: str, form: tuple[Any, ...], by_path: bool
+) -> Iterable[tuple[int, int]]:
+    size = len(form)
+    for index, column in enumerate(columns):
+        name = column.path if by_path else column.key
+        if column.what == what and name[:size] == form:
+            # A key may have one part more in front: a Tuple space stands under "observation".
+            yield index, max(0, size - len(name) + len(column.path))
+
+
+def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
+    """What became of the info ``key``: it kept its name, or else it has the new one."""
+    for old, new in checked_rename(rename).items():
+        size = len(split(old))
+        if key[:size] == split(old) and key not in columns:
+            return (*new, *key[size:])
+    return key
+
+
+# --- collisions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    key: Key
+    what: str
+    """What has this name: for messages."""
+    settle: str = ""
+    """How it gets another one; empty where it cannot."""
+
+
+def require_names(
+    observations: Sequence[Named],
+    actions: Iterable[Key] = (("action",),),
+    rewards: Iterable[Key] = (("reward",),),
+    flags: Iterable[Key] = (),
+    written: Iterable[Key] = (),
+    given: Sequence[Key] | None = None,
+    settle: str = "",
+) -> None:
+    """Raise unless every column has a name of its own.
+
+    Args:
+        observations: what the environment calls them.
+        actions: their keys.
+        rewards: their keys, without ``"next"``.
+        flags: done keys, without ``"next"``.
+        written: what the policy writes beside the action.
+        given: the keys that ``observations`` have, where they were renamed.
+        settle: how they get other names, where ``rename`` cannot give them any.
+
+    Raises:
+        NameRefused: a name is taken, empty or a mask's; says which, and how it is settled.
+    """
+    keys = [column.key for column in observations] if given is None else list(given)
+    named = [(c, key) for c, key in zip(observations, keys, strict=True) if key != VALID]
+    seen = [_Entry(key, f"an {c.what} has it", _by_rename(c, settle)) for c, key in named]
+    by_policy = [_Entry(key, "the policy writes it", _BY_POLICY) for key in written]
+    for entry in (*seen, *by_policy):
+        if not all(entry.key):
+            raise NameRefused(
+                f"{spelled(entry.key)}: expected a name that is not empty ({entry.what}); "
+                f"{entry.settle}"
+            )
+        if masks := sorted(_MASKS & set(entry.key)):
+            raise NameRefused(
+                f"{spelled(entry.key)}: expected another name than {masks[0]!r}, which TorchRL "
+                f"takes for a mask of lanes ({entry.what}); {entry.settle}"
+            )
+    flags = {*_FLAGS, *((NEXT, *key) for key in (*rewards, *flags))}
+    _require_apart(
+        [
+            *(_Entry((name,), "tallyroll keeps it for its own columns") for name in _KEPT),
+            *(_Entry(key[1:], _flag(key)) for key in _FLAGS),
+            *(_Entry(key, "it is an action") for key in actions),
+            *seen,
+            *(entry for entry in by_policy if entry.key[0] != NEXT or len(entry.key) == 1),
+        ]
+    )
+    after = [replace(entry, key=(NEXT, *entry.key)) for entry in seen]
+    _require_apart([*(_Entry(key, _flag(key)) for key in sorted(flags)), *after], under=1)
+
+
+def require_storable(keys: Iterable[Key]) -> None:
+    """Raise where a storage cannot hold a column of this name.
+
+    Raises:
+        NameRefused: a part of it is empty, ``.`` or ``..``, or holds ``/`` or NUL.
+    """
+    for key in keys:
+        for part in key:
+            if wrong := _unstorable(part):
+                bare = key[1:] if key[0] == NEXT else key
+                raise NameRefused(
+                    f"{spelled(bare)}: {part[:80]!r} {wrong}, so that no storage can hold it; give "
+                    f"it another name: rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or "
+                    "out_keys where the policy writes it"
+                )
+
+
+def _unstorable(part: str) -> str:
+    if part in ("", ".", ".."):
+        return "is no name of a file"
+    if "/" in part or "\0" in part:
+        return "holds '/' or NUL"
+    try:
+        part.encode()
+    except UnicodeEncodeError:
+        return "is no valid Unicode"
+    return ""
+
+
+_BY_POLICY = "the policy's out_keys"
+
+
+def _flag(key: Key) -> str:
+    return f"it is the name of {'the reward' if key[-1] == 'reward' else 'a flag of ends'}"
+
+
+def _by_rename(column: Named, settle: str) -> str:
+    old = column.key if all(isinstance(part, str) for part in column.path) else column.path
+    return settle or f"rename={{{spelled(old)}: {spelled(_proposal(column.key))}}}"
+
+
+def _proposal(key: Key) -> Key:
+    if key == ("action",):
+        return ("previous_action",)
+    parts = [_cleaned(part) for part in key]
+    return (f"seen_{parts[0]}", *parts[1:])
+
+
+def _cleaned(part: str) -> str:
+    bare = "".join("_" if char in "/\0" else char for char in part)
+    bare = bare.encode(errors="replace").decode()
+    return bare[:40].strip(".") or "unnamed"
+
+
+def _require_apart(entries: Sequence[_Entry], under: int = 0) -> None:
+    """Raise where two keys are one, or one is a group that the other stands in.
+
+    The first ``under`` parts of all keys are left out of messages.
+    """
+    have: dict[Key, _Entry] = {}
+    for entry in entries:
+        if entry.key in have:
+            raise NameRefused(
+                f"the name {spelled(entry.key[under:])} is taken twice: {have[entry.key].what}, "
+                f"and {entry.what}; {_way_out(have[entry.key], entry)}"
+            )
+        have[entry.key] = entry
+    for entry in entries:
+        for depth in range(under + 1, len(entry.key)):
+            group = have.get(entry.key[:depth])
+            if group is not None:
+                raise NameRefused(
+                    f"{spelled(entry.key[under:])} and the name {spelled(group.key[under:])} "
+                    f"collide: {group.what}, and {entry.what} as a group; {_way_out(group, entry)}"
+                )
+
+
+def _way_out(*entries: _Entry) -> str:
+    ways = dict.fromkeys(entry.settle for entry in reversed(entries) if entry.settle)
+    return f"give one of them another name: {' or '.join(ways)}"

@@ -1,0 +1,224 @@
+"""A preallocated block of slots that a rollout fills in place.
+
+Every column is one tensor ``[time, lane, ...]``. A key that flows from one step to the next
+(an observation) has one slot more: what the step returned in slot ``t`` is what the policy
+sees in slot ``t + 1``. Where the two never differ (``shared``), the root column and the
+``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from tallyroll.collector.slab.keys import (
+    NEXT,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    VALID,
+    Key,
+)
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Dtype and shape of one column; ``shape`` excludes time and lane."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+Layout = Mapping[Key, Column]
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's name of a dtype that it knows."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where an environment that writes in place reads its action and writes what came.
+
+    All arrays are ``[time, lane, ...]``; the slot is ``at``. An adapter reads ``action[at]`` and
+    fills ``reward``, ``terminated``, ``truncated``, ``next_obs`` with what the step led to (the
+    final observation where an episode ended) and ``root_obs`` with what the policy sees in the
+    slot after. Observations are listed in the order of the adapter's columns; where the slab
+    shares their memory, ``root_obs`` is empty. Whole arrays and one index, for as many views
+    as there are slots would be cold in the cache when their turn comes.
+    """
+
+    action: Array
+    next_obs: tuple[Array, ...]
+    root_obs: tuple[Array, ...]
+    seen_obs: tuple[Array, ...]
+    """What the policy saw in the slot."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+    board: memoryview
+    """Words in which the adapter says how many slots are complete, and reads whether to halt."""
+    at: int = 0
+
+
+def memory_of(
+    slots: int, lanes: int, layout: Layout, flowing: Iterable[Key], shared: bool
+) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every piece of memory of a slab; its columns are views of them."""
+    pieces: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    flowing = set(flowing)
+    for key, column in layout.items():
+        if key[0] == NEXT and key[1:] in flowing and shared:
+            continue
+        length = slots + 1 if key in flowing else slots
+        pieces[key] = (length, lanes, *column.shape), column.dtype
+    pieces[VALID] = (slots, lanes), torch.bool
+    pieces[POLICY_VERSION] = (slots, lanes), torch.int64
+    return pieces
+
+
+class Slab:
+    """Memory for ``slots`` slots of ``lanes`` lanes.
+
+    Args:
+        slots: capacity in time.
+        lanes: number of lanes.
+        layout: every column, root and ``"next"``.
+        flowing: keys that flow from step to step; each stands in ``layout`` at the root and
+            under ``"next"``. Only an environment that writes in place names any.
+        shared: root and ``"next"`` observations are one memory (see the module).
+        device: where the memory lies; marks of transitions and versions are on the CPU.
+        first_lane: the number of the first lane in the run.
+        memory: what :func:`memory_of` describes, or views of it; None makes it.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        lanes: int,
+        layout: Layout,
+        *,
+        flowing: Iterable[Key] = (),
+        shared: bool = False,
+        device: torch.device | None = None,
+        first_lane: int = 0,
+        memory: Mapping[Key, torch.Tensor] | None = None,
+    ) -> None:
+        self.slots, self.lanes, self.shared = slots, lanes, shared
+        self.first_lane = first_lane
+        self.flowing = tuple(flowing)
+        if memory is None:
+            pieces = memory_of(slots, lanes, layout, self.flowing, shared)
+            memory = {
+                key: torch.zeros(
+                    shape, dtype=dtype, device=None if key in (VALID, POLICY_VERSION) else device
+                )
+                for key, (shape, dtype) in pieces.items()
+            }
+        self._flow = {key: memory[key] for key in self.flowing}
+        self.columns = {key: memory[key][:slots] for key in layout if key in memory}
+        if shared:
+            for key in self.flowing:
+                self.columns[(NEXT, *key)] = self._flow[key][1:]
+        self.arrays = {
+            key: column.numpy()
+            for key, column in self.columns.items()
+            if column.device.type == "cpu" and column.dtype is not torch.bfloat16
+        }
+        """Columns as NumPy views ``[time, lane, ...]``, where NumPy can hold them."""
+        self.flat = {
+            key: array.reshape(slots * lanes, *array.shape[2:])
+            for key, array in self.arrays.items()
+            if array.flags.c_contiguous
+        }
+        """The same as ``[time * lane, ...]``, where their memory is contiguous."""
+        self.transitions: NDArray[np.bool_] = memory[VALID].numpy()
+        self.version: NDArray[np.int64] = memory[POLICY_VERSION].numpy()
+
+    def array(self, key: Key) -> Array:
+        """A column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
+        return self.arrays[key]
+
+    def keep_last(self, used: int, lanes: NDArray[np.bool_] | None) -> None:
+        """Make room for the next block after ``used`` slots were filled.
+
+        Args:
+            used: slots that were filled.
+            lanes: lanes of the last slot whose transition opens the next block, or None. They
+                are moved to slot 0.
+        """
+        if used == 0:
+            return
+        for memory in self._flow.values():
+            if lanes is not None:
+                memory[0] = memory[used - 1]
+                memory[1] = memory[used]
+            else:
+                memory[0] = memory[used]
+        if lanes is not None and used > 1:
+            for key, column in self.columns.items():
+                if key not in self._flow and not (self.shared and key[1:] in self._flow):
+                    column[0] = column[used - 1]
+            self.version[0] = self.version[used - 1]
+        if lanes is not None:
+            self.transitions[0] = lanes
+
+    def carry_root(self, used: int, to: int) -> None:
+        """Let slot ``to`` begin with what the policy sees behind the first ``used`` slots."""
+        if used != to:
+            for memory in self._flow.values():
+                memory[to] = memory[used]
+
+    def flow(self, key: Key, used: int) -> Array:
+        """What a shared column held before, between and after the first ``used`` slots.
+
+        ``[used + 1, lane, ...]``: entry ``t`` is the root of slot ``t``, entry ``t + 1`` its next.
+        """
+        view: Array = self._flow[key][: used + 1].numpy()
+        return view
+
+    def set_root(self, at: int, td: TensorDict) -> None:
+        """Write the observation that the policy sees in slot ``at``."""
+        for key, memory in self._flow.items():
+            memory[at].copy_(td.get(key))
+
+    def cursor(self, action: Key, board: memoryview) -> Cursor:
+        """The arrays of an environment that writes in place."""
+        flow = [self._flow[key].numpy() for key in self.flowing]
+        return Cursor(
+            action=self.array(action),
+            next_obs=tuple(self.array((NEXT, *key)) for key in self.flowing),
+            root_obs=() if self.shared else tuple(memory[1:] for memory in flow),
+            seen_obs=tuple(memory[: self.slots] for memory in flow),
+            reward=self.array(REWARD)[..., 0],
+            terminated=self.array(TERMINATED)[..., 0],
+            truncated=self.array(TRUNCATED)[..., 0],
+            board=board,
+        )
+
+    def tensordicts(self, cursor: Cursor) -> list[TensorDict]:
+        """What the policy and the environment are handed in each slot: views, built once.
+
+        Each carries ``cursor`` as an attribute, by which the environment knows it.
+        """
+        batch = torch.Size([self.lanes])
+        views = {key: memory.unbind(0) for key, memory in self._flow.items()}
+        made = []
+        for at in range(self.slots):
+            td = TensorDict({}, batch)
+            for key, slots in views.items():
+                td.set(key, slots[at])
+            td.cursor = cursor
+            made.append(td)
+        return made

@@ -1,0 +1,125 @@
+"""What is said when a worker fails: what happened, to which lanes, what to do."""
+
+import pickle
+import signal
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from tallyroll.collector.errors import (
+    CollectorError,
+    WorkerDied,
+    WorkerError,
+    WorkerHung,
+    WorkerRaised,
+)
+from tallyroll.collector.workers.messages import Raised
+
+if TYPE_CHECKING:
+    from tallyroll.collector.workers.processes import Member
+
+_SHOWN = 16
+"""Lanes whose seeds and actions a message shows."""
+
+
+def raised(member: "Member", report: Raised, action: NDArray[Any] | None) -> Exception:
+    """The error for an exception in a worker."""
+    original = _unpickled(report.error)
+    if isinstance(original, CollectorError):
+        original.add_note(f"raised in {member.who}:\n{report.traceback}")
+        return original
+    lane = None if report.lane is None else member.lanes[report.lane]
+    details = _details(member, lane, action)
+    error = WorkerRaised(
+        f"{member.who} raised {report.kind} while {report.doing or 'getting ready'}: "
+        f"{report.message}{details}\nIts traceback:\n{report.traceback}",
+        **_facts(member, lane, action),
+        worker_traceback=report.traceback,
+    )
+    error.__cause__ = original
+    return error
+
+
+def died(member: "Member", action: NDArray[Any] | None) -> WorkerError:
+    """The error for a worker whose process ended."""
+    code = member.process.exitcode
+    how = "ended"
+    if code is not None and code < 0:
+        how = f"was killed by {_signal(-code)}"
+    elif code is not None:
+        how = f"exited with status {code}"
+    if not member.ready:
+        text = (
+            f"{member.who} {how} before it was ready. What it wrote to stderr may say why; a "
+            'script needs `if __name__ == "__main__":` around what it runs, for workers import it'
+        )
+    else:
+        text = (
+            f"{member.who} {how}{_details(member, None, action)}\nWhat was committed is safe; "
+            'on_worker_death="respawn" goes on with a new worker'
+        )
+        if code == -signal.SIGKILL:
+            text += ". Where nobody killed it, the machine may be out of memory"
+    return WorkerDied(text, **_facts(member, None, action), exitcode=code)
+
+
+def hung(member: "Member", seconds: float, action: NDArray[Any] | None) -> WorkerError:
+    """The error for a worker that made no progress for so many seconds."""
+    if not member.ready:
+        text = f"{member.who} was not ready after start_timeout={seconds:g} seconds, and was ended"
+    else:
+        text = (
+            f"{member.who} completed no step within step_timeout={seconds:g} seconds, and was ended"
+            f"{_details(member, None, action)}\nWhat was committed is safe; make step_timeout "
+            'larger, or pass on_worker_death="respawn" to go on with a new worker'
+        )
+    return WorkerHung(text, **_facts(member, None, action))
+
+
+def _details(member: "Member", lane: int | None, action: NDArray[Any] | None) -> str:
+    """Lane, seed and last action, as far as they are known."""
+    facts = _facts(member, lane, action)
+    seeds, last = facts["seeds"], facts["action"]
+    if lane is not None:
+        of = f"; lane {lane}"
+        of += f" (seed {seeds[0]})" if seeds else ""
+        return of + ("" if last is None else f", last action {last!r:.400}")
+    text = ""
+    if seeds:
+        more = ", …" if len(seeds) > _SHOWN else ""
+        text += f"; seeds {str(list(seeds[:_SHOWN]))[1:-1]}{more}"
+    return text + ("" if last is None else f"; last actions {last!r:.400}")
+
+
+def _facts(member: "Member", lane: int | None, action: NDArray[Any] | None) -> dict[str, Any]:
+    seeds = list(member.seeds)
+    if lane is not None:
+        at = member.lanes.index(lane)
+        seeds = seeds[at : at + 1]
+        action = None if action is None else action[at]
+    last = None if action is None else action.tolist()
+    return {
+        "worker": member.index,
+        "lanes": member.lanes,
+        "lane": lane,
+        "seeds": seeds,
+        "action": last,
+    }
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _unpickled(error: bytes | None) -> BaseException | None:
+    """The exception as it was raised, or None where it does not travel."""
+    if error is None:
+        return None
+    try:
+        found = pickle.loads(error)
+    except Exception:  # noqa: BLE001  its text has to do
+        return None
+    return found if isinstance(found, BaseException) else None

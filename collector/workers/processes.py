@@ -1,0 +1,474 @@
+"""The worker processes as their parent sees them: asked, waited for, found dead, killed."""
+
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd, send_handle
+from multiprocessing.util import Finalize
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.rollout.signals import admitted
+from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.slab import Layout
+from tallyroll.collector.workers import failures as faults
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.end import IGNORED, kill_group, kill_when_closed
+from tallyroll.collector.workers.shared.placement import Blocks
+from tallyroll.collector.workers.worker import main
+
+_LOOK_SECONDS = 0.25
+"""How often the progress of workers is looked at while nothing is heard of them."""
+_CLOSE_SECONDS = 2.0
+"""How long a worker may take to close its environment."""
+_SETTLE_SECONDS = 1.0
+"""How long a worker may take to end the step under way, when all is over."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker, and what was heard of it last."""
+
+    index: int
+    process: Any
+    connection: Connection
+    alive: int
+    """A pipe that nobody writes to: the worker is killed when this process holds it no more."""
+    lanes: range = range(0)
+    board: memoryview | None = None
+    seeds: Sequence[int] = ()
+    state: bytes | None = None
+    """Of its environment's transforms."""
+    ended: bool = False
+    """Its process is no more."""
+    ready: bool = False
+    """It has all it needs to step."""
+    failed: Exception | None = None
+    """Why it will never answer again."""
+    asked: int = 0
+    """Questions that it has not answered yet."""
+    since: float = 0.0
+    """When it was asked, or made progress last."""
+    filled: int = field(default=0, repr=False)
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+        lanes = self.lanes
+        if not lanes:
+            return f"worker {self.index}"
+        several = f"lanes {lanes[0]} to {lanes[-1]}" if len(lanes) > 1 else f"lane {lanes[0]}"
+        return f"worker {self.index} ({several}, process {self.process.pid})"
+
+
+Event = tuple[Member, Any]
+"""A member, and its answer or the :class:`WorkerError` that says why none will come."""
+
+
+class Crew:
+    """Starts workers, asks them, and hears their answers or their end.
+
+    Nothing here waits without a limit: processes are watched by their sentinels, steps by the
+    boards that they write. Whatever becomes of this process, its workers end with it.
+
+    Args:
+        jobs: one pickled job a worker.
+        start_method: of :mod:`multiprocessing`.
+        threads: of each worker.
+        step_timeout: seconds without progress after which a worker counts as hung; None: no limit.
+        start_timeout: seconds for what comes before the first step.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[bytes],
+        *,
+        start_method: str,
+        threads: int,
+        step_timeout: float | None,
+        start_timeout: float,
+    ) -> None:
+        self._jobs, self._threads = [Parcel(job) for job in jobs], threads
+        self._context: Any = get_context(start_method)
+        if start_method == "forkserver":
+            # What takes seconds to import the server imports once, beside what others asked for.
+            modules = getattr(forkserver._forkserver, "_preload_modules", [])
+            self._context.set_forkserver_preload([*dict.fromkeys([*modules, main.__module__])])
+        self._step_timeout, self.start_timeout = step_timeout, start_timeout
+        self.members: list[Member] = []
+        self._owner = os.getpid()
+        self._actions: list[NDArray[Any]] = []
+        # Before multiprocessing waits for its children when the interpreter exits.
+        self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
+        try:
+            for index in range(len(jobs)):
+                self.members.append(self._started(index))
+        except BaseException:
+            self.kill()
+            raise
+
+    def _started(self, index: int) -> Member:
+        ours, theirs = self._context.Pipe()
+        end, alive = os.pipe()
+        _held.add(alive)
+        process = self._context.Process(
+            target=main,
+            args=(theirs, self._jobs[index], Descriptor(end)),
+            name=f"tallyroll-worker-{index}",
+        )
+        try:
+            # Python's tracker of resources unblocks signals when it starts.
+            resource_tracker.ensure_running()
+            with _threads_limited(self._threads), _signals_blocked():
+                process.start()
+            with suppress(ProcessLookupError):  # it is gone already, of which `events` hears
+                kill_when_closed(end, process.pid)
+        except BaseException:
+            _let_go(alive)
+            raise
+        finally:
+            os.close(end)
+            theirs.close()
+        # What it says first is asked for by starting it.
+        return Member(index, process, ours, alive, asked=1, since=time.monotonic())
+
+    # --- asking and hearing -----------------------------------------------------------------------
+
+    def ask(self, member: Member, message: object, descriptor: int | None = None) -> None:
+        """Ask; a worker that is dead is heard of by :meth:`events`."""
+        if not member.asked:
+            member.since = time.monotonic()
+        member.asked += 1
+        if member.failed is not None:
+            return
+        with suppress(OSError):
+            m.send(member.connection, message)
+            if descriptor is not None:
+                send_handle(member.connection, descriptor, member.process.pid)
+
+    def events(
+        self,
+        limit: float | None = None,
+        of: Sequence[Member] | None = None,
+        *,
+        interruptible: bool = True,
+    ) -> list[Event]:
+        """What is heard next of the members that were asked; waits for something.
+
+        Args:
+            limit: seconds, after which nothing was heard and the list is empty.
+            of: only these are listened to; None: all.
+            interruptible: signals' handlers may raise while it waits.
+        """
+        until = None if limit is None else time.monotonic() + limit
+        listened = self.members if of is None else of
+        busy = [member for member in listened if member.asked]
+        for member in busy:
+            if member.failed is not None:  # it was told before, and is again
+                member.asked = 0
+                return [(member, member.failed)]
+        sources: dict[Any, Member] = {member.connection: member for member in busy}
+        sources |= {member.process.sentinel: member for member in busy}
+        while busy:
+            patience = _LOOK_SECONDS
+            if until is not None:
+                patience = min(patience, max(0.0, until - time.monotonic()))
+            with admitted() if interruptible else nullcontext():
+                heard = wait(list(sources), patience)
+            ready = {sources[source].index for source in heard}
+            events = [self._heard(member) for member in busy if member.index in ready]
+            silent = [member for member in busy if member.index not in ready]
+            events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
+            if events:
+                return events
+            if until is not None and time.monotonic() >= until:
+                return []
+        return []
+
+    def _heard(self, member: Member) -> Event:
+        """Its answer, for what it said before it died counts, or how it died."""
+        try:
+            if member.connection.poll():
+                answer = m.receive(member.connection)
+                member.asked -= 1
+                member.since = time.monotonic()
+                if isinstance(answer, m.Raised):
+                    member.asked = 0
+                    member.failed = faults.raised(member, answer, self._last_action(member))
+                    return member, member.failed
+                member.state = getattr(answer, "state", None) or member.state
+                return member, answer
+        except (EOFError, ConnectionError):
+            pass
+        wait([member.process.sentinel], _SETTLE_SECONDS)  # it may be about to say its status
+        _end(member)
+        member.failed = faults.died(member, self._last_action(member))
+        return member, member.failed
+
+    def _hangs(self, member: Member) -> bool:
+        """It made no progress for as long as it was given."""
+        now = time.monotonic()
+        filled = member.board[FILLED] if member.board is not None else 0
+        if filled != member.filled:
+            member.filled, member.since = filled, now
+        timeout = self._step_timeout if member.ready else self.start_timeout
+        return timeout is not None and now - member.since > timeout
+
+    def _hung(self, member: Member) -> WorkerError:
+        _end(member)
+        timeout = self._step_timeout if member.ready else self.start_timeout
+        member.failed = error = faults.hung(member, timeout or 0.0, self._last_action(member))
+        return error
+
+    def _last_action(self, member: Member) -> NDArray[Any] | None:
+        """What the member's lanes executed last, or were about to, ``[lane, ...]``."""
+        if member.board is None or not member.ready or not self._actions:
+            return None
+        actions = self._actions[member.index]
+        last: NDArray[Any] = actions[min(member.board[FILLED], len(actions) - 1)].copy()
+        return last
+
+    def show_actions(self, blocks: Blocks, layout: Layout) -> None:
+        """Know where actions lie, for messages."""
+        key = next((key for key in layout if key[-1] == "action"), None)
+        slabs = [blocks.slab_of(member.index) for member in self.members]
+        if key is not None and key in slabs[0].arrays:
+            self._actions = [slab.arrays[key] for slab in slabs]
+
+    def all(self, messages: Sequence[object], descriptor: int | None = None) -> list[Any]:
+        """Ask every member its question, and return all answers.
+
+        Raises:
+            WorkerError: of the first one that failed.
+        """
+        for member, message in zip(self.members, messages, strict=True):
+            self.ask(member, message, descriptor)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """The answers of all members, in their order.
+
+        Raises:
+            WorkerError: of the first one that failed.
+        """
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < len(self.members):
+                for member, answer in self.events():
+                    if isinstance(answer, Exception):
+                        raise answer
+                    found[member.index] = answer
+        except BaseException:
+            self.settle()
+            raise
+        return [found[index] for index in range(len(self.members))]
+
+    def answer(self, member: Member, message: object, descriptor: int | None = None) -> Any:
+        """Ask one member, and return its answer.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        self.ask(member, message, descriptor)
+        return self.hear(member)
+
+    def hear(self, member: Member) -> Any:
+        """The answer of one member that was asked.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        ((_, answer),) = self.events(of=[member])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    # --- ends and new beginnings ------------------------------------------------------------------
+
+    def halt(self) -> None:
+        """Let everybody end after the step under way. Safe in a signal handler."""
+        for member in self.members:
+            if member.board is not None:
+                member.board[HALT] = 1
+
+    def go_on(self) -> None:
+        """Take :meth:`halt` back."""
+        for member in self.members:
+            if member.board is not None:
+                member.board[HALT] = 0
+
+    def settle(self, *, patient: bool = False) -> list[Event]:
+        """Halt, and hear everybody who was asked; who does not answer soon is killed.
+
+        ``patient``: who may take as long as for any step.
+        """
+        self.halt()
+        heard: list[Event] = []
+        until = time.monotonic() + _SETTLE_SECONDS
+        while any(member.asked for member in self.members):
+            limit = None if patient else max(0.0, until - time.monotonic())
+            events = self.events(limit, interruptible=patient)
+            if not events:
+                for member in self.members:
+                    if member.asked:
+                        heard.append((member, self._hung(member)))
+            heard += events
+        return heard
+
+    def restart(self, member: Member) -> None:
+        """A new process in the place of ``member``, which makes its environment; not heard yet."""
+        _end(member)
+        fresh = self._started(member.index)
+        member.process, member.connection, member.alive = (
+            fresh.process,
+            fresh.connection,
+            fresh.alive,
+        )
+        member.asked, member.since, member.ended = fresh.asked, fresh.since, False
+        member.ready, member.failed = False, None
+
+    def kill(self) -> None:
+        """End all workers at once. Idempotent."""
+        self._finalize()
+
+    def close(self) -> None:
+        """Let idle workers close their environments; end them all. Idempotent."""
+        try:
+            if self._finalize.still_active() and os.getpid() == self._owner:
+                self._let_close(
+                    [each for each in self.members if not each.asked and not each.ended]
+                )
+        finally:
+            self.kill()
+
+    @staticmethod
+    def _let_close(idle: list[Member]) -> None:
+        for member in idle:
+            with suppress(OSError):
+                m.send(member.connection, m.Close())
+        # Not joined: while it is a zombie, its number is nobody else's.
+        going = {each.process.sentinel for each in idle}
+        until = time.monotonic() + _CLOSE_SECONDS
+        while going and time.monotonic() < until:
+            going -= set(wait(list(going), max(0.0, until - time.monotonic())))
+
+
+class Parcel:
+    """Bytes for a process that is being started.
+
+    They go by a file without a name: a pipe would block where the process does not read.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._fd = os.memfd_create("tallyroll-job", os.MFD_CLOEXEC)
+        self._release = weakref.finalize(self, os.close, self._fd)
+        with open(self._fd, "wb", closefd=False) as file:
+            file.write(content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled arrives as bytes."""
+        return _unpacked, (DupFd(self._fd),)
+
+
+class Descriptor:
+    """A file descriptor for a process that is being started."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled arrives as the number it has there."""
+        return _detached, (DupFd(self._descriptor),)
+
+
+def _detached(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    os.set_inheritable(number, False)
+    return number
+
+
+def _unpacked(descriptor: Any) -> bytes:
+    with open(descriptor.detach(), "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _kill_all(members: list[Member]) -> None:
+    alive = [member for member in members if not member.ended]
+    for member in alive:
+        kill_group(member.process.pid)
+    for member in alive:
+        _end(member)
+
+
+def _end(member: Member) -> None:
+    """Kill a worker, dead or not, and what its environment started; only once.
+
+    First the group, then the wait for its leader: until then nobody else can have its number.
+    """
+    member.asked = 0
+    if not member.ended:
+        member.ended = True
+        kill_group(member.process.pid)
+        member.process.join(_CLOSE_SECONDS)
+        member.connection.close()
+        _let_go(member.alive)
+
+
+_held: set[int] = set()
+"""Pipes whose closing ends a worker, those of all crews."""
+
+
+def _let_go(alive: int) -> None:
+    _held.discard(alive)
+    os.close(alive)
+
+
+def _forget() -> None:
+    """In a forked child, or workers would live for as long as it."""
+    for alive in _held:
+        os.close(alive)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+_environment = threading.Lock()
+"""Held by the thread that changes the environment for the processes that it starts."""
+
+
+@contextmanager
+def _threads_limited(threads: int) -> Iterator[None]:
+    """A process started inside has so many threads in its numerical libraries."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process started inside is not hit by a terminal's signals before it can say how."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

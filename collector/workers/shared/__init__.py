@@ -1,0 +1,1 @@
+"""Memory that a parent and its workers share."""

@@ -1,0 +1,114 @@
+"""What lies where in the memory that a parent shares with its workers.
+
+One arena, carved by every process in the same order: a board a worker, the policy's weights, and
+one slab of all lanes (``mode="sync"``) or one a worker, of several segments (``mode="async"``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.keys import Key
+from tallyroll.collector.slab.progress import BOARD_WORDS
+from tallyroll.collector.slab.slab import Slab, memory_of
+from tallyroll.collector.workers.shared.memory import Area
+from tallyroll.collector.workers.shared.weights import SharedWeights
+
+Memory = dict[Key, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the lanes of a run are spread over workers and memory."""
+
+    lanes: tuple[int, ...]
+    """Lanes of each worker."""
+    slots: int
+    """Of a slab, or of a segment."""
+    segments: int
+    """Of each worker's own slab; 0: one slab for all."""
+
+    def of(self, worker: int) -> range:
+        """The lanes of a worker, numbered over the run."""
+        first = sum(self.lanes[:worker])
+        return range(first, first + self.lanes[worker])
+
+    @property
+    def stride(self) -> int:
+        """Slots from one segment's first to the next's.
+
+        One more than are filled: what follows on a segment's last slot may be written while the
+        next segment is still read.
+        """
+        return self.slots + 1
+
+    @property
+    def total(self) -> int:
+        """Lanes of the run."""
+        return sum(self.lanes)
+
+
+class Blocks:
+    """The memory, carved.
+
+    Args:
+        area: what is carved from.
+        share: who has which lanes.
+        plan: what a slab looks like.
+        module: the policy, whose weights have room there; None where it has none.
+    """
+
+    def __init__(self, area: Area, share: Share, plan: SlabPlan, module: nn.Module | None) -> None:
+        self._share, self._plan = share, plan
+        self.boards = area.array((len(share.lanes), BOARD_WORDS), np.int64)
+        self.weights = SharedWeights(module or nn.Module(), area)
+        if share.segments:
+            slots = share.stride * share.segments
+            self._memory = [self._carved(area, slots, lanes) for lanes in share.lanes]
+        else:
+            self._memory = [self._carved(area, share.slots, share.total)]
+
+    def _carved(self, area: Area, slots: int, lanes: int) -> Memory:
+        plan = self._plan
+        pieces = memory_of(slots, lanes, plan.layout, plan.flowing, plan.shared)
+        return {key: area.tensor(shape, dtype) for key, (shape, dtype) in pieces.items()}
+
+    def board(self, worker: int) -> memoryview:
+        """The words of a worker."""
+        return memoryview(self.boards[worker]).cast("B").cast("q")
+
+    def slab_of_all(self) -> Slab:
+        """The slab of all lanes."""
+        return self._slab(self._memory[0], self._share.slots, self._share.total, 0)
+
+    def slab_of(self, worker: int) -> Slab:
+        """What a worker fills: its lanes of the slab of all, or all of its segments."""
+        share, lanes = self._share, self._share.of(worker)
+        if share.segments:
+            slots = share.stride * share.segments
+            return self._slab(self._memory[worker], slots, len(lanes), lanes.start)
+        part = {k: piece[:, lanes.start : lanes.stop] for k, piece in self._memory[0].items()}
+        return self._slab(part, share.slots, len(lanes), lanes.start)
+
+    def segment(self, worker: int, index: int) -> Slab:
+        """One segment of a worker, as a slab."""
+        share, lanes = self._share, self._share.of(worker)
+        first, whole = index * share.stride, share.stride * share.segments
+        part = {
+            # An observation that flows has one slot more.
+            key: piece[first : first + share.slots + len(piece) - whole]
+            for key, piece in self._memory[worker].items()
+        }
+        return self._slab(part, share.slots, len(lanes), lanes.start)
+
+    def _slab(self, memory: Memory, slots: int, lanes: int, first_lane: int) -> Slab:
+        return self._plan.slab(slots, lanes, first_lane=first_lane, memory=memory)
+
+
+def evenly(total: int, parts: int) -> Sequence[int]:
+    """``total`` in ``parts`` parts that differ by at most one, the larger ones first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]

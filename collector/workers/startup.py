@@ -1,0 +1,196 @@
+"""Getting workers ready: environments, seeds, an agreed layout, memory; and getting new ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tallyroll.collector.batches.value_checks import Range
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.errors import EnvironmentRefused, WorkerError
+from tallyroll.collector.slab.keys import dotted
+from tallyroll.collector.slab.progress import FILLED, LEASE
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.processes import Crew, Member
+from tallyroll.collector.workers.shared.memory import Arena
+from tallyroll.collector.workers.shared.placement import Blocks, Share
+
+
+class Muster:
+    """Leads workers from their start to their first step; a new one in the same way.
+
+    Args:
+        crew: workers that were started.
+        ledger: counts respawns, and has the seed of the run.
+        respawns: how many workers may be replaced; 0: any that fails ends the run.
+    """
+
+    def __init__(self, crew: Crew, respawns: int) -> None:
+        self._crew = crew
+        self._left = respawns
+        self._limit = respawns
+        self.ledger = Ledger()
+        self._bound: tuple[Arena, Share, Blocks] | None = None
+        self._planned: m.Planned | None = None
+
+    # --- all of them, once ------------------------------------------------------------------------
+
+    def made(self) -> dict[str, Any]:
+        """Hear that all environments stand, number their lanes, and return what they are."""
+        answers: list[m.Made] = self._crew.answers()
+        first = 0
+        for member, answer in zip(self._crew.members, answers, strict=True):
+            member.lanes = range(first, first + answer.lanes)
+            first += answer.lanes
+        return answers[0].description
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Lanes of each worker."""
+        return tuple(len(member.lanes) for member in self._crew.members)
+
+    def seed(self, seed: int, incarnation: int) -> list[int]:
+        """Seed all lanes; returns their seeds, none where TorchRL chooses some.
+
+        Raises:
+            EnvironmentRefused: the workers' environments or policies differ in their columns.
+        """
+        answers: list[m.Planned] = self._crew.all(
+            [self._seed(member, seed, incarnation) for member in self._crew.members]
+        )
+        for member, answer in zip(self._crew.members, answers, strict=True):
+            _require_same(answers[0], answer, member)
+            member.seeds = answer.lane_seeds
+        self._planned = replace(
+            answers[0], drawn_ahead=all(answer.drawn_ahead for answer in answers)
+        )
+        self.ranges = _widest([answer.ranges for answer in answers])
+        found = [seed for answer in answers for seed in answer.lane_seeds]
+        return found if all(answer.lane_seeds for answer in answers) else []
+
+    def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
+        return m.Seed(seed, incarnation, member.lanes.start, member.index, sum(self.lanes))
+
+    @property
+    def planned(self) -> m.Planned:
+        """What the workers agreed on."""
+        assert self._planned is not None
+        return self._planned
+
+    def bind(self, arena: Arena, share: Share, blocks: Blocks) -> None:
+        """Hand the memory to all."""
+        self._bound = arena, share, blocks
+        messages = [self._bind(member) for member in self._crew.members]
+        self._crew.all(messages, arena.fd)
+        for member in self._crew.members:
+            member.ready = True
+
+    def _bind(self, member: Member) -> m.Bind:
+        assert self._bound is not None
+        arena, share, blocks = self._bound
+        member.board = blocks.board(member.index)
+        return m.Bind(arena.nbytes, share, member.index)
+
+    def load(self, states: Sequence[bytes | None]) -> None:
+        """Hand states to the environments' transforms, over again where they are fewer."""
+        for member in self._crew.members:
+            state = states[member.index % len(states)] if states else None
+            if state is not None:
+                self._crew.answer(member, m.Load(state))
+                member.state = state
+
+    # --- one in the place of another --------------------------------------------------------------
+
+    def allowed(self, error: Exception) -> WorkerError:
+        """``error``, if the worker that failed with it may be replaced; else it is raised."""
+        if not isinstance(error, WorkerError) or not self._limit:
+            raise error
+        if not self._left:
+            error.add_note(
+                f"tallyroll: max_respawns={self._limit} workers were replaced before this one"
+            )
+            raise error
+        return error
+
+    def replace(self, member: Member, error: WorkerError, begin_at: int | None) -> None:
+        """Put a new worker, its lanes with seeds of their own, in the place of ``member``.
+
+        ``begin_at``: the slot at which its lanes begin; None leaves that to a lease.
+        """
+        while True:
+            self.allowed(error)
+            self._left -= 1
+            self.ledger.respawned += 1
+            self.ledger.incarnation += 1
+            try:
+                self._make_ready(member)
+                if begin_at is not None:
+                    assert member.board is not None
+                    member.board[FILLED] = begin_at
+                    self._crew.answer(member, m.Begin(False))
+                return
+            except WorkerError as again:
+                error = again
+
+    def _make_ready(self, member: Member) -> None:
+        assert self._bound is not None
+        assert self.ledger.seed is not None
+        crew, state = self._crew, member.state
+        crew.restart(member)
+        made: m.Made = crew.hear(member)
+        if made.lanes != len(member.lanes):
+            raise EnvironmentRefused(
+                f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
+                "when it was started again; let it make the same each time"
+            )
+        seed = self._seed(member, self.ledger.seed, self.ledger.incarnation)
+        planned: m.Planned = crew.answer(member, seed)
+        _require_same(self.planned, planned, member)
+        member.seeds = planned.lane_seeds
+        if state is not None:
+            crew.answer(member, m.Load(state))
+            member.state = state
+        bind = self._bind(member)
+        assert member.board is not None
+        member.board[LEASE] = 0
+        crew.answer(member, bind, self._bound[0].fd)
+        member.ready = True
+
+
+def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
+    """Raise unless a worker's columns and actions are those of the first."""
+    wanted, got = first.plan, other.plan
+    if got == wanted and list(got.layout) == list(wanted.layout):
+        _require_same_actions(first, other, member)
+        return
+    keys = {*wanted.layout, *got.layout}
+    wrong = {
+        dotted(key): (str(wanted.layout.get(key)), str(got.layout.get(key)))
+        for key in keys
+        if wanted.layout.get(key) != got.layout.get(key)
+    }
+    said = "; ".join(f"{key} is {two} and not {one}" for key, (one, two) in sorted(wrong.items()))
+    raise EnvironmentRefused(
+        f"{member.who}: its columns differ from those of worker 0: "
+        f"{said or 'environments of another kind, or in another autoreset mode'}; make the same "
+        "environment in every worker"
+    )
+
+
+def _require_same_actions(first: m.Planned, other: m.Planned, member: Member) -> None:
+    for key, spec in first.actions.items():
+        if other.actions[key] != spec:
+            one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))
+            raise EnvironmentRefused(
+                f"{member.who}: its action space differs from that of worker 0: {dotted(key)} is "
+                f"{two} and not {one}; make the same environment in every worker"
+            )
+
+
+def _widest(found: Sequence[Sequence[Range]]) -> list[Range]:
+    """Ranges that hold what any worker's environment may return."""
+    merged: dict[Any, Range] = {}
+    for ranges in found:
+        for each in ranges:
+            merged[each.key] = merged[each.key].or_(each) if each.key in merged else each
+    everywhere = [{each.key for each in ranges} for ranges in found]
+    return [each for key, each in merged.items() if all(key in keys for keys in everywhere)]

@@ -1,0 +1,562 @@
+"""Rows in and out of memory maps, the same for every format.
+
+A `Format` says where the rows of each column lie, slot by slot; the engine checks,
+copies and commits. In a ring the slots are used again (see `ring`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from tallyroll.storage.engine.aliasing import Lent
+from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.pool import BufferPool
+from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
+from tallyroll.storage.errors import (
+    BatchTooLong,
+    DiskFailed,
+    IndexOutOfRange,
+    Overrun,
+    ReadOnlyStorage,
+    StorageError,
+    StorageFull,
+    StorageLocked,
+    WriterForked,
+)
+from tallyroll.storage.files.header import Header, check_record
+from tallyroll.storage.files.lock import ReaderLock, WriterLock, is_held
+from tallyroll.storage.formats.base import Access, Format
+from tallyroll.storage.formats.space import require_room
+from tallyroll.storage.rows.batch_check import Intake
+from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.schema import Schema
+
+if TYPE_CHECKING:
+    from tallyroll.storage.trajectories.id_checks import IdWatch
+
+__all__ = ["LOOK_SECONDS", "Durability", "Engine"]
+
+Durability: TypeAlias = Literal["process", "power"]
+
+_FIRST_ROOM_NBYTES = 2**20
+_LARGEST_STEP_NBYTES = 2**28
+_REFRESH_SECONDS = 1.0
+LOOK_SECONDS = 0.01
+"""How often a writer looks whether its lock file still stands."""
+_PATIENCE_SECONDS = 1.0
+_LOOKS = 100
+
+
+class Engine:
+    """An open storage.
+
+    Args:
+        format: its files, open.
+        header: its header.
+        schema: its columns.
+        lock: the right to write, None for a reader.
+        durability: what a commit survives: the death of any process, or of the power too.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        header: Header,
+        schema: Schema,
+        *,
+        lock: WriterLock | None,
+        durability: Durability = "process",
+    ) -> None:
+        self.schema = schema
+        self._format, self._header, self._lock = format, header, lock
+        self._power = durability == "power"
+        self._access: Access = "read" if lock is None else "write"
+        self.ring = header.ring
+        """Slots of the ring; 0 for a storage that grows."""
+        self._follows = lock is None
+        """Another process may write: counts change, and rows of a ring under one's eyes."""
+        self._mutex = threading.RLock()
+        self.keys = schema.keys
+        """The columns' keys, in order."""
+        self._intake = Intake(schema, format.path)
+        self._views: list[np.ndarray] | None = None
+        self._lent = Lent()
+        self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
+        self._refresh_at = time.monotonic() + _REFRESH_SECONDS
+        self._look_at = 0.0
+        self.commits = 0
+        """Commits of rows made through this engine."""
+        follows_ring = lock is None and self.ring
+        self._reader = ReaderLock(format.inside, format.lock_path) if follows_ring else None
+        self._opened_at = header.head
+        self._columns = self._mapped(self._slots(header.head), warm=False)
+        if lock is not None:
+            header.forget_uncommitted()
+            lock.when_lost = self._follow
+
+    def _follow(self) -> None:
+        # In a forked child: its parent goes on writing, and threads of the parent, which do
+        # not exist here, may have held the locks.
+        self._follows, self._access = True, "read"
+        self._mutex, self._views = threading.RLock(), None
+        self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in self.schema.columns])
+        self._header.follow()
+
+    @property
+    def owns_lock(self) -> bool:
+        """Whether this process may write."""
+        return self._lock is not None and not self._lock.lost and self._lock.stands
+
+    @property
+    def head(self) -> int:
+        """Rows committed, by whichever process."""
+        return self._header.head
+
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written."""
+        if not self.ring:
+            return range(self._header.head)
+        head, reserve = self._counts()
+        return range(min(head, first_valid(reserve, self.ring)), head)
+
+    def _counts(self) -> tuple[int, int]:
+        """``head`` and ``reserve`` of one moment, or a head too old, which hides rows."""
+        header = self._header
+        head, reserve = header.head, header.reserve
+        for _ in range(_LOOKS if self._follows else 0):
+            if header.head == head:
+                break
+            head, reserve = header.head, header.reserve
+        return head, reserve
+
+    @property
+    def room(self) -> int:
+        """Slots that there is space for."""
+        return self._columns.room
+
+    def _slots(self, rows: int) -> int:
+        """How many slots ``rows`` rows take."""
+        return min(rows, self.ring) if self.ring else rows
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest record, with the rows committed when it was written."""
+        header = self._header
+        if not self._follows:
+            return header.record
+        # Records are written in turn: one that comes meanwhile may hide the newest.
+        for _ in range(_LOOKS):
+            head, record = header.head, header.record
+            if record is not None and header.head == head:
+                break
+        return record
+
+    @property
+    def record_damaged(self) -> bool:
+        """Whether the newest record fails its check."""
+        return self._header.record_damaged
+
+    @property
+    def left_open(self) -> bool:
+        """Whether a writer has the storage open, or did not close it."""
+        return self._header.open
+
+    def append(
+        self,
+        rows: Mapping[Key, np.ndarray],
+        record: bytes | None = None,
+        watch: IdWatch | None = None,
+    ) -> range:
+        """Copy ``rows`` behind the last row and commit them, ``record`` with them.
+
+        ``watch`` may refuse their ids. Returns the rows' numbers. Raises a `WriteError` with
+        nothing changed.
+        """
+        self._admit(record)
+        with self._mutex:
+            arrays = self._intake.arrays(rows)
+            if watch is not None:
+                watch.admit(self, arrays)
+            return self._append(arrays, record)
+
+    def append_tensors(
+        self,
+        rows: TensorDictBase,
+        record: bytes | None = None,
+        without: Key | None = None,
+        watch: IdWatch | None = None,
+    ) -> range | None:
+        """As `append`, of plain tensors; None, and nothing done, if they are not.
+
+        ``without`` is a column that may be there and is left out.
+        """
+        self._admit(record)
+        with self._mutex:
+            leaves = self._intake.leaves(rows, without)
+            if leaves is None:
+                return None
+            addresses, count = self._intake.seen.addresses(leaves), self._intake.count
+            start = self._header.head
+            slot = slots_of(start, self.ring)
+            if (
+                addresses is not None
+                and self._columns.in_place(slot, count)
+                and not (self._lent and self._lent.hold(addresses).any())
+            ):
+                if watch is not None:
+                    watch.admit(self, leaves)
+                self._reserve(start, start + count)
+                self._columns.copy_memory(slot, count, addresses)
+                return self._commit(start, start + count, record)
+            arrays = self._intake.tensors(leaves)
+            if arrays is None:
+                return None
+            if watch is not None:
+                watch.admit(self, arrays)
+            return self._append(arrays, record)
+
+    def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
+        start, count = self._header.head, len(arrays[0])
+        stop = start + count
+        if not count:
+            if record is not None:
+                self.put_record(record)
+            return range(start, stop)
+        if self._lent:
+            arrays = self._lent.copied(arrays)
+        slot = slots_of(start, self.ring)
+        if slot + count <= self._columns.room:
+            self._reserve(start, stop)
+            self._columns.copy(slot, arrays, 0, count)
+        else:
+            self._make_room_for(count, stop)
+            self._reserve(start, stop)
+            for slot, at, length in pieces(start, stop, self.ring):
+                self._columns.copy(slot, arrays, at, length)
+        return self._commit(start, stop, record)
+
+    def _reserve(self, start: int, stop: int) -> None:
+        header = self._header
+        if header.reserve != start:  # an earlier append was interrupted
+            header.forget_uncommitted()
+            if self._power:  # before `head` passes the record of rows that are not there
+                header.sync()
+        if header.reserve < stop:
+            header.reserve = stop
+        if self._power and self.ring and stop > self.ring:
+            header.sync()
+
+    def put_record(self, record: bytes) -> None:
+        """Commit a record without rows."""
+        self.require_writer()
+        with self._mutex:
+            header = self._header
+            if header.reserve != header.head:  # or the last good record would be written over
+                header.forget_uncommitted()
+            header.write_record(record, header.head)
+            if self._power:
+                header.sync()
+
+    def _commit(self, start: int, head: int, record: bytes | None) -> range:
+        if record is not None:
+            self._header.write_record(record, head)
+        if self._power:
+            self._format.sync(self._slots(self._header.head))
+            if record is not None:  # or `head` may be on the disk before it
+                self._header.sync()
+        if (now := time.monotonic()) >= self._look_at:  # it took long: another may write by now
+            self.require_writer()
+            self._look_at = now + LOOK_SECONDS
+        self._header.head = head
+        if self._power:
+            self._sync_head(start)
+        self.commits += 1
+        if self.ring and head - self._opened_at >= self.ring:
+            self._columns.warm = True
+        if now >= self._refresh_at:
+            self._refresh(head)
+        return range(start, head)
+
+    def _sync_head(self, before: int) -> None:
+        try:
+            self._header.sync()
+        except StorageError:
+            self._header.head = before  # nothing was promised, and the next append comes here
+            raise
+
+    def _refresh(self, head: int) -> None:
+        self._refresh_at = time.monotonic() + _REFRESH_SECONDS
+        # The rows are committed, whatever happens here; what other libraries see stays as
+        # it was, which is true too. flush() and close() do raise.
+        with suppress(StorageError, OSError):
+            self._format.publish(self._slots(head))
+
+    def _admit(self, record: bytes | None) -> None:
+        # Before the mutex: a thread that held it may not exist in a forked child. And a look at
+        # the lock file costs as much as copying five columns: not with every commit.
+        if (now := time.monotonic()) >= self._look_at or self._lock is None or self._lock.lost:
+            self.require_writer()
+            self._look_at = now + LOOK_SECONDS
+        if record is not None:
+            check_record(record)
+
+    def require_writer(self) -> None:
+        """Raise a `WriteError` unless this process may write."""
+        if self._lock is None:
+            raise ReadOnlyStorage(
+                f'{self._format.path} was opened with mode="read". Open it with mode="append" to '
+                "write."
+            )
+        if self._lock.lost:
+            raise WriterForked(
+                f"{self._format.path} is written by the process that opened it, and this is a "
+                "forked child of it. Write from the parent, or open the storage in the child with "
+                'mode="read".'
+            )
+
+        if not self._lock.stands:
+            self._require_there()
+            raise StorageLocked(
+                f"the lock file of {self._format.path} was removed while this process writes, so "
+                "that another one may be writing too. Committed rows are intact, and nothing more "
+                "is written from here; open the storage again, and never remove that file."
+            )
+
+    def _require_there(self) -> None:
+        if not os.path.lexists(self._format.path):
+            raise DiskFailed(
+                f"{self._format.path} is gone: it was deleted or moved while this process writes. "
+                "What was committed is where it was moved to; nothing more is written from here."
+            )
+
+    def _make_room_for(self, count: int, stop: int) -> None:
+        if self.ring and count > self.ring:
+            raise BatchTooLong(
+                f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
+                "that the first of them would be lost. Nothing was written; write fewer at a time."
+            )
+        if self._slots(stop) > self.room:
+            self._make_room(self._slots(stop))
+
+    def _make_room(self, rows: int) -> None:
+        row_nbytes = self.schema.row_nbytes
+        step = min(max(self.room, _FIRST_ROOM_NBYTES // row_nbytes), self._largest_step)
+        comfortable = self._slots(max(rows, self.room + step))
+        try:
+            self._format.grow(comfortable)
+        except StorageFull:
+            if comfortable == rows:
+                raise
+            self._format.grow(rows)
+        self._remap(rows)
+
+    @property
+    def _largest_step(self) -> int:
+        return max(1, _LARGEST_STEP_NBYTES // self.schema.row_nbytes)
+
+    def reserve_rows(self, rows: int) -> None:
+        """Reserve space for ``rows`` rows in all, in a ring for no more than its slots.
+
+        Raises:
+            StorageFull: there is none.
+        """
+        rows = self._slots(rows)
+        with self._mutex:
+            if rows > self.room:
+                require_room(self._format, self.schema, rows, there=self.room)
+                self._format.grow(rows)
+                self._remap(rows)
+
+    def _remap(self, rows: int) -> None:
+        self._columns = self._mapped(rows, warm=self._columns.warm)
+
+    def _mapped(self, rows: int, *, warm: bool) -> Columns:
+        arrays = self._format.arrays(rows, self._access)
+        return Columns(self._format, self.schema, arrays, warm=warm)
+
+    def columns(self) -> list[np.ndarray]:
+        """One array [room, ...] a column, slot by slot; room holds all that is committed."""
+        slots = self._slots(self._header.head)
+        if slots > self.room:
+            with self._mutex:  # one thread at a time
+                if slots > self.room:
+                    self._remap(slots)
+        return self._columns.arrays
+
+    def committed(self) -> list[np.ndarray]:
+        """One read-only array [slots, ...] a column, without a copy, of all slots in use."""
+        slots = self._slots(self.head)
+        columns = self.columns()
+        if self.ring:
+            with self._mutex:  # no append of another thread, which looks at them
+                self._lent.add(columns)
+        arrays = [column[:slots] for column in columns]
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+    def views(self) -> list[np.ndarray]:
+        """As `committed`, but writable; what is written to them stays in this process."""
+        slots = self._slots(self.head)
+        with self._mutex:
+            if self._views is None or len(self._views[0]) < slots:
+                self._views = self._format.arrays(slots, "private")
+            if self.ring:
+                self._lent.add(self._views)
+            return [view[:slots] for view in self._views]
+
+    def shows_slots(self, span: range) -> bool:
+        """Whether the slots in use, in their order, are the valid rows, and stay so while read."""
+        return not self.ring or (not self._follows and len(span) == self._slots(span.stop))
+
+    def most_rows(self, span: range) -> int:
+        """How many rows there are when those of ``span`` that are being overwritten are there."""
+        return self._slots(span.stop) if self._follows else len(span)
+
+    def take(self, index: np.ndarray) -> list[np.ndarray]:
+        """Arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
+
+        They come from a pool, to which they return when nothing refers to them.
+
+        Raises:
+            IndexOutOfRange: rows that are gone meanwhile, in a ring that another process writes.
+        """
+        if not self.ring:
+            return self.gather(index)
+        if self._follows:
+            return self._take_checked(index)
+        with self._mutex:  # no append of another thread
+            header = self._header
+            return self.gather(slots_at(index, header.head, header.reserve, self.ring))
+
+    def gather(self, slots: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Arrays [*slots.shape, ...], one a column, of slots that are there, from the pool.
+
+        ``slots`` may be one such array for every column.
+        """
+        columns = self.columns()
+        places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
+        found = self._pool.arrays(places[0].shape)
+        for column, where, out in zip(columns, places, found, strict=True):
+            # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
+            column.take(where, axis=0, out=out, mode="clip")
+        return found
+
+    def _take_checked(self, index: np.ndarray) -> list[np.ndarray]:
+        """Copy, look again, and copy once more what was overwritten meanwhile."""
+        flat = index.reshape(-1)
+        slots = self._slots_in_time(flat)
+        rows = rows_in(slots, self._header.head, self.ring)
+        found = self.gather(slots)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (torn := np.flatnonzero(rows < first_valid(self._header.reserve, self.ring))).size:
+            if time.monotonic() > deadline:
+                raise Overrun(
+                    f"{self._format.path} is a ring of {self.ring} rows, and its writer overwrites "
+                    f"them faster than these {len(flat)} can be read. Read fewer at a time, or "
+                    "make the ring larger."
+                )
+            slots[torn] = self._slots_in_time(flat[torn])
+            rows[torn] = rows_in(slots[torn], self._header.head, self.ring)
+            for column, out in zip(self._columns.arrays, found, strict=True):
+                out[torn] = column[slots[torn]]
+        return [array.reshape(*index.shape, *array.shape[1:]) for array in found]
+
+    def _slots_in_time(self, index: np.ndarray) -> np.ndarray:
+        """Slots of rows that may be few for a moment, while the writer overwrites the oldest."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            head, reserve = self._counts()
+            count = head - min(head, first_valid(reserve, self.ring))
+            if not index.size or (last := int(index.max())) < count:
+                return slots_at(index, head, reserve, self.ring).copy()
+            files = self._format
+            if time.monotonic() > deadline or not is_held(files.inside, files.lock_path):
+                raise IndexOutOfRange(
+                    f"row {last} is not there: {self._format.path} has {count} rows that are whole."
+                )
+            time.sleep(1e-5)
+
+    def replace(self, source: Engine) -> None:
+        """Take over all slots and counts of another ring of the same size and schema."""
+        self.require_writer()
+        with self._mutex:
+            head, reserve = source._header.head, source._header.reserve
+            columns = source.committed()
+            self._make_room(len(columns[0]))
+            # Until all are there none is.
+            self._header.reserve = reserve + self.ring
+            if self._power:
+                self._header.sync()
+            for mine, theirs in zip(self._columns.arrays, columns, strict=True):
+                mine[: len(theirs)] = theirs
+            if self._power:
+                self._format.sync()
+            self._header.head = head
+            self._header.reserve = reserve
+            if self._power:
+                self._header.sync()
+            self.commits += 1
+
+    def settle(self) -> None:
+        """Return when everything is on the disk, whoever wrote it.
+
+        Raises:
+            DiskFailed: the system cannot write it.
+        """
+        with self._mutex:
+            self._format.settle()
+            self._header.sync()
+
+    def flush(self) -> None:
+        """Show all committed rows to other libraries; with durability="power", sync them too."""
+        if not self.owns_lock:
+            if self._lock is not None and not self._lock.lost:
+                self._require_there()
+            return
+        with self._mutex:
+            if self._power:
+                self._format.sync()
+                self._header.sync()
+            self._format.publish(self._slots(self.head))
+
+    def abandon(self) -> None:
+        """Let go of the files as they are, and keep the lock."""
+        self._header.close()
+        self._format.close()
+
+    def close(self, finish: Callable[[], None] | None = None) -> None:
+        """Trim the files to the committed rows, and let go of everything, the lock last.
+
+        ``finish`` is called by a writer, when nothing but the lock is held any more.
+        """
+        with ExitStack() as exits:
+            if self._lock is not None:
+                exits.callback(self._lock.release)
+            if finish is not None:
+                exits.callback(finish)
+            exits.callback(self._format.close)
+            exits.callback(self._header.close)
+            if self._reader is not None:
+                exits.callback(self._reader.release)
+            if self.owns_lock:
+                self._leave()
+
+    def _leave(self) -> None:
+        with self._mutex:
+            self._format.trim(self._slots(self.head))
+            self._format.publish(self._slots(self.head))
+            if self._power:
+                self._format.settle()
+            self._header.end_writing()
+            if self._power:
+                self._header.sync()

@@ -1,0 +1,130 @@
+"""CRC-32 of blocks of rows, column by column, small enough for a manifest. Pure; knows no files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.rows.nesting import Key, spell
+
+__all__ = ["Mismatch", "Progress", "checksums", "mismatches", "rows_covered"]
+
+_MOST_BLOCKS = 4096
+"""Over all columns: at eight digits a block, 32 KiB."""
+_FEWEST_ROWS = 256
+_DIGITS = 8
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were read since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Slots ``start`` to ``stop`` of a column, among which a value differs from what was there."""
+
+    key: Key
+    start: int
+    stop: int
+
+
+def checksums(
+    columns: Mapping[Key, np.ndarray], rows: int, progress: Progress | None = None
+) -> dict[str, Any]:
+    """A JSON value with checksums of the first ``rows`` rows of each column, in slot order.
+
+    All columns are cut into blocks of equally many rows, about 4096 blocks in all, so that the
+    value stays below 48 KiB for up to some hundred columns.
+
+    Args:
+        columns: arrays [rows or more, ...] by key.
+        rows: how many rows count.
+        progress: told of the bytes that were read.
+    """
+    size = _block_rows(rows, len(columns))
+    return {
+        "algorithm": "crc32",
+        "rows": rows,
+        "block_rows": size,
+        "columns": {
+            spell(key): "".join(_of_block(each, progress) for each in _blocks(column, rows, size))
+            for key, column in columns.items()
+        },
+    }
+
+
+def mismatches(
+    columns: Mapping[Key, np.ndarray], recorded: Any, progress: Progress | None = None
+) -> Iterator[Mismatch]:
+    """The blocks whose checksum is another than the ``recorded`` one, column by column.
+
+    Args:
+        columns: arrays [rows, ...] by key, as they were given to `checksums`.
+        recorded: what `checksums` returned.
+        progress: told of the bytes that were read.
+
+    Raises:
+        CorruptStorage: ``recorded`` is no such value, or covers rows or columns that are not there.
+    """
+    rows = rows_covered(recorded)
+    size = recorded["block_rows"]
+    _require_same_columns(columns, recorded["columns"])
+    for key, column in columns.items():
+        wanted = recorded["columns"][spell(key)]
+        if len(column) < rows or len(wanted) != _DIGITS * -(-rows // size):
+            raise CorruptStorage(
+                f"the checksums of {spell(key)} are for {rows} rows in blocks of {size}, and it "
+                f"has {len(column)} rows and {len(wanted)} digits: one of them is damaged."
+            )
+        for number, block in enumerate(_blocks(column, rows, size)):
+            if _of_block(block, progress) != wanted[_DIGITS * number : _DIGITS * (number + 1)]:
+                start = number * size
+                yield Mismatch(key, start, min(start + size, rows))
+
+
+def rows_covered(recorded: Any) -> int:
+    """How many rows the ``recorded`` checksums are for.
+
+    Raises:
+        CorruptStorage: they are no checksums of ours.
+    """
+    if isinstance(recorded, dict) and recorded.get("algorithm") == "crc32":
+        rows, size = recorded.get("rows"), recorded.get("block_rows")
+        columns = recorded.get("columns")
+        counts = type(rows) is int and type(size) is int and rows >= 0 and size >= 1
+        texts = isinstance(columns, dict) and all(type(each) is str for each in columns.values())
+        if counts and texts:
+            return int(recorded["rows"])
+    raise CorruptStorage(
+        "the checksums in the manifest are damaged: wanted CRC-32 in blocks of rows, by column."
+    )
+
+
+def _require_same_columns(columns: Mapping[Key, np.ndarray], recorded: Mapping[str, str]) -> None:
+    here = {spell(key) for key in columns}
+    if different := sorted(here ^ set(recorded)):
+        raise CorruptStorage(
+            f"the checksums in the manifest are of other columns than the storage has: "
+            f"{', '.join(different)} is in one of them only."
+        )
+
+
+def _block_rows(rows: int, columns: int) -> int:
+    blocks = max(1, _MOST_BLOCKS // max(1, columns))
+    return max(_FEWEST_ROWS, -(-rows // blocks))
+
+
+def _blocks(column: np.ndarray, rows: int, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, rows, size):
+        yield column[start : min(start + size, rows)]
+
+
+def _of_block(block: np.ndarray, progress: Progress | None) -> str:
+    if progress is not None:
+        progress(block.nbytes)
+    values = np.ascontiguousarray(block).reshape(-1)
+    return f"{zlib.crc32(values.view(np.uint8).data):0{_DIGITS}x}"

@@ -1,0 +1,379 @@
+"""The header: how many rows are reserved and committed, and the record of the last commit.
+
+Layout, little-endian, offsets in bytes::
+
+    0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of all that
+    64     reserve   count: rows that may have been written
+    128    head      count: rows that are committed
+    192    which file it lies in, and whether a writer has it open (see `origin`)
+    4096   two record slots, each: sequence, head at write, length, CRC, payload
+
+`reserve` and `head` lie in cache lines of their own and are stored as one
+machine word each, so that a reader, or whoever opens the file after a kill,
+sees the old count or the new one and nothing else. They have check bits (see
+`count_words`). Records are written into the two slots in turn; a torn one fails
+its CRC and leaves the older.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage, RecordTooLarge
+from tallyroll.storage.files.count_words import COUNT_BITS, count_of, word_of
+from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.origin import Origin
+from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.versions import (
+    FORMAT_VERSION,
+    READABLE,
+    is_newer,
+    mismatch,
+    require_readable,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HEADER_NBYTES",
+    "RECORD_LIMIT",
+    "Header",
+    "check_record",
+    "committed_counts",
+    "count_of",
+    "header_bytes",
+    "refuse_newer",
+    "refuse_newer_header",
+    "word_of",
+]
+
+RECORD_LIMIT = 65536
+"""The most bytes that a commit record may have."""
+
+_MAGIC = b"TALLYROL"
+_IDENTITY = struct.Struct("<8sqqq")
+_CHECKSUM = struct.Struct("<I")
+_RESERVE, _HEAD = 64 // 8, 128 // 8
+_COUNT = (1 << COUNT_BITS) - 1
+_MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
+"""So that rows can be added to any storage, and counts stay counts."""
+_SLOT = struct.Struct("<qqqI")
+_SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
+_SLOTS_AT, _SLOT_NBYTES = 4096, 69632
+HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
+"""Bytes of the header, a whole number of pages."""
+
+
+def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
+    """A new header: no rows, no record; ``ring`` slots, or 0 for a storage that grows."""
+    identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, ring, schema_crc)
+    return (identity + _CHECKSUM.pack(zlib.crc32(identity))).ljust(HEADER_NBYTES, b"\0")
+
+
+def refuse_newer(header: bytes, path: Path) -> None:
+    """Raise `FormatVersionMismatch` for the first bytes of a later version's header.
+
+    Whatever else it may have where; of ours, a damaged version is told by the checksum.
+    """
+    content = header[: _IDENTITY.size + _CHECKSUM.size].ljust(_IDENTITY.size + _CHECKSUM.size)
+    magic, version, *rest = _IDENTITY.unpack_from(content)
+    if magic != _MAGIC or not is_newer(version):
+        return
+    (checksum,) = _CHECKSUM.unpack_from(content, _IDENTITY.size)
+    ours = (_IDENTITY.pack(magic, known, *rest) for known in READABLE)
+    if checksum not in map(zlib.crc32, ours):
+        raise mismatch(version, path)
+
+
+def refuse_newer_header(inside: Inside, path: Path) -> None:
+    """Raise `FormatVersionMismatch` where the file at ``path`` is a later version's header."""
+    try:
+        header = inside.read_start(path, _SLOTS_AT)
+    except OSError:
+        return
+    refuse_newer(header, path)
+
+
+class Header:
+    """A header mapped from the start of a file.
+
+    Args:
+        open_file: opens the file with the flags that it is given.
+        path: where it is, for messages.
+        schema_crc: CRC-32 of the schema that the manifest declares.
+        writable: map it for writing.
+        version: that the manifest declares.
+        accept_copy: open a copy that was made while a writer had the storage open.
+
+    Raises:
+        CorruptStorage: the file is missing, cut short or damaged.
+        FormatVersionMismatch: written by another version.
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
+    """
+
+    def __init__(
+        self,
+        open_file: Callable[[int], int],
+        path: Path,
+        *,
+        schema_crc: int,
+        writable: bool,
+        version: int = FORMAT_VERSION,
+        accept_copy: bool = False,
+    ) -> None:
+        self._path = path
+        try:
+            self._file = open_file(os.O_RDWR if writable else os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise CorruptStorage(
+                f"{path} is missing, and without it nobody knows which rows are committed. "
+                "Restore it from a copy."
+            ) from error
+        except OSError as error:
+            raise failed(path, error, 0) from error
+        self._reserve: int | None = None
+        self._head: int | None = None
+        self._spelt = (0, word_of(0))
+        """The count stored last as reserve, and its word: most are stored as head next."""
+        try:
+            self._map = self._mapped(writable)
+            self.ring = self._check(schema_crc, version)
+            self._words = memoryview(self._map)[:_SLOTS_AT].cast("Q")
+            self._origin = None if version < 3 else Origin(self._words, self._file, path)
+            if self._origin is not None:
+                self._origin.require(accept_copy=accept_copy)
+            self._check_counts()
+            self._left_open = self.open
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._sequence = self._newest_sequence() if writable else 0
+        # Nobody but a writer changes the counts, so it need not look.
+        if writable:
+            self._reserve, self._head = self.reserve, self.head
+
+    def follow(self) -> None:
+        """Look at the counts every time: another process writes now."""
+        self._reserve = self._head = None
+
+    def _mapped(self, writable: bool) -> mmap.mmap:
+        size = os.fstat(self._file).st_size
+        refuse_newer(os.pread(self._file, _SLOTS_AT, 0), self._path)
+        if size < HEADER_NBYTES:
+            raise CorruptStorage(
+                f"{self._path} should have {HEADER_NBYTES} bytes and has {size}: it was cut "
+                "short. Restore it from a copy."
+            )
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        try:
+            return mmap.mmap(self._file, HEADER_NBYTES, access=access)
+        except ValueError as error:
+            raise CorruptStorage(
+                f"{self._path} was cut short while it was opened ({error}). Restore it from a copy."
+            ) from error
+
+    def _check_counts(self) -> None:
+        # A reader may look while both change: head first, then it is never the larger one.
+        head = self.head
+        if head > (reserve := self.reserve):
+            raise CorruptStorage(
+                f"{self._path} says {head} rows committed of {reserve} reserved, which cannot be. "
+                "Restore it from a copy."
+            )
+        if reserve > _MOST_ROWS:
+            raise CorruptStorage(
+                f"{self._path} says {head} rows committed of {reserve} reserved, and no storage "
+                f"has more than {_MOST_ROWS}. Restore it from a copy."
+            )
+
+    def _check(self, schema_crc: int, wanted: int) -> int:
+        """Check the first bytes; returns the slots of the ring."""
+        identity = self._map[: _IDENTITY.size]
+        magic, version, ring, crc = _IDENTITY.unpack(identity)
+        (checksum,) = _CHECKSUM.unpack_from(self._map, _IDENTITY.size)
+        if magic != _MAGIC or checksum != zlib.crc32(identity):
+            raise CorruptStorage(
+                f"{self._path} does not begin as a header does: its first bytes are damaged. "
+                "Restore it from a copy."
+            )
+        if not 0 <= ring <= _MOST_SLOTS:
+            raise CorruptStorage(
+                f"{self._path} says that it is of a ring of {ring} rows, which cannot be. Restore "
+                "it from a copy."
+            )
+        if require_readable(version, self._path) != wanted:
+            raise CorruptStorage(
+                f"{self._path} is of format version {version}, and the manifest beside it of "
+                f"{wanted}. Restore both from one copy."
+            )
+        if crc != schema_crc:
+            raise CorruptStorage(
+                f"{self._path} was made for another schema than the manifest beside it declares. "
+                "Restore both from one copy."
+            )
+        return int(ring)
+
+    def _count(self, at: int) -> int:
+        count = count_of(int(self._words[at]))
+        if count is None:
+            raise CorruptStorage(
+                f"a count in {self._path} fails its check, at byte {8 * at}: it is damaged, and "
+                f"nobody knows which rows are committed{self._hint()}. Restore it from a copy."
+            )
+        return count
+
+    def _hint(self) -> str:
+        slots = [slot for slot in map(self._read_slot, (0, 1)) if slot]
+        return f" (the last record was written with {max(slots)[1]})" if slots else ""
+
+    @property
+    def reserve(self) -> int:
+        """Rows that may have been written, committed or not."""
+        return self._count(_RESERVE) if self._reserve is None else self._reserve
+
+    @reserve.setter
+    def reserve(self, rows: int) -> None:
+        word = word_of(rows)
+        self._words[_RESERVE] = word
+        self._reserve, self._spelt = rows, (rows, word)
+
+    @property
+    def head(self) -> int:
+        """Rows that are committed."""
+        return self._count(_HEAD) if self._head is None else self._head
+
+    @head.setter
+    def head(self, rows: int) -> None:
+        count, word = self._spelt
+        self._words[_HEAD] = word if count == rows else word_of(rows)
+        self._head = rows
+
+    @property
+    def open(self) -> bool:
+        """Whether a writer has the storage open, or did not close it; False of version 2."""
+        return self._origin is not None and self._origin.open
+
+    def begin_writing(self) -> None:
+        """Mark the storage as open for writing, in this file.
+
+        A record that the last writer did not finish goes, where it did not close the storage.
+        """
+        if self._left_open:
+            self._forget_torn()
+        if self._origin is not None:
+            self._origin.take()
+
+    def end_writing(self) -> None:
+        """Take that mark away: all committed rows are in the files, and nothing else is."""
+        if self._origin is not None:
+            self._origin.leave(self.head)
+
+    def sync(self) -> None:
+        """Return when the header is on the disk."""
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise failed(self._path, error, 0) from error
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest intact record of committed rows, with the rows committed by it."""
+        head = self.head
+        intact = [slot for slot in map(self._read_slot, (0, 1)) if slot and slot[1] <= head]
+        if not intact:
+            return None
+        _, rows, payload = max(intact)
+        return rows, payload
+
+    @property
+    def record_damaged(self) -> bool:
+        """Whether a newer record than the newest intact one is there and fails its check.
+
+        A kill while a record is written leaves an older sequence in its slot.
+        """
+        intact = self._newest_sequence()
+        for index in (0, 1):
+            sequence = _SLOT.unpack_from(self._map, self._slot_start(index))[0]
+            if sequence != 0 and self._read_slot(index) is None and sequence > intact:
+                return True
+        return False
+
+    def write_record(self, payload: bytes, head: int) -> None:
+        """Write ``payload``, valid from the moment that ``head`` rows are committed.
+
+        Raises:
+            RecordTooLarge: more than `RECORD_LIMIT` bytes.
+        """
+        check_record(payload)
+        sequence = self._sequence + 1
+        start = self._slot_start(sequence % 2)
+        body = start + _SLOT.size
+        self._map[body : body + len(payload)] = payload
+        crc = _slot_crc(sequence, head, payload)
+        # The sequence last: a kill before it leaves an older one, and no sign of damage.
+        _REST.pack_into(self._map, start + _SEQUENCE.size, head, len(payload), crc)
+        _SEQUENCE.pack_into(self._map, start, sequence)
+        self._sequence = sequence
+
+    def forget_uncommitted(self) -> None:
+        """Wipe records of rows that were never committed: other rows will take their place."""
+        head = self.head
+        for index in (0, 1):
+            slot = self._read_slot(index)
+            if slot and slot[1] > head:
+                _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
+        self._sequence = self._newest_sequence()
+
+    def _forget_torn(self) -> None:
+        for index in (0, 1):
+            if self._read_slot(index) is None:
+                _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
+
+    def _newest_sequence(self) -> int:
+        return max((slot[0] for slot in map(self._read_slot, (0, 1)) if slot), default=0)
+
+    def _slot_start(self, index: int) -> int:
+        return _SLOTS_AT + index * _SLOT_NBYTES
+
+    def _read_slot(self, index: int) -> tuple[int, int, bytes] | None:
+        start = self._slot_start(index)
+        sequence, head, length, crc = _SLOT.unpack_from(self._map, start)
+        if sequence < 1 or not 0 <= length <= RECORD_LIMIT:
+            return None
+        payload = self._map[start + _SLOT.size : start + _SLOT.size + length]
+        if _slot_crc(sequence, head, payload) != crc:
+            return None
+        return sequence, head, payload
+
+    def close(self) -> None:
+        """Close the file. The map goes when nothing refers to it."""
+        os.close(self._file)
+
+
+def committed_counts(header: bytes) -> tuple[int, int]:
+    """``reserve`` and ``head`` in the bytes of a header; zeros where it is too short for them."""
+    words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.uint64)
+    return int(words[_RESERVE]) & _COUNT, int(words[_HEAD]) & _COUNT
+
+
+def check_record(payload: bytes) -> None:
+    """Refuse what does not fit into a slot.
+
+    Raises:
+        RecordTooLarge: more than `RECORD_LIMIT` bytes.
+    """
+    if len(payload) > RECORD_LIMIT:
+        raise RecordTooLarge(
+            f"a commit record may have {RECORD_LIMIT} bytes and this one has {len(payload)}. "
+            "Keep what is larger in a file of its own and its name in the record."
+        )
+
+
+def _slot_crc(sequence: int, head: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", sequence, head, len(payload))))

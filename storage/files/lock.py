@@ -1,0 +1,195 @@
+"""One writer a storage: a lock that dies with its process and is not inherited by forks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from tallyroll.storage.errors import NotWritable, StorageLocked, UnsupportedPlatform
+from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.paths import failed
+
+try:
+    import fcntl
+except ImportError as error:  # Windows
+    raise UnsupportedPlatform(
+        "tallyroll.storage needs POSIX file locks and shared maps, which this platform does not "
+        "have. Use Linux."
+    ) from error
+
+__all__ = ["ReaderLock", "WriterLock", "is_held"]
+
+_ORDERED = ("x86_64", "AMD64")
+_LOOKS, _LOOK_SECONDS = 5, 0.002
+_NO_FILE = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+
+
+def is_held(inside: Inside, path: Path) -> bool:
+    """Whether a living writer holds the lock; True as well where nobody can tell."""
+    try:
+        file = inside.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        return error.errno not in _NO_FILE
+    try:
+        # For a moment nobody can acquire it: whoever tries tries again.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        with contextlib.suppress(OSError):  # it is closed all the same
+            os.close(file)
+    return False
+
+
+class WriterLock:
+    """The exclusive right to write, held from construction until `release`.
+
+    A child forked meanwhile has `lost` set and holds nothing, so that the lock
+    goes when this process goes.
+
+    Raises:
+        StorageLocked: somebody else holds it.
+        NotWritable: the lock file cannot be opened for writing.
+        UnsupportedPlatform: the file system has no working locks.
+    """
+
+    def __init__(self, inside: Inside, path: Path) -> None:
+        self.lost = self.made = False
+        """Made: there was no lock file, so that a writer whose file was removed may still write."""
+        self.when_lost: Callable[[], None] | None = None
+        """Called in a forked child."""
+        self._inside, self._path = inside, path
+        self._file = -1
+        try:
+            self._open(path)
+            while not self.stands:  # a failed creation removed it before we had it
+                self._close()
+                self._open(path)
+            _held.add(self)
+        except BaseException:
+            self._close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        try:
+            self.made = self.made or not os.path.lexists(path)
+            self._file = self._inside.open(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise failed(path, error, 0) from error
+            raise NotWritable(
+                f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
+                'mode="read", or as a user who may write there.'
+            ) from error
+        self._acquire(path)
+        self._inode = os.fstat(self._file).st_ino
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    @property
+    def stands(self) -> bool:
+        """The lock file is where it was: whoever removes it lets a second writer in."""
+        try:
+            return os.lstat(self._path).st_ino == self._inode
+        except OSError:
+            return False
+
+    def _acquire(self, path: Path) -> None:
+        try:
+            self._lock()
+        except BlockingIOError as error:
+            holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            raise StorageLocked(
+                f"{path} is locked: a storage has one writer at a time, and "
+                f"{f'process {holder}' if holder else 'another process'} is writing to it. Wait "
+                'for it to close the storage, or open with mode="read". The lock goes with its '
+                "process: never remove the file."
+            ) from error
+        except OSError as error:
+            raise UnsupportedPlatform(
+                f"the file system of {path} cannot lock files ({error.strerror}), and without "
+                "locks two writers would destroy each other's rows. Use a local file system."
+            ) from error
+        # In place, and a courtesy: a full disk shall not keep a writer out.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
+
+    def _lock(self) -> None:
+        for _ in range(_LOOKS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(_LOOK_SECONDS)  # a reader may have looked at it, see is_held
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Let the next writer in."""
+        _held.discard(self)
+        self.when_lost = None
+        if not self.lost:
+            self._close()
+
+    def _lose(self) -> None:
+        # In a forked child: its descriptor refers to the parent's lock and would
+        # keep it held after the parent's death. Closing it leaves the parent's.
+        self.lost = True
+        self._close()
+        if self.when_lost is not None:
+            self.when_lost()
+
+
+class ReaderLock:
+    """Keeps writers away from a ring that is read, where the processor makes that necessary.
+
+    A reader that looks at ``reserve`` again after copying must see stores in the order
+    in which they were made, which x86-64 guarantees and others do not. There this
+    does nothing.
+
+    Raises:
+        UnsupportedPlatform: a writer holds the storage.
+    """
+
+    def __init__(self, inside: Inside, path: Path) -> None:
+        self._file = -1
+        if platform.machine() in _ORDERED:
+            return
+        with contextlib.suppress(OSError):
+            self._file = inside.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.release()
+                raise UnsupportedPlatform(
+                    f"{path.parent} is a ring that is being written, and {platform.machine()} may "
+                    "show a reader rows that are half overwritten. Read it when the writer has "
+                    "closed it, or use a storage that keeps every row."
+                ) from error
+
+    def release(self) -> None:
+        """Let writers in."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _lose_all() -> None:
+    for lock in list(_held):
+        lock._lose()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_lose_all)

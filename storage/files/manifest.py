@@ -1,0 +1,211 @@
+"""The manifest: what a storage is, what it holds, and the runs that wrote it. JSON, never code."""
+
+from __future__ import annotations
+
+import json
+import uuid
+import zlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, InvalidSchema, NotAStorage
+from tallyroll.storage.files.inside import JSON_LIMIT, Inside
+from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
+from tallyroll.storage.rows.schema import Schema
+
+__all__ = [
+    "MANIFEST_LIMIT",
+    "Manifest",
+    "attributes_of",
+    "new_manifest",
+    "parse_manifest",
+    "read_manifest",
+    "run_of",
+    "schema_crc",
+    "schema_of",
+    "sealed",
+    "write_manifest",
+]
+
+Manifest = dict[str, Any]
+"""``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
+
+MANIFEST_LIMIT = JSON_LIMIT // 2
+"""The most bytes of a manifest."""
+
+_SEAL = "crc32"
+_SEPARATOR = ", "
+
+_MOST_ROWS = 2**48 - 1
+_FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
+
+
+def new_manifest(
+    format_name: str, schema: Schema, runs: list[Any], id: str | None = None
+) -> Manifest:
+    """The manifest of a new storage; ``id`` is given for a copy of another one."""
+    return {
+        "format": format_name,
+        "format_version": FORMAT_VERSION,
+        "id": id or uuid.uuid4().hex,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "schema": schema.to_json(),
+        "runs": runs,
+    }
+
+
+def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's entry: ``provenance`` as JSON, with the row that the run begins at.
+
+    Raises:
+        InvalidProvenance: it cannot be written as JSON.
+    """
+    try:
+        run = json.loads(json.dumps(dict(provenance), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidProvenance(
+            f"provenance must be JSON (text, whole and finite numbers, lists, mappings): {error}. "
+            "Convert what is not, for example with str()."
+        ) from error
+    return {**run, "first_row": first_row}
+
+
+def schema_crc(schema: Schema) -> int:
+    """CRC-32 that binds a header to the schema in its manifest."""
+    return zlib.crc32(json.dumps(schema.to_json()).encode())
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with a checksum of itself, which `parse_manifest` looks at and removes."""
+    plain = json.loads(json.dumps(manifest))
+    return {**plain, _SEAL: _crc(plain)}
+
+
+def _crc(manifest: Manifest) -> str:
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
+
+
+def read_manifest(inside: Inside, path: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        NotAStorage: there is none, or it is another program's.
+        CorruptStorage: it is damaged.
+        FormatVersionMismatch: another version wrote it.
+    """
+    try:
+        content = inside.read(path, MANIFEST_LIMIT)
+    except FileNotFoundError as error:
+        raise NotAStorage(
+            f"{path.parent} is not a Tallyroll storage: it has no {path.name}. Give the path of "
+            "one; if its creation was interrupted, create it again."
+        ) from error
+    except OSError as error:
+        raise CorruptStorage(
+            f"{path} cannot be read: {error.strerror}. Restore it from a copy."
+        ) from error
+    return parse_manifest(content, path)
+
+
+def parse_manifest(content: bytes, path: Path) -> Manifest:
+    """The manifest in ``content``, which was read from ``path``; raises as `read_manifest`."""
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptStorage(
+            f"{path} is not JSON any more ({error}): it is damaged. Restore it from a copy."
+        ) from error
+    if not isinstance(manifest, dict) or not str(manifest.get("format")).startswith("tallyroll."):
+        raise NotAStorage(
+            f"{path} does not describe a Tallyroll storage; another program wrote it. "
+            "Give the path of a storage."
+        )
+    version = manifest.get("format_version")
+    if type(version) is not int or version not in READABLE:
+        if _fits_another_version(manifest):
+            raise _unsealed(path)
+        require_readable(version, path)
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    if not wrong and not all(map(_is_run, manifest["runs"])):
+        wrong = ["a run with its first row"]
+    if wrong:
+        raise CorruptStorage(
+            f"{path} lacks {', '.join(wrong)}, or they are of the wrong type. Restore it from a "
+            "copy."
+        )
+    seal = manifest.pop(_SEAL, None)  # one that somebody changed on purpose has none
+    if seal is not None and seal != _crc(manifest):
+        raise _unsealed(path)
+    return manifest
+
+
+def _fits_another_version(manifest: Manifest) -> bool:
+    """Whether the checksum is right but for the version: it is damaged, and not a later one."""
+    rest = {name: value for name, value in manifest.items() if name != _SEAL}
+    return manifest.get(_SEAL) in [_crc({**rest, "format_version": known}) for known in READABLE]
+
+
+def _unsealed(path: Path) -> CorruptStorage:
+    return CorruptStorage(
+        f"{path} fails its check: a value in it is not what was written. Restore it from a copy; "
+        f"if you changed it yourself, remove {_SEAL} from it."
+    )
+
+
+def _is_run(run: Any) -> bool:
+    first = run.get("first_row") if isinstance(run, dict) else None
+    return type(first) is int and 0 <= first <= _MOST_ROWS
+
+
+def schema_of(manifest: Manifest, path: Path) -> Schema:
+    """The schema that the manifest at ``path`` declares.
+
+    Raises:
+        CorruptStorage: it declares none.
+    """
+    try:
+        return Schema.from_json(manifest.get("schema"))
+    except InvalidSchema as error:
+        raise CorruptStorage(f"the schema in {path} is damaged: {error} Restore it.") from error
+
+
+def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
+    """What other libraries are shown of a manifest, as attributes: JSON texts.
+
+    ``schema`` is its schema, and ``provenance`` what it is and the runs that wrote it,
+    as many of the newest as fit into ``limit`` bytes.
+    """
+    provenance = {name: manifest[name] for name in _FIELDS}
+    if limit is not None:
+        left = limit + len(_SEPARATOR) - len(json.dumps({**provenance, "runs": []}))
+        kept = []
+        for run in reversed(provenance["runs"]):
+            left -= len(json.dumps(run)) + len(_SEPARATOR)
+            if left < 0:
+                break
+            kept.append(run)
+        provenance["runs"] = kept[::-1]
+    return {"schema": json.dumps(manifest["schema"]), "provenance": json.dumps(provenance)}
+
+
+def write_manifest(
+    inside: Inside, path: Path, manifest: Manifest, *, durable: bool = False
+) -> None:
+    """Replace the manifest at ``path``, whole or not at all.
+
+    Raises:
+        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+    """
+    content = json.dumps(sealed(manifest)).encode()
+    if len(content) > MANIFEST_LIMIT:
+        raise InvalidProvenance(
+            f"the manifest {path}, with the provenance of all runs, may have {MANIFEST_LIMIT} "
+            f"bytes and would have {len(content)}. Give less provenance."
+        )
+    try:
+        inside.write_aside(path, content, durable=durable)
+    except OSError as error:
+        raise failed(path, error, len(content)) from error

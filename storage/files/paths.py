@@ -1,0 +1,226 @@
+"""What every format asks of the file system, and how it says what came back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    DiskFailed,
+    NotWritable,
+    PathIsFile,
+    StorageFull,
+    UnsupportedPlatform,
+)
+from tallyroll.storage.files.inside import Inside
+
+__all__ = [
+    "failed",
+    "make_directory",
+    "opened",
+    "refuse_impossible",
+    "require_creatable",
+    "space_left",
+    "sync_above",
+    "told",
+    "translated",
+]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+_UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
+
+
+def refuse_impossible(path: Path) -> None:
+    """Raise `NotWritable` for a path that no file can have."""
+    try:
+        # Not exists(): that says False to some of these errors.
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise NotWritable(
+            f"{path} cannot be the path of a storage: {error.strerror}. Give another path."
+        ) from error
+
+
+def require_creatable(path: Path) -> None:
+    """Raise `NotWritable` or `PathIsFile` unless the directory ``path`` is there or can be made."""
+    for place in (path, *path.parents):
+        if place.is_dir():
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise NotWritable(
+                    f"{path} cannot be created: {place} cannot be written to. Give a path that can."
+                )
+            return
+        if place.is_symlink() and not place.exists():
+            raise PathIsFile(
+                f"{path} should be a directory, and {place} is a link to nothing. Give another "
+                "path."
+            )
+        if place.exists():
+            raise PathIsFile(
+                f"{path} should be a directory, and {place} is a file. Give another path."
+            )
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWritable(
+            f"{path} cannot be created: {error.strerror}. Give another path."
+        ) from error
+
+
+def sync_above(path: Path) -> None:
+    """Return when the names that lead to ``path``, on its file system, are on the disk.
+
+    Raises:
+        DiskFailed: the system cannot write them.
+    """
+    with translated(path):
+        real = Path(os.path.realpath(path))
+        device = os.stat(real).st_dev
+        for above in real.parents:
+            if os.stat(above).st_dev != device:
+                break
+            with contextlib.suppress(PermissionError):  # nothing was made there by this user
+                _sync_directory(above)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EROFS}:  # it has nothing to write
+            raise
+    finally:
+        os.close(directory)
+
+
+def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
+    """A descriptor of a file, or with O_DIRECTORY of a directory, that the manifest names.
+
+    Args:
+        inside: the storage's files.
+        path: the one that is wanted.
+        flags: of `os.open`.
+        what: what is there, for messages.
+
+    Raises:
+        CorruptStorage: it is missing, or something else is there.
+        NotWritable: permission denied.
+        DiskFailed: the system cannot.
+    """
+    try:
+        if flags & os.O_DIRECTORY:
+            return inside.open_directory(path)
+        return inside.open(path, flags)
+    except FileNotFoundError as error:
+        raise CorruptStorage(
+            f"{path} is missing, which the manifest says is {what}. Restore it from a copy."
+        ) from error
+    except PermissionError as error:
+        raise NotWritable(
+            f"{path} cannot be opened: permission denied. Open the storage as a user who may."
+        ) from error
+    except OSError as error:
+        if error.errno not in _OTHER_KINDS:
+            raise failed(path, error, 0) from error
+        raise CorruptStorage(
+            f"{path} is not {what}, but a link or of another kind ({error.strerror}). Restore it "
+            "from a copy."
+        ) from error
+
+
+def space_left(path: Path) -> int:
+    """Bytes free for this user on the file system of ``path``, or of what is above it."""
+    place = next(place for place in (path, *path.parents) if place.exists())
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """What the system refuses within it is raised as an error of the storage at ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(path, error, 0) from error
+
+
+def told(
+    method: Callable[Concatenate[Any, _Args], _Result],
+) -> Callable[Concatenate[Any, _Args], _Result]:
+    """A method of what has a ``path``, `translated`. Not for what is called for every row."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            return method(self, *args, **kwargs)
+        except OSError as error:  # a constructor has no path before
+            raise failed(self.path, error, 0) from error
+
+    return wrapper
+
+
+def failed(
+    path: Path, error: OSError, nbytes: int
+) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
+    """What an error of the file system means to a storage at ``path`` that wanted ``nbytes``."""
+    if error.errno in _FULL:
+        try:
+            free: int | str = space_left(path)
+        except OSError:
+            free = "nobody knows how many"
+        return StorageFull(
+            f"{path} needs {nbytes} more bytes, and {free} are free "
+            f"({error.strerror}). Committed rows are intact. Free space, or go on in another place."
+        )
+    if error.errno in _UNABLE:
+        return UnsupportedPlatform(
+            f"the file system of {path} cannot reserve or map space ({error.strerror}). Use a "
+            "local file system."
+        )
+    if error.errno == errno.ENOMEM:
+        return UnsupportedPlatform(
+            f"the system does not let this process map {path} ({error.strerror}): it limits maps "
+            "(vm.max_map_count), or address space (ulimit -v). Raise the limit."
+        )
+    if error.errno in _OTHER_KINDS:
+        what = error.filename2 or error.filename or path
+        return CorruptStorage(
+            f"{what} is not what this storage made there ({error.strerror}): something else took "
+            "its place. Restore it from a copy."
+        )
+    if error.errno == errno.ENAMETOOLONG:
+        return NotWritable(
+            f"{path} would need longer paths than the system allows ({error.strerror}). Use "
+            "shorter names, or another place."
+        )
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return NotWritable(
+            f"{path} cannot be written to ({error.strerror}). Open the storage as a user who may, "
+            "or in a place where one can."
+        )
+    if error.errno in {errno.ENOENT, errno.ESTALE}:
+        return DiskFailed(
+            f"{error.filename or path} is gone: the storage, or a part of it, was deleted or moved "
+            "while it was open. What was committed is where it was moved to."
+        )
+    return DiskFailed(
+        f"the system cannot read or write {path}: {error.strerror or error}. Committed rows are "
+        "as they were, as far as the disk still has them: see what `tallyroll verify` says."
+    )

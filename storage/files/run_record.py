@@ -1,0 +1,72 @@
+"""The record that a collector commits with its rows: what its run has counted. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+__all__ = ["RunRecord", "is_count"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run had counted when ``at`` rows were committed; -1 where a record does not say."""
+
+    at: int
+    """Rows committed when it was written."""
+    first_row: int
+    """Of the run."""
+    stored_before: int
+    """Rows of the run that are elsewhere: it went on from a loaded state."""
+    seed: int
+    incarnation: int
+    ledger: dict[str, int]
+    open: int
+    """Trajectories that go on behind the rows."""
+    next_id: int
+    """Larger than any trajectory id so far; a damaged record may say any number."""
+
+    def payload(self) -> bytes:
+        """The record as a storage takes it."""
+        record = {
+            "first_row_of_run": self.first_row,
+            "stored_before": self.stored_before,
+            "seed": self.seed,
+            "incarnation": self.incarnation,
+            "ledger": self.ledger,
+            "open": self.open,
+            "next_id": self.next_id,
+        }
+        return json.dumps(record).encode()
+
+    @classmethod
+    def parse(cls, record: tuple[int, bytes] | None) -> Self | None:
+        """A storage's record; None where there is none, or it is no collector's."""
+        if record is None:
+            return None
+        at, payload = record
+        try:
+            value = json.loads(payload)
+            first_row, before = value["first_row_of_run"], value["stored_before"]
+            ledger = dict(value["ledger"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if not all(map(is_count, [first_row, before, *ledger.values()])):
+            return None
+        numbers = [value.get(name) for name in ("seed", "incarnation", "open")]
+        seed, incarnation, open_ = (n if is_count(n) else -1 for n in numbers)
+        next_id = value.get("next_id")
+        next_id = next_id if type(next_id) is int else -1
+        return cls(at, first_row, before, seed, incarnation, ledger, open_, next_id)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing that a run needs to be continued, or cannot be."""
+        numbers = (self.first_row, self.stored_before, self.seed, self.incarnation, self.open)
+        return all(0 <= number < 2**62 for number in (*numbers, *self.ledger.values()))
+
+
+def is_count(value: Any) -> bool:
+    """A whole number of 64 bits, negative ones too: `verify` finds those to be wrong."""
+    return type(value) is int and -(2**63) <= value < 2**63

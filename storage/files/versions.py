@@ -1,0 +1,79 @@
+"""Versions of the format: which one is written, which ones are read, and what the others are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch
+
+__all__ = [
+    "FORMAT_VERSION",
+    "READABLE",
+    "is_newer",
+    "mismatch",
+    "refuse_newer_provenance",
+    "require_readable",
+]
+
+FORMAT_VERSION = 3
+"""Of new storages. An older one that is appended to keeps its own."""
+
+READABLE = (2, 3)
+"""The versions that are read and appended to.
+
+Version 3 has, in the header, the mark of a storage that is open for writing, the file that the
+header lies in, and the rows at the last clean close (see `origin`); where these are in version 2
+there are zeros.
+"""
+
+_MOST = 2**16
+
+
+def is_newer(version: object) -> bool:
+    """Whether it can be the version of a later Tallyroll's format."""
+    return type(version) is int and FORMAT_VERSION < version < _MOST
+
+
+def require_readable(version: object, path: Path) -> int:
+    """The version that stands in ``path``, if this Tallyroll reads it.
+
+    Raises:
+        FormatVersionMismatch: another Tallyroll wrote it.
+        CorruptStorage: it is no version.
+    """
+    if type(version) is not int or not 1 <= version < _MOST:
+        raise CorruptStorage(
+            f"{path} says that it is of format version {version!r:.80}, which is no version: it is "
+            "damaged. Restore it from a copy."
+        )
+    if version not in READABLE:
+        raise mismatch(version, path)
+    return version
+
+
+def mismatch(version: object, path: Path) -> FormatVersionMismatch:
+    """The error for a version that another Tallyroll wrote."""
+    known = " and ".join(map(str, READABLE))
+    return FormatVersionMismatch(
+        f"{path} is of format version {version}, and this Tallyroll reads versions {known}. Use "
+        "the Tallyroll that wrote it."
+    )
+
+
+def refuse_newer_provenance(provenance: Any, path: Path) -> None:
+    """Raise `FormatVersionMismatch` where other libraries are shown a storage of a later version.
+
+    Args:
+        provenance: the value of the attribute of that name, if there is one.
+        path: what has it.
+    """
+    try:
+        found = json.loads(provenance)
+    except (ValueError, TypeError, RecursionError):
+        return
+    if not isinstance(found, dict) or not str(found.get("format")).startswith("tallyroll."):
+        return
+    if is_newer(version := found.get("format_version")):
+        raise mismatch(version, path)

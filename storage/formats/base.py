@@ -1,0 +1,201 @@
+"""What a storage format supplies: where rows lie, and the metadata that others read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar, Literal, TypeAlias
+
+import numpy as np
+
+from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
+from tallyroll.storage.formats.space import Footprint
+from tallyroll.storage.rows.schema import Schema
+
+__all__ = ["Access", "Format"]
+
+Access: TypeAlias = Literal["read", "write", "private"]
+"""How rows are mapped; what is written to a private map stays in this process."""
+
+
+class Format(ABC):
+    """Where the rows of a storage lie, and the metadata around them."""
+
+    name: ClassVar[str]
+    """The name in the manifest, ``tallyroll.`` first."""
+
+    grows: ClassVar[bool] = True
+    """Whether space for more rows can be added to an open storage."""
+
+    rings: ClassVar[bool] = False
+    """Whether new rows may overwrite the oldest."""
+
+    most_dims: ClassVar[int] = 64
+    """Dimensions of a column, rows included. NumPy has so many."""
+
+    durable = False
+    """Whether what is shown to other libraries is to survive a power cut, whole."""
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        self.path = path
+        self.inside = Inside(path if root is None else root)
+        """The way to all its files."""
+
+    @property
+    @abstractmethod
+    def lock_path(self) -> Path:
+        """The writer's lock file."""
+
+    @property
+    @abstractmethod
+    def header_path(self) -> Path:
+        """The file that begins with the header."""
+
+    @property
+    @abstractmethod
+    def manifest_path(self) -> Path:
+        """The file that holds the manifest."""
+
+    @property
+    @abstractmethod
+    def episodes_path(self) -> Path:
+        """The file for the table of episodes."""
+
+    def open_header(self, flags: int) -> int:
+        """A descriptor of the file that begins with the header."""
+        return self.inside.open(self.header_path, flags)
+
+    def stands(self) -> bool:
+        """Whether a storage is there: it is one from the moment that its manifest exists."""
+        return self.manifest_path.exists()
+
+    def read_manifest(self) -> Manifest:
+        """The manifest, checked; raises as `manifest.read_manifest`."""
+        return read_manifest(self.inside, self.manifest_path)
+
+    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+        """Replace the manifest, whole or not at all."""
+        write_manifest(self.inside, self.manifest_path, manifest, durable=durable)
+
+    @abstractmethod
+    def refuse_existing(self) -> None:
+        """Raise an `OpenError` unless a storage can be created at the path."""
+
+    @abstractmethod
+    def refuse_missing(self) -> None:
+        """Raise an `OpenError` unless something that may be a storage is at the path."""
+
+    @abstractmethod
+    def check(self, schema: Schema) -> None:
+        """Raise `InvalidSchema` if the format cannot hold these columns."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the place for a new storage's lock file."""
+
+    @abstractmethod
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
+        """Make files without rows, and the header. What an unfinished creation left goes.
+
+        ``capacity`` is how many rows are wanted, 0 where nobody knows.
+
+        Raises:
+            StorageFull: no space.
+        """
+
+    def fit(self, schema: Schema, capacity: int) -> None:  # noqa: B027 - most formats grow
+        """Make a storage that cannot grow in place able to hold ``capacity`` rows.
+
+        The writer holds the lock and nothing is open yet. Formats that grow do nothing.
+
+        Raises:
+            StorageFull: no space; nothing was changed.
+        """
+
+    def finish(self, schema: Schema, rows: int) -> None:  # noqa: B027 - trimmed is enough
+        """Leave exactly ``rows`` rows, for good. The writer holds the lock and nothing else.
+
+        Raises:
+            StorageFull: no space; nothing was changed.
+        """
+
+    def footprint(self, schema: Schema, rows: int) -> Footprint:
+        """What ``rows`` rows take on disk; without more said, a file a column."""
+        sizes = [rows * column.row_nbytes for column in schema.columns]
+        return Footprint(sum(sizes), len(sizes), max(sizes), len(sizes))
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what an unfinished creation left."""
+
+    @abstractmethod
+    def undo(self, *, made: bool) -> None:
+        """Remove what a failed creation left, its lock too, and the place if it ``made`` it."""
+
+    @abstractmethod
+    def open(self, schema: Schema, *, writable: bool) -> None:
+        """Open the files of an existing storage.
+
+        Raises:
+            CorruptStorage: one is missing.
+        """
+
+    @abstractmethod
+    def grow(self, rows: int) -> None:
+        """Reserve space for at least ``rows`` rows, or raise `StorageFull` with nothing changed."""
+
+    @abstractmethod
+    def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
+        """All that is mapped now, one array [room, ...] a column, room being at least ``rows``.
+
+        Raises:
+            CorruptStorage: the files are shorter than that.
+        """
+
+    @abstractmethod
+    def write(self, column: int, row: int, rows: np.ndarray) -> None:
+        """Write C-contiguous ``rows`` of a column from ``row`` on, where space is reserved."""
+
+    @abstractmethod
+    def publish(self, rows: int) -> None:
+        """Show ``rows`` rows to other libraries."""
+
+    @abstractmethod
+    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """What other libraries would read wrongly, one sentence a file.
+
+        A writer that opens the storage and closes it writes all of that anew.
+
+        Args:
+            schema: the columns.
+            head: tells how many rows are committed now.
+
+        Raises:
+            MissingLibrary: it takes one that is not installed.
+        """
+
+    def made_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """As `shown_wrongly`, of what was written once, and is not when a writer closes."""
+        return iter(())
+
+    @abstractmethod
+    def trim(self, rows: int) -> None:
+        """Give back the space beyond ``rows`` rows."""
+
+    @abstractmethod
+    def sync(self, start: int = 0) -> None:
+        """Return when all rows are on the disk; those before ``start`` were at an earlier call."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Return when everything but the header is on the disk, whoever wrote it, names too.
+
+        Raises:
+            DiskFailed: the system cannot write it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files. Arrays handed out stay valid."""

@@ -1,0 +1,1 @@
+"""HDF5: one file, with the header in its user block."""

@@ -1,0 +1,347 @@
+"""What h5py is asked: to make a file with our datasets in it, and where they lie.
+
+It is closed again before a row is written. Nothing here writes rows.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage, MissingLibrary
+from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
+from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+__all__ = [
+    "ATTRIBUTES",
+    "PROVENANCE_NBYTES",
+    "Layout",
+    "Place",
+    "Places",
+    "foreign_names",
+    "layout_of",
+    "make_file",
+    "nbytes_of_file",
+    "shown_attributes",
+]
+
+PROVENANCE_NBYTES = 48 * 1024
+"""Bytes of the attribute ``provenance``; HDF5 holds less than 64 KiB in one."""
+
+ATTRIBUTES = ("capacity", "provenance", "rows", "schema")
+"""Those of the root."""
+
+_ALIGNMENT = 4096
+_SIGNATURE_NBYTES = 64
+_SCHEMA_LIMIT = 60_000  # as for provenance
+_LARGEST_FILE = 2**62
+# What h5py raises on files that are damaged in one way or another.
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the value of an attribute lies: its first byte, and the bytes right before it."""
+
+    at: int
+    before: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the datasets lie: the first byte of each, in the schema's order, and their rows."""
+
+    offsets: tuple[int, ...] = ()
+    capacity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a file's manifest remembers of it."""
+
+    rows: Place
+    """The value of the attribute ``rows``, an int64."""
+    provenance: Place
+    """The value of the attribute ``provenance``, of `PROVENANCE_NBYTES` bytes."""
+    layout: Layout
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads back."""
+        return {
+            "rows": [self.rows.at, self.rows.before.hex()],
+            "provenance": [self.provenance.at, self.provenance.before.hex()],
+            "offsets": list(self.layout.offsets),
+            "capacity": self.layout.capacity,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Places:
+        """The places that `to_json` wrote.
+
+        Raises:
+            ValueError: ``value`` is something else.
+        """
+        try:
+            rows, provenance = (
+                Place(_whole(value[name][0], USER_BLOCK_NBYTES), bytes.fromhex(value[name][1]))
+                for name in ("rows", "provenance")
+            )
+            if any(len(place.before) != _SIGNATURE_NBYTES for place in (rows, provenance)):
+                raise ValueError(f"not {_SIGNATURE_NBYTES} bytes before an attribute")
+            offsets = tuple(_whole(at, 0) for at in value["offsets"])
+            return cls(rows, provenance, Layout(offsets, _whole(value["capacity"], 0)))
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"not places in a file: {value!r:.200}") from error
+
+
+def _whole(value: Any, least: int) -> int:
+    if type(value) is not int or not least <= value <= _LARGEST_FILE:
+        raise ValueError(f"not a whole number from {least} to {_LARGEST_FILE}: {value!r:.200}")
+    return value
+
+
+def _h5py() -> Any:
+    try:
+        return importlib.import_module("h5py")
+    except ImportError as error:
+        raise MissingLibrary(
+            "HDF5 storages need h5py, which is not installed: pip install 'tallyroll[hdf5]'"
+        ) from error
+
+
+def nbytes_of_file(schema: Schema, capacity: int) -> int:
+    """About how large a file with these datasets is."""
+    aligned = (-(-column.row_nbytes * capacity // _ALIGNMENT) for column in schema.columns)
+    groups = {key[:depth] for key in schema.keys for depth in range(len(key))}
+    objects = len(groups) * 4 + len(schema.columns)
+    return USER_BLOCK_NBYTES + 3 * 65536 + _ALIGNMENT * (sum(aligned) + objects)
+
+
+def make_file(made: int, path: Path, schema: Schema, capacity: int) -> Places:
+    """Make an HDF5 file with a dataset a column, [capacity, ...], and attributes.
+
+    Its user block is empty, and its space is not reserved yet.
+
+    Args:
+        made: a descriptor of the empty file.
+        path: where it is, for messages.
+        schema: the columns.
+        capacity: rows that it is for.
+
+    Raises:
+        MissingLibrary: h5py is not installed.
+        OSError: the file system refuses.
+    """
+    # Found again in the file by what nobody else would write.
+    marks = {"rows": os.urandom(8), "provenance": os.urandom(32)}
+    try:
+        _make(_h5py(), made, marks, schema, capacity)
+    except OSError:
+        raise
+    except _DAMAGE as error:  # after an error of the file system h5py may raise anything
+        raise OSError(errno.EIO, f"h5py cannot make the file ({error!s:.300})") from error
+    layout = layout_of(made, path, schema)
+    rows, provenance = (_find(made, each, schema, layout) for each in marks.values())
+    return Places(rows, provenance, layout)
+
+
+def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capacity: int) -> None:
+    # By the descriptor: the path may be a link by now.
+    with (
+        open(made, "r+b", buffering=0, closefd=False) as raw,
+        h5py.File(
+            raw,
+            "w",
+            libver="earliest",  # without checksums over what changes later
+            userblock_size=USER_BLOCK_NBYTES,
+            alignment_threshold=1,
+            alignment_interval=_ALIGNMENT,
+        ) as file,
+    ):
+        file.attrs.create("rows", np.frombuffer(marks["rows"], "<i8")[0])
+        blank = marks["provenance"].ljust(PROVENANCE_NBYTES)
+        text = h5py.string_dtype("utf-8", PROVENANCE_NBYTES)
+        file.attrs.create("provenance", np.array(blank, text), dtype=text)
+        file.attrs.create("capacity", np.int64(capacity))
+        _describe(h5py, file, schema)
+        for column in schema.columns:
+            _make_dataset(h5py, file, column, capacity)
+
+
+def _describe(h5py: Any, file: Any, schema: Schema) -> None:
+    described = json.dumps(schema.to_json()).encode()
+    if len(described) <= _SCHEMA_LIMIT:  # otherwise the manifest alone has it
+        text = h5py.string_dtype("utf-8", len(described))
+        file.attrs.create("schema", np.array(described, text), dtype=text)
+
+
+def _make_dataset(h5py: Any, file: Any, column: Column, capacity: int) -> None:
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_layout(h5py.h5d.CONTIGUOUS)
+    plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    *groups, name = column.key
+    group = file.require_group("/".join(groups)) if groups else file
+    kind = h5py.h5t.py_create(column.numpy_dtype.newbyteorder("<"), logical=True)
+    space = h5py.h5s.create_simple((capacity, *column.shape))
+    h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=plan)
+
+
+def _find(file: int, mark: bytes, schema: Schema, layout: Layout) -> Place:
+    found = []
+    for start, stop in _between(file, schema, layout):
+        content = os.pread(file, stop - start, start)
+        at = content.find(mark)
+        while at >= 0:
+            found.append(start + at)
+            at = content.find(mark, at + 1)
+    if len(found) != 1:
+        raise OSError(f"h5py wrote an attribute {len(found)} times, which should be there once.")
+    before = os.pread(file, _SIGNATURE_NBYTES, found[0] - _SIGNATURE_NBYTES)
+    return Place(found[0], before)
+
+
+def _between(file: int, schema: Schema, layout: Layout) -> Iterator[tuple[int, int]]:
+    """The parts of the file that are no rows."""
+    start = USER_BLOCK_NBYTES
+    for at, nbytes in _extents(schema, layout):
+        yield start, at
+        start = at + nbytes
+    yield start, os.fstat(file).st_size
+
+
+def _extents(schema: Schema, layout: Layout) -> list[tuple[int, int]]:
+    sizes = (column.row_nbytes * layout.capacity for column in schema.columns)
+    return sorted(zip(layout.offsets, sizes, strict=True)) if layout.capacity else []
+
+
+def layout_of(file: int, path: Path, schema: Schema) -> Layout:
+    """Where the datasets lie in an open file, which messages call ``path``.
+
+    Raises:
+        CorruptStorage: they are not there as they should be.
+        MissingLibrary: h5py is not installed.
+    """
+    with _opened(file, path) as opened:
+        datasets = [_dataset(opened, path, column) for column in schema.columns]
+        rows = {int(dataset.shape[0]) for dataset in datasets}
+        offsets = [dataset.id.get_offset() or 0 for dataset in datasets]
+    if len(rows) != 1:
+        raise CorruptStorage(
+            f"the datasets in {path} have {sorted(rows)} rows, and should have equally many: it "
+            "is damaged. Restore it from a copy."
+        )
+    layout = Layout(tuple(offsets), rows.pop())
+    _require_apart(file, path, schema, layout)
+    return layout
+
+
+def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
+    """The attributes of ours, as h5py reads them in an open file.
+
+    Raises:
+        CorruptStorage: they cannot be read.
+    """
+    with _opened(file, path) as opened:
+        values = {name: opened.attrs[name] for name in ATTRIBUTES if name in opened.attrs}
+        return {
+            name: value.decode(errors="replace").rstrip()
+            if isinstance(value, bytes)
+            else int(value)
+            for name, value in values.items()
+        }
+
+
+@contextmanager
+def _opened(file: int, path: Path) -> Iterator[Any]:
+    """The file of a descriptor in h5py; what goes wrong with it there is damage."""
+    h5py = _h5py()
+    try:
+        # By the descriptor: the path may be another file by now. As a Python file it has
+        # nothing to do with HDF5's locks, nor with what this process has open in h5py.
+        with open(file, "rb", buffering=0, closefd=False) as raw, h5py.File(raw, "r") as opened:
+            yield opened
+    except _DAMAGE as error:
+        raise CorruptStorage(
+            f"{path} cannot be read as HDF5 any more ({error!s:.300}): it was cut short or is "
+            "damaged. Restore it from a copy."
+        ) from error
+
+
+def _dataset(opened: Any, path: Path, column: Column) -> Any:
+    h5py = _h5py()
+    node = opened
+    for part in column.key:
+        # A link of another kind leads elsewhere, to another file even.
+        if not isinstance(node.get(part, getlink=True), h5py.HardLink):
+            raise CorruptStorage(
+                f"{path} has no dataset {spell(column.key)}, which the manifest says is a column, "
+                "or only a link. Restore it from a copy."
+            )
+        node = node[part]
+    if not isinstance(node, h5py.Dataset) or not _is_plain(h5py, node, column):
+        raise CorruptStorage(
+            f"{spell(column.key)} in {path} should be a contiguous dataset of {column.dtype_name}, "
+            f"shape {['rows', *column.shape]}, and is {node!r}: another program wrote it, or it is "
+            "damaged. Restore it from a copy."
+        )
+    return node
+
+
+def _is_plain(h5py: Any, node: Any, column: Column) -> bool:
+    plan = node.id.get_create_plist()
+    contiguous = plan.get_layout() == h5py.h5d.CONTIGUOUS and not plan.get_external_count()
+    shaped = node.ndim == 1 + len(column.shape) and tuple(node.shape[1:]) == column.shape
+    return bool(contiguous and shaped and node.dtype == column.numpy_dtype.newbyteorder("<"))
+
+
+def _require_apart(file: int, path: Path, schema: Schema, layout: Layout) -> None:
+    end, size = USER_BLOCK_NBYTES, os.fstat(file).st_size
+    for at, nbytes in _extents(schema, layout):
+        if at < end or at + nbytes > size:
+            raise CorruptStorage(
+                f"rows in {path} should lie apart from each other between bytes "
+                f"{USER_BLOCK_NBYTES} and {size}, and some are at {at} to {at + nbytes}: it was "
+                "cut short or is damaged. Restore it from a copy."
+            )
+        end = at + nbytes
+
+
+def foreign_names(file: int, path: Path, schema: Schema) -> list[str]:
+    """What somebody added to the file: names of objects and attributes.
+
+    Raises:
+        CorruptStorage: it cannot be read.
+    """
+    ours: set[Key] = {key[:depth] for key in schema.keys for depth in range(1, len(key) + 1)}
+    with _opened(file, path) as opened:
+        attributes = [_text(name) for name in opened.attrs]
+        names: list[str | bytes] = []
+        opened.visit_links(names.append)
+    return [name for name in attributes if name not in ATTRIBUTES] + [
+        name for name in map(_text, names) if tuple(name.split("/")) not in ours
+    ]
+
+
+def _text(name: str | bytes) -> str:
+    # h5py gives names that are not UTF-8 as they are.
+    return name.decode(errors="backslashreplace") if isinstance(name, bytes) else name

@@ -1,0 +1,143 @@
+"""The user block before an HDF5 file of ours: the header, and the manifest in two slots.
+
+HDF5 leaves the first bytes of a file to whoever makes it. Layout, offsets in bytes::
+
+    0               the header (see `commit`)
+    HEADER_NBYTES   two manifest slots, each: magic, sequence, length, CRC, JSON
+    2**20           HDF5 begins
+
+A manifest is written into the slot that does not hold the newest one, so that a torn one
+fails its CRC and leaves the older.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tallyroll.storage.errors import InvalidProvenance
+from tallyroll.storage.files.header import HEADER_NBYTES, header_bytes
+
+__all__ = [
+    "MANIFEST_LIMIT",
+    "USER_BLOCK_NBYTES",
+    "has_slots",
+    "is_hdf5",
+    "is_ours",
+    "newest_manifest",
+    "require_size",
+    "write_all",
+    "write_manifest",
+]
+
+USER_BLOCK_NBYTES = 2**20
+
+_MAGIC = b"TALLYMAN"
+_SLOT = struct.Struct("<8sqqI")
+_PAGE = 4096
+_SLOT_NBYTES = (USER_BLOCK_NBYTES - HEADER_NBYTES) // 2 // _PAGE * _PAGE
+MANIFEST_LIMIT = _SLOT_NBYTES - _SLOT.size
+"""The most bytes that a manifest may have."""
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_HEADER_MAGIC = header_bytes(0)[: len(_MAGIC)]
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether the file holds HDF5, behind a user block of any size."""
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            size, at = os.fstat(file.fileno()).st_size, 0
+            while at + len(_SIGNATURE) <= size:
+                if os.pread(file.fileno(), len(_SIGNATURE), at) == _SIGNATURE:
+                    return True
+                at = max(512, 2 * at)
+    except OSError:
+        return False
+    return False
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the file begins with a user block of ours, be it damaged; raises OSError."""
+    if not path.is_file():  # a pipe would keep us waiting
+        return False
+    with open(path, "rb") as file:
+        begin = file.read(len(_HEADER_MAGIC))
+        return begin == _HEADER_MAGIC or has_slots(file.fileno())
+
+
+def has_slots(file: int) -> bool:
+    """Whether a manifest was ever written."""
+    return any(os.pread(file, len(_MAGIC), at) == _MAGIC for at in _starts())
+
+
+def _starts() -> Iterator[int]:
+    yield HEADER_NBYTES
+    yield HEADER_NBYTES + _SLOT_NBYTES
+
+
+def newest_manifest(file: int) -> bytes | None:
+    """The newest intact manifest."""
+    return max((found for at in _starts() if (found := _read(file, at))), default=(0, None))[1]
+
+
+def _read(file: int, at: int) -> tuple[int, bytes] | None:
+    head = os.pread(file, _SLOT.size, at)
+    if len(head) < _SLOT.size:
+        return None
+    magic, sequence, length, crc = _SLOT.unpack(head)
+    if magic != _MAGIC or sequence < 1 or not 0 <= length <= MANIFEST_LIMIT:
+        return None
+    content = os.pread(file, length, at + _SLOT.size)
+    return (sequence, content) if _crc(sequence, content) == crc else None
+
+
+def require_size(content: bytes) -> None:
+    """Refuse a manifest that does not fit.
+
+    Raises:
+        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+    """
+    if len(content) > MANIFEST_LIMIT:
+        raise InvalidProvenance(
+            f"the manifest of an HDF5 storage, with the provenance of all runs, may have "
+            f"{MANIFEST_LIMIT} bytes and this one has {len(content)}. Give less provenance, or "
+            "use another format."
+        )
+
+
+def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
+    """Write a manifest beside the newest one, which it follows.
+
+    Where ``durable``, a power cut leaves the first one of a file whole, or no sign of it.
+
+    Raises:
+        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+        OSError: the file system refuses.
+    """
+    require_size(content)
+    newest = [found[0] if (found := _read(file, at)) else 0 for at in _starts()]
+    at = list(_starts())[newest.index(min(newest))]
+    sequence = max(newest) + 1
+    head = _SLOT.pack(_MAGIC, sequence, len(content), _crc(sequence, content))
+    write_all(file, content, at + len(head))
+    if durable:
+        os.fdatasync(file)
+    write_all(file, head, at)
+
+
+def write_all(file: int, content: bytes | memoryview, at: int) -> None:
+    """Write all of ``content`` at byte ``at``."""
+    rest = memoryview(content)
+    while len(rest):
+        written = os.pwrite(file, rest, at)
+        rest, at = rest[written:], at + written
+
+
+def _crc(sequence: int, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(struct.pack("<qq", sequence, len(content))))

@@ -1,0 +1,165 @@
+"""Will so many rows fit? Asked before the first one is written; answered with numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tallyroll.storage.errors import StorageFull
+
+if TYPE_CHECKING:
+    from tallyroll.storage.formats.base import Format
+    from tallyroll.storage.rows.schema import Schema
+
+__all__ = ["Estimate", "Footprint", "estimate", "free_bytes", "require_room"]
+
+_UNLIMITED = 2**63 - 1
+# What a file may have at most, by the name that Linux has for the file system.
+_LARGEST_FILES = {
+    "msdos": 2**32 - 1,
+    "vfat": 2**32 - 1,
+    "ext2": 2**41,
+    "ext3": 2**41,
+    "ext4": 2**44,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What rows take on disk in some format."""
+
+    nbytes: int
+    """Bytes in all files."""
+    files: int
+    largest: int
+    """Bytes of the largest file."""
+    maps: int
+    """Memory maps of a process that has all of them open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a run will take, and what there is."""
+
+    rows: int
+    row_nbytes: int
+    needed: Footprint
+    nbytes: int
+    """Bytes that it takes beyond those that are taken already."""
+    free: int
+    """Bytes that are free where it is to be written."""
+    free_files: int
+    largest_file: int
+    """The most bytes of one file, by the file system and this process's limits."""
+    free_maps: int
+
+    @property
+    def problems(self) -> list[str]:
+        """What does not fit, one sentence a limit."""
+        found = []
+        if self.nbytes > self.free:
+            found.append(f"they take {self.nbytes:,} bytes more, and {self.free:,} are free")
+        if self.needed.largest > self.largest_file:
+            found.append(
+                f"the largest file would have {self.needed.largest:,} bytes, and files may have "
+                f"{self.largest_file:,} there (by the file system, or ulimit -f)"
+            )
+        if self.needed.files > self.free_files:
+            found.append(f"they take {self.needed.files:,} files, and {self.free_files:,} are free")
+        if self.needed.maps > self.free_maps:
+            found.append(
+                f"they take {self.needed.maps:,} memory maps, and a process may have "
+                f"{self.free_maps:,} more (sysctl vm.max_map_count)"
+            )
+        return found
+
+
+def estimate(
+    format: Format, schema: Schema, rows: int, *, there: int = 0, twice: bool = False
+) -> Estimate:
+    """What ``rows`` rows in all will take.
+
+    Args:
+        format: where they lie.
+        schema: their columns.
+        rows: how many.
+        there: rows that space is reserved for already.
+        twice: a copy is made of them beside them, as some formats do when they are finalized.
+    """
+    needed = format.footprint(schema, rows)
+    taken = format.footprint(schema, there).nbytes if there else 0
+    place = _existing(format.path)
+    found = os.statvfs(place)
+    return Estimate(
+        rows=rows,
+        row_nbytes=schema.row_nbytes,
+        needed=needed,
+        nbytes=max(0, needed.nbytes * (2 if twice else 1) - taken),
+        free=free_bytes(format.path),
+        free_files=found.f_favail if found.f_files else _UNLIMITED,
+        largest_file=_largest_file(place),
+        free_maps=_free_maps(),
+    )
+
+
+def require_room(
+    format: Format, schema: Schema, rows: int, *, there: int = 0, twice: bool = False
+) -> Estimate:
+    """The `estimate`, if all of it fits.
+
+    Raises:
+        StorageFull: it does not; every limit is named with its numbers.
+    """
+    found = estimate(format, schema, rows, there=there, twice=twice)
+    if problems := found.problems:
+        copy = " and their copy" if twice else ""
+        raise StorageFull(
+            f"{format.path} has no room for {rows:,} rows of {found.row_nbytes:,} bytes{copy}: "
+            f"{'; '.join(problems)}. Nothing was written; ask for fewer rows, make room, or give "
+            "another path."
+        )
+    return found
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that are free where ``path`` is, or would be."""
+    found = os.statvfs(_existing(path.absolute()))
+    # A file system without blocks, such as /proc, does not say.
+    return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the nearest directory above it that there is."""
+    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+
+
+def _largest_file(place: Path) -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+    return min(limit, _LARGEST_FILES.get(_file_system(place), _UNLIMITED))
+
+
+def _file_system(place: Path) -> str:
+    """The name of the file system, "" where that cannot be told."""
+    found: tuple[int, str] = (0, "")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        real = os.path.realpath(place)
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            point = before.split()[4].encode().decode("unicode_escape")
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= found[0]:
+                found = (len(point), after.split()[0])
+    return found[1]
+
+
+def _free_maps() -> int:
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return max(0, most - len(Path("/proc/self/maps").read_text().splitlines()))
+    except (OSError, ValueError):
+        return _UNLIMITED

@@ -1,0 +1,1 @@
+"""Zarr v3: a directory, with a file for each chunk."""

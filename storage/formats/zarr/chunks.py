@@ -1,0 +1,192 @@
+"""The chunk files of one column: all of one size, each mapped behind the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.files.inside import open_at
+from tallyroll.storage.formats.base import Access
+from tallyroll.storage.formats.mapping import Region
+from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
+from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.schema import Column
+
+__all__ = ["ChunkedColumn"]
+
+_NAME = re.compile(CHUNK_NAME)
+
+
+class ChunkedColumn:
+    """An open column.
+
+    Args:
+        directory: a descriptor of the directory of its chunks, which `close` closes.
+        column: what it holds.
+        chunk_rows: rows a chunk.
+        storage: where it is, for messages.
+    """
+
+    def __init__(self, directory: int, column: Column, chunk_rows: int, storage: str) -> None:
+        self._directory, self._column, self._storage = directory, column, storage
+        self.chunk_rows = chunk_rows
+        self.chunk_nbytes = chunk_rows * column.row_nbytes
+        self.count = 0
+        """Chunks, from the first on, that are known to be there and whole."""
+        self._regions: dict[Access, Region] = {}
+        self._tail = (-1, -1)
+        self._new_names = self._synced = False
+
+    def count_for(self, rows: int) -> int:
+        """How many chunks ``rows`` rows take."""
+        return -(-rows // self.chunk_rows)
+
+    def _name(self, number: int) -> str:
+        return chunk_name(self._column, number)
+
+    def _open(self, number: int, flags: int) -> int:
+        return open_at(self._directory, self._name(number), flags)
+
+    def require(self, count: int) -> None:
+        """Check that ``count`` chunks are there.
+
+        Raises:
+            CorruptStorage: one is missing, of another size, or no file.
+        """
+        for number in range(self.count, count):
+            self._require_chunk(number)
+            self.count = number + 1
+
+    def _require_chunk(self, number: int) -> None:
+        what = f"chunk {self._name(number)} of column {spell(self._column.key)} in {self._storage}"
+        try:
+            found = os.stat(self._name(number), dir_fd=self._directory, follow_symlinks=False)
+        except OSError as error:
+            raise CorruptStorage(
+                f"{what} is missing, and committed rows were in it. Restore it from a copy."
+            ) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptStorage(f"{what} is a link or no file. Restore it from a copy.")
+        if found.st_size != self.chunk_nbytes:
+            raise CorruptStorage(
+                f"{what} should have {self.chunk_nbytes} bytes and has {found.st_size}: it was "
+                "cut short, or another program wrote it. Restore it from a copy."
+            )
+
+    def make(self, count: int) -> None:
+        """Make chunks so that there are ``count``, none of them sparse; all or none.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        for number in range(self.count, count):
+            try:
+                self._make_chunk(number)
+            except OSError:
+                self.remove(self.count, number + 1)
+                raise
+        self._new_names |= count > self.count
+        self.count = max(count, self.count)
+
+    def _make_chunk(self, number: int) -> None:
+        file = self._open(number, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.fstat(file).st_size > self.chunk_nbytes:
+                os.ftruncate(file, self.chunk_nbytes)
+            os.posix_fallocate(file, 0, self.chunk_nbytes)
+        finally:
+            os.close(file)
+
+    def remove(self, start: int, stop: int) -> None:
+        """Remove chunks ``[start, stop)``, of those that are not mapped."""
+        for number in range(start, stop):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._name(number), dir_fd=self._directory)
+        self.count = min(self.count, start)
+
+    def to_map(self, count: int, access: Access) -> int:
+        """How many maps `array` makes for ``count`` chunks."""
+        region = self._regions.get(access)
+        if region is None or region.nbytes < count * self.chunk_nbytes:
+            return count
+        return max(0, count - region.mapped // self.chunk_nbytes)
+
+    def array(self, count: int, room: int, access: Access) -> np.ndarray:
+        """The first ``room`` rows of ``count`` chunks, mapped: an array [room, ...].
+
+        Raises:
+            OSError: the system refuses to map them.
+        """
+        shape = (room, *self._column.shape)
+        if not room:
+            return np.empty(shape, self._column.numpy_dtype)
+        region = self._regions.get(access)
+        if region is None or region.nbytes < count * self.chunk_nbytes:
+            region = self._regions[access] = _reserve(count * self.chunk_nbytes, access)
+        for number in range(region.mapped // self.chunk_nbytes, count):
+            file = self._open(number, os.O_RDWR if access == "write" else os.O_RDONLY)
+            try:
+                region.add(file, self.chunk_nbytes)
+            finally:
+                os.close(file)
+        return region.array(self._column.numpy_dtype, shape)
+
+    def write(self, row: int, rows: np.ndarray) -> None:
+        """Write C-contiguous ``rows`` from ``row`` on through the files."""
+        rest = rows.reshape(-1).view(np.uint8).data
+        at = row * self._column.row_nbytes
+        while len(rest):
+            number, start = divmod(at, self.chunk_nbytes)
+            part = rest[: self.chunk_nbytes - start]
+            written = os.pwrite(self._file(number), part, start)
+            rest, at = rest[written:], at + written
+
+    def _file(self, number: int) -> int:
+        """The chunk's file; the last one stays open."""
+        last, file = self._tail
+        if last != number:
+            self._close_tail()
+            file = self._open(number, os.O_RDWR)
+            self._tail = number, file
+        return file
+
+    def sync(self, start: int) -> None:
+        """Return when the rows from ``start`` on are on the disk, the first time all rows."""
+        if (region := self._regions.get("write")) is not None:
+            region.sync(start * self._column.row_nbytes if self._synced else 0)
+        if self._new_names:
+            os.fsync(self._directory)
+        self._new_names, self._synced = False, True
+
+    def trim(self, rows: int) -> None:
+        """Remove all chunks without rows, and forget the maps."""
+        self._close_tail()
+        self._regions.clear()
+        self.count = self.count_for(rows)
+        for name in os.listdir(self._directory):
+            if (chunk := _NAME.fullmatch(name)) and int(chunk[1]) >= self.count:
+                os.unlink(name, dir_fd=self._directory)
+
+    def close(self) -> None:
+        """Close the files. Arrays stay valid."""
+        self._close_tail()
+        self._regions.clear()
+        os.close(self._directory)
+
+    def _close_tail(self) -> None:
+        (_, file), self._tail = self._tail, (-1, -1)
+        if file >= 0:
+            os.close(file)
+
+
+def _reserve(nbytes: int, access: Access) -> Region:
+    # Twice as much, so that a column that grows is seldom mapped anew.
+    try:
+        return Region(2 * nbytes, access)
+    except OSError:
+        return Region(nbytes, access)

@@ -1,0 +1,375 @@
+"""A file per chunk of a column, in one directory that is a Zarr v3 group.
+
+::
+
+    DIR/zarr.json                       the root group: schema, provenance, rows
+    DIR/next/zarr.json                  the group ("next",)
+    DIR/next/reward/zarr.json           the column ("next", "reward"): shape, chunks
+    DIR/next/reward/c.0, c.1, ...       its chunks, row after row
+    DIR/observation/c.0.0, c.1.0, ...   of a column with rows of one dimension
+    DIR/tallyroll/                      a Zarr array of bytes, whose one chunk is the header
+    DIR/tallyroll/c.0                   rows committed, and the record
+    DIR/tallyroll/manifest.json         what it is; written last when a storage is created
+    DIR/tallyroll/lock                  held by the writer
+    DIR/tallyroll/episodes.npy          the table of episodes
+
+Chunks are not compressed and never sparse. Zarr wants the last one whole too: what lies
+in it behind the last row is not shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    InvalidSchema,
+    NotAStorage,
+    StorageFull,
+    UnsupportedPlatform,
+)
+from tallyroll.storage.files.header import HEADER_NBYTES
+from tallyroll.storage.files.inside import JSON_LIMIT
+from tallyroll.storage.files.manifest import Manifest, attributes_of
+from tallyroll.storage.files.paths import failed, opened, told
+from tallyroll.storage.formats.base import Access
+from tallyroll.storage.formats.directory import DirectoryFormat
+from tallyroll.storage.formats.mapping import PAGE_NBYTES, maps_left
+from tallyroll.storage.formats.metadata_checks import wrong_documents
+from tallyroll.storage.formats.newer import refuse_newer_group
+from tallyroll.storage.formats.space import Footprint
+from tallyroll.storage.formats.zarr.chunks import ChunkedColumn
+from tallyroll.storage.formats.zarr.metadata import (
+    CHUNK_NAME,
+    chunk_rows_of,
+    documents,
+    header_document,
+    require_names,
+)
+from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+__all__ = ["ZarrFormat"]
+
+_OURS, _META = "tallyroll", "zarr.json"
+_ROOT = PurePosixPath()
+_FILES = re.compile(
+    rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
+    rf"|{_OURS}/(?:lock|(?:manifest\.json|episodes\.npy)(?:\.tmp)?)"
+)
+# What our own writer, zarr-python and TensorStore leave of these when they are killed.
+_LEFT_BEHIND = re.compile(
+    rf"(?:zarr\.json|manifest\.json|episodes\.npy)\.tmp"
+    rf"|(?:zarr|c[.0-9]*)\.[0-9a-f]{{32}}\.partial|(?:zarr\.json|{CHUNK_NAME})\.__lock"
+)
+_FEW_MAPS = 1000
+_OTHER_FILES = 16
+_LARGEST_CHUNK = 2**31
+_PROVENANCE_NBYTES = JSON_LIMIT // 4
+
+
+class ZarrFormat(DirectoryFormat):
+    """The files of a `ZarrStorage`."""
+
+    name: ClassVar[str] = "tallyroll.zarr"
+    most_dims: ClassVar[int] = 32  # what TensorStore opens
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._schema: Schema | None = None
+        self._manifest: Manifest | None = None
+        self._chunk_rows: tuple[int, ...] = ()
+        self._shown = 0
+        self._header_meta_stands = True
+        self._attributes: dict[PurePosixPath, Mapping[str, Any]] = {}
+        self._columns: list[ChunkedColumn] = []
+        self._mapping = threading.Lock()
+
+    @property
+    def lock_path(self) -> Path:
+        """The writer's lock file."""
+        return self.path / _OURS / "lock"
+
+    @property
+    def header_path(self) -> Path:
+        """The header's file, a chunk of the array ``tallyroll``."""
+        return self.path / _OURS / "c.0"
+
+    @property
+    def manifest_path(self) -> Path:
+        """The manifest."""
+        return self.path / _OURS / "manifest.json"
+
+    @property
+    def episodes_path(self) -> Path:
+        """The table of episodes."""
+        return self.path / _OURS / "episodes.npy"
+
+    @property
+    def _header_meta(self) -> Path:
+        return self.header_path.parent / _META
+
+    def _owns(self, name: Path) -> bool:
+        return _FILES.fullmatch(name.as_posix()) is not None
+
+    def read_manifest(self) -> Manifest:
+        """The manifest, which says how many rows the chunks have. Read before `open`."""
+        try:
+            manifest = super().read_manifest()
+        except NotAStorage:
+            refuse_newer_group(self.path)
+            raise
+        self._chunk_rows = _chunk_rows_in(manifest, self.manifest_path)
+        self._manifest = manifest
+        return manifest
+
+    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+        """Replace the manifest, and show its runs to other libraries."""
+        manifest = manifest | {"chunk_rows": list(self._chunk_rows)}
+        super().write_manifest(manifest, durable=durable)
+        self._manifest = manifest
+        self.publish(self._shown)
+
+    def check(self, schema: Schema) -> None:
+        """Refuse names and dtypes that Zarr does not have, and rows that fill no pages."""
+        require_names(schema)
+        for column, rows in zip(schema.columns, _chunks(schema, 0), strict=True):
+            _require_mappable(column, rows)
+
+    def footprint(self, schema: Schema, rows: int) -> Footprint:
+        """What ``rows`` rows take: whole chunks, each mapped for writing and for views."""
+        chunk_rows = self._chunk_rows or _chunks(schema, rows)
+        pairs = list(zip(schema.columns, chunk_rows, strict=True))
+        chunks = [-(-rows // count) for _, count in pairs]
+        sizes = [count * column.row_nbytes for column, count in pairs]
+        return Footprint(
+            nbytes=HEADER_NBYTES + sum(n * size for n, size in zip(chunks, sizes, strict=True)),
+            files=sum(chunks) + 2 * len(pairs) + _OTHER_FILES,
+            largest=max(sizes),
+            maps=2 * sum(chunks) + 1,
+        )
+
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
+        """Make a group of arrays without rows, and the header."""
+        self.discard()
+        self._schema, self._chunk_rows = schema, _chunks(schema, capacity)
+        try:
+            for column in schema.columns:
+                self.inside.make_directory(self.path.joinpath(*column.key))
+        except OSError as error:
+            raise failed(self.path, error, len(header)) from error
+        self._header_meta_stands = False
+        self.publish(0)
+        self._write_header(header)
+        places = [self.path.joinpath(*column.key) for column in schema.columns]
+        above = {parent for place in places for parent in place.parents}
+        self._sync_directories({*places, *(p for p in above if p.is_relative_to(self.path))})
+        self._sync_directories({self.header_path.parent})
+
+    def open(self, schema: Schema, *, writable: bool) -> None:
+        """Open the columns' directories."""
+        self._schema = schema
+        if len(self._chunk_rows) != len(schema.columns):
+            raise CorruptStorage(
+                f"{self.manifest_path} has chunks of {len(self._chunk_rows)} columns and a schema "
+                f"of {len(schema.columns)}: it is damaged. Restore it from a copy."
+            )
+        columns: list[ChunkedColumn] = []
+        try:
+            for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
+                _require_pages(self.path, column, rows)
+                place = self.path.joinpath(*column.key)
+                directory = opened(self.inside, place, os.O_DIRECTORY, what="a column")
+                columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
+        except BaseException:
+            for each in columns:
+                each.close()
+            raise
+        self._columns = columns
+        if writable:
+            self._sweep()
+            self._attributes = self._read_attributes()
+            # What is shown stays so when a run is added, until the next refresh.
+            shown = self._attributes.get(_ROOT, {}).get("rows")
+            self._shown = shown if type(shown) is int and shown >= 0 else 0
+            self._header_meta_stands = not any(self._header_shown_wrongly())
+
+    def _sweep(self) -> None:
+        for place in {self.path, self.header_path.parent, *map(self._place, self._places())}:
+            with contextlib.suppress(OSError):
+                directory = self.inside.open_directory(place)
+                try:
+                    for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
+                        with contextlib.suppress(OSError):  # a directory is none of ours
+                            os.unlink(name, dir_fd=directory)
+                finally:
+                    os.close(directory)
+
+    @property
+    def _known(self) -> Schema:
+        assert self._schema is not None
+        return self._schema
+
+    def _places(self) -> list[PurePosixPath]:
+        """Every directory with a ``zarr.json`` of columns or groups."""
+        return list(documents(self._known, self._chunk_rows, 0, {}))
+
+    def _place(self, place: PurePosixPath) -> Path:
+        return self.path.joinpath(*place.parts)
+
+    def _read_attributes(self) -> dict[PurePosixPath, Mapping[str, Any]]:
+        """What somebody may have added to arrays and groups."""
+        found: dict[PurePosixPath, Mapping[str, Any]] = {}
+        for place in self._places():
+            with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+                document = self.inside.read_json(self._place(place) / _META)
+                found[place] = dict(document["attributes"])
+        return found
+
+    @told
+    def grow(self, rows: int) -> None:
+        """Make whole chunk files: a sparse file would kill us when the disk is full."""
+        before = [column.count for column in self._columns]
+        more = [max(0, c.count_for(rows) - c.count) for c in self._columns]
+        # Views map them once more.
+        self._require_maps(2 * sum(more), StorageFull)
+        try:
+            for column in self._columns:
+                column.make(column.count_for(rows))
+        except OSError as error:
+            for column, count in zip(self._columns, before, strict=True):
+                column.remove(count, column.count)
+            sizes = [column.chunk_nbytes for column in self._columns]
+            nbytes = sum(count * size for count, size in zip(more, sizes, strict=True))
+            raise failed(self.path, error, nbytes) from error
+
+    def _require_maps(self, count: int, error: type[StorageFull | UnsupportedPlatform]) -> None:
+        if count > _FEW_MAPS and count > (left := maps_left()):
+            raise error(
+                f"{self.path} needs {count} more chunk files mapped, and this process may map "
+                f"{left} (vm.max_map_count). Committed rows are intact. Raise that limit; a "
+                "storage created with capacity=... has larger chunks, and so fewer."
+            )
+
+    @told
+    def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
+        """Map the chunks that hold ``rows`` rows, for writing all that are there."""
+        with self._mapping:  # several threads may read
+            for column in self._columns:
+                column.require(column.count_for(rows))
+            # Nobody else maps chunks without rows: the writer may make those anew.
+            counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
+            pairs = list(zip(self._columns, counts, strict=True))
+            self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
+            room = min(count * column.chunk_rows for column, count in pairs)
+            return [column.array(count, room, access) for column, count in pairs]
+
+    @told
+    def write(self, column: int, row: int, rows: np.ndarray) -> None:
+        """Write through the files, which the maps show at once."""
+        self._columns[column].write(row, rows)
+
+    def publish(self, rows: int) -> None:
+        """Write Zarr's metadata for ``rows`` rows: arrays, then groups, the root last."""
+        root = dict(self._attributes.get(_ROOT, {}))
+        if self._manifest is not None:
+            root |= attributes_of(self._manifest, _PROVENANCE_NBYTES)
+        attributes = self._attributes | {_ROOT: root | {"rows": rows}}
+        try:
+            if not self._header_meta_stands:
+                self._write_json(self._header_meta, header_document(HEADER_NBYTES))
+                self._header_meta_stands = True
+            shown = documents(self._known, self._chunk_rows, rows, attributes)
+            for place, document in shown.items():
+                self._write_json(self._place(place) / _META, document)
+        except OSError as error:
+            raise failed(self.path, error, 4096) from error
+        self._shown = rows
+
+    def _write_json(self, path: Path, value: Any) -> None:
+        self.inside.write_aside(path, json.dumps(value).encode(), synced=self.durable)
+
+    def _documents(self) -> set[Path]:
+        ours = {self.manifest_path, self.episodes_path, self._header_meta}
+        return ours | {self._place(place) / _META for place in self._places()}
+
+    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+        """Compare Zarr's metadata with what it should be."""
+        yield from wrong_documents(
+            self.inside,
+            lambda rows: {
+                self._place(place) / _META: document
+                for place, document in documents(schema, self._chunk_rows, rows, {}).items()
+            },
+            head,
+        )
+        yield from self._header_shown_wrongly()
+
+    def _header_shown_wrongly(self) -> Iterator[str]:
+        header = {self._header_meta: header_document(HEADER_NBYTES)}
+        return wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
+
+    @told
+    def trim(self, rows: int) -> None:
+        """Remove chunks without rows, those of a killed writer too."""
+        for column in self._columns:
+            column.trim(rows)
+
+    @told
+    def sync(self, start: int = 0) -> None:
+        """Return when the rows from ``start`` on are on the disk, the first time all."""
+        for column in self._columns:
+            column.sync(start)
+
+    def close(self) -> None:
+        """Close the files."""
+        columns, self._columns = self._columns, []
+        for column in columns:
+            column.close()
+
+
+def _chunks(schema: Schema, capacity: int) -> tuple[int, ...]:
+    return tuple(chunk_rows_of(column, capacity) for column in schema.columns)
+
+
+def _chunk_rows_in(manifest: Manifest, path: Path) -> tuple[int, ...]:
+    found = manifest.get("chunk_rows")
+    if not isinstance(found, Sequence) or not all(type(n) is int and n > 0 for n in found):
+        raise CorruptStorage(
+            f"{path} should have a list of rows a chunk, and has {found!r:.80}: it is damaged. "
+            "Restore it from a copy."
+        )
+    return tuple(found)
+
+
+def _require_mappable(column: Column, rows: int) -> None:
+    if (nbytes := rows * column.row_nbytes) > _LARGEST_CHUNK:
+        raise InvalidSchema(
+            f"column {spell(column.key)} has {column.row_nbytes} bytes a row, an odd size: a chunk "
+            f"of whole pages would have {nbytes} bytes, and may have {_LARGEST_CHUNK}. Pad its "
+            "rows to a multiple of 64 bytes, or use MemmapStorage."
+        )
+
+
+def _require_pages(path: Path, column: Column, rows: int) -> None:
+    nbytes = rows * column.row_nbytes
+    if nbytes > _LARGEST_CHUNK:
+        raise CorruptStorage(
+            f"chunks of column {spell(column.key)} in {path} would have {nbytes} bytes, and none "
+            f"has more than {_LARGEST_CHUNK}: the manifest is damaged. Restore it from a copy."
+        )
+    if nbytes % PAGE_NBYTES:
+        raise UnsupportedPlatform(
+            f"chunks of column {spell(column.key)} in {path} have {nbytes} bytes, which is no "
+            f"whole number of this machine's pages of {PAGE_NBYTES} bytes. Read it with "
+            "zarr-python here."
+        )

@@ -1,0 +1,193 @@
+"""What Zarr v3 wants to know about columns: the content of every ``zarr.json``. Pure.
+
+As in the Zarr core specification, version 3: https://zarr-specs.readthedocs.io
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+__all__ = [
+    "CHUNK_NAME",
+    "chunk_name",
+    "chunk_rows_of",
+    "documents",
+    "header_document",
+    "require_names",
+]
+
+Document = dict[str, Any]
+
+CHUNK_NAME = r"c\.(\d+)(?:\.0)*"
+"""A regular expression for the files that `chunk_name` names; its group is the number."""
+
+_OURS = "tallyroll"
+_LONGEST_NAME = 255
+_ALIGNMENTS = (65536, 16384, 4096)
+_ROWS_FIRST = 65536
+_KIB, _MIB = 2**10, 2**20
+
+
+def require_names(schema: Schema) -> None:
+    """Refuse what Zarr, or a library that reads it, has no name or dtype for.
+
+    Raises:
+        InvalidSchema: bfloat16, or a name that cannot be one.
+    """
+    for column in schema.columns:
+        if column.dtype is torch.bfloat16:
+            raise InvalidSchema(
+                f"column {spell(column.key)} is bfloat16, which Zarr does not have. Convert it to "
+                "float32 before writing, or use MemmapStorage."
+            )
+        if column.key[0] == _OURS:
+            raise InvalidSchema(
+                f"column {spell(column.key)} would lie at {_OURS}, where the header is. Rename it."
+            )
+        for part in column.key:
+            _require_name(column, part)
+
+
+def _require_name(column: Column, part: str) -> None:
+    reserved = part == "zarr.json" or part.startswith("__") or set(part) == {"."}
+    if reserved or "\\" in part or part.endswith((".__lock", ".partial", ".tmp")):
+        raise InvalidSchema(
+            f"{part!r} in column {spell(column.key)} cannot be a name in Zarr: it is reserved, or "
+            "some library cannot open it. Rename it."
+        )
+    if len(part.encode()) > _LONGEST_NAME:
+        raise InvalidSchema(f"{part!r} in column {spell(column.key)} is too long for a file name.")
+
+
+def chunk_rows_of(column: Column, capacity: int) -> int:
+    """How many rows a chunk has.
+
+    A chunk is a whole number of pages, of 64 KiB where that is possible, so that chunks
+    can be mapped side by side. It has about a 64th of the column where ``capacity`` is
+    known, and between 256 KiB and 64 MiB; where it is not, some thousand rows and
+    between 1 and 16 MiB. More where rows are of an odd size.
+    """
+    nbytes = column.row_nbytes
+    if capacity:
+        wanted = min(max(capacity * nbytes // 64, 256 * _KIB), 64 * _MIB)
+    else:
+        wanted = min(max(_ROWS_FIRST * nbytes // 64, _MIB), 16 * _MIB)
+    for alignment in _ALIGNMENTS:
+        step = alignment // math.gcd(alignment, nbytes)
+        if step * nbytes <= 2 * wanted:
+            break
+    return max(1, round(wanted / (step * nbytes))) * step
+
+
+def chunk_name(column: Column, number: int) -> str:
+    """The file of a column's chunk."""
+    return ".".join(["c", str(number), *("0" for _ in column.shape)])
+
+
+def documents(
+    schema: Schema,
+    chunk_rows: Sequence[int],
+    rows: int,
+    attributes: Mapping[PurePosixPath, Mapping[str, Any]],
+) -> dict[PurePosixPath, Document]:
+    """The ``zarr.json`` of every directory, in the order to write them: the root is the last.
+
+    Every group holds all that is below it, so that what is opened by a group's one
+    file is of one moment.
+
+    Args:
+        schema: the columns.
+        chunk_rows: rows a chunk, for each of them.
+        rows: how many are shown.
+        attributes: of arrays and groups, by directory.
+    """
+    row_name = _row_name(schema)
+    arrays = {
+        PurePosixPath(*column.key): _array(column, rows, chunk, row_name)
+        for column, chunk in zip(schema.columns, chunk_rows, strict=True)
+    }
+    places = {parent for place in arrays for parent in place.parents}
+    nodes: dict[PurePosixPath, Document] = {place: _group() for place in places} | arrays
+    for place, node in nodes.items():
+        node["attributes"] = dict(attributes.get(place, {}))
+    # zarr-python wants siblings beside each other.
+    order = sorted(nodes, key=lambda place: (len(place.parts), place.parts))
+    below: dict[PurePosixPath, dict[str, Document]] = {group: {} for group in places}
+    for place in order:
+        for depth, group in enumerate(reversed(place.parents)):
+            below[group]["/".join(place.parts[depth:])] = nodes[place]
+    found = {place: nodes[place] for place in arrays}
+    for group in reversed([place for place in order if place in places]):
+        found[group] = nodes[group] | _consolidated(below[group])
+    return found
+
+
+def header_document(nbytes: int) -> Document:
+    """The ``zarr.json`` that makes the header's file the one chunk of an array of bytes."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [nbytes],
+        "data_type": "uint8",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [nbytes]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "dimension_names": ["tallyroll_byte"],
+        "attributes": {"description": "the commit record of Tallyroll: leave it as it is"},
+    }
+
+
+def _row_name(schema: Schema) -> str:
+    # To xarray an array with the name of its dimension is an index.
+    taken = {part for column in schema.columns for part in column.key}
+    name = "row"
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _array(column: Column, rows: int, chunk_rows: int, row_name: str) -> Document:
+    # To xarray dimensions of one name are of one size, and those that fit are aligned.
+    inner = [f"axis{axis}_{size}" for axis, size in enumerate(column.shape, 1)]
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [rows, *column.shape],
+        "data_type": column.dtype_name,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": [chunk_rows, *column.shape]},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": _zero(column.dtype),
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "dimension_names": [row_name, *inner],
+    }
+
+
+def _zero(dtype: torch.dtype) -> Any:
+    if dtype.is_complex:
+        return [0.0, 0.0]
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _group() -> Document:
+    return {"zarr_format": 3, "node_type": "group"}
+
+
+def _consolidated(below: dict[str, Document]) -> Document:
+    return {
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
+    }

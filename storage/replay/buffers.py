@@ -1,0 +1,146 @@
+"""How TorchRL's replay buffers and writers are kept in step with a storage on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass, stack
+from torchrl.data.replay_buffers.writers import (
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
+
+from tallyroll.storage.errors import CursorOverflow, NotAnAppend, RowsMismatch
+from tallyroll.storage.rows.nesting import Key
+
+if TYPE_CHECKING:
+    from tallyroll.storage.storages import DiskStorage
+
+__all__ = ["as_batch", "check_cursor", "join", "seat_writers", "tell_buffers", "writers_index"]
+
+_INDEX: Key = ("index",)
+_CURSOR_LIMIT = 2**31 - 1
+
+
+def join(storage: DiskStorage, buffer: Any) -> None:
+    """Seat the buffer's writer at the storage's head, now or when the buffer makes it.
+
+    A buffer attaches to its storage before it makes its writer and chooses its
+    collate function, for which it knows TorchRL's own storages only.
+    """
+    writer = getattr(buffer, "_writer", None)
+    if writer is not None:
+        _seat(writer, storage)
+        return
+    maker = getattr(buffer, "_init_writer", None)
+
+    def make() -> Writer:
+        made = maker if isinstance(maker, Writer) else maker() if maker else RoundRobinWriter()
+        _seat(made, storage)
+        return made
+
+    buffer._init_writer = make
+    if getattr(buffer, "_init_collate_fn", None) is None:
+        buffer._init_collate_fn = as_it_is
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate function: rows come out of a storage as a batch already."""
+    return batch
+
+
+def seat_writers(storage: DiskStorage) -> None:
+    """Let every attached writer go on behind the last row."""
+    at = _next_slot(storage)
+    for writer in _writers(storage):
+        if at <= _limit(writer):
+            writer._cursor = at
+
+
+def tell_buffers(storage: DiskStorage, rows: range) -> None:
+    """Let attached buffers know of rows that did not come through them."""
+    seat_writers(storage)
+    index = torch.from_numpy(storage.slots_of(np.arange(rows.start, rows.stop)))
+    for buffer in storage._attached_entities_list:
+        if rows and hasattr(buffer, "mark_update"):
+            buffer.mark_update(index)
+
+
+def check_cursor(storage: DiskStorage, rows: range, set_cursor: bool) -> None:
+    """Refuse a write anywhere but behind the last row, ``rows`` being slots, counted on.
+
+    Raises:
+        NotAnAppend: it is not an append.
+        CursorOverflow: an attached writer could not count on.
+    """
+    at = _next_slot(storage)
+    if rows.start != at:
+        raise NotAnAppend(
+            f"rows on disk are only added behind the last one, at row {at}, and this write is "
+            f"at row {rows.start}. A buffer that did not make its writer itself goes on at the "
+            "right row after storage.attach(buffer)."
+        )
+    if not set_cursor:
+        raise NotAnAppend(
+            "storage[i] = rows changes rows in place, and rows on disk are only added. Use extend."
+        )
+    if rows.stop > min(map(_limit, _writers(storage)), default=rows.stop):
+        raise CursorOverflow(
+            f"TorchRL's writers count rows in 32 bits, up to {_CURSOR_LIMIT}, and this write ends "
+            f"at row {rows.stop}. Write with storage.extend, or give the buffer a writer made "
+            "with compilable=True."
+        )
+
+
+def as_batch(data: Any, *, single: bool) -> TensorDictBase:
+    """What a TorchRL writer hands over, as a TensorDict [N].
+
+    Raises:
+        RowsMismatch: not a TensorDict, nor a list of them.
+    """
+    if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+        data = stack(data)
+    if is_tensorclass(data):
+        data = data.to_tensordict()
+    if not isinstance(data, TensorDictBase):
+        raise RowsMismatch(f"a storage holds TensorDicts, got {type(data).__name__}.")
+    return data.unsqueeze(0) if single else data
+
+
+def writers_index(storage: DiskStorage) -> Key | None:
+    """The column that an attached TensorDict writer adds to what it writes, if it is none of ours.
+
+    It holds the row's own number, and the buffer adds it again to every sample.
+    """
+    if storage._engine is not None and _INDEX in storage._engine.keys:
+        return None
+    adds = any(isinstance(writer, TensorDictRoundRobinWriter) for writer in _writers(storage))
+    return _INDEX if adds else None
+
+
+def _next_slot(storage: DiskStorage) -> int:
+    return storage.head % storage.ring if storage.ring else storage.head
+
+
+def _writers(storage: DiskStorage) -> list[Any]:
+    buffers = storage._attached_entities_list
+    found = [getattr(buffer, "_writer", None) for buffer in buffers]
+    return [writer for writer in found if isinstance(writer, RoundRobinWriter)]
+
+
+def _limit(writer: Any) -> int:
+    return torch.iinfo(torch.int64).max if writer._compilable else _CURSOR_LIMIT
+
+
+def _seat(writer: Any, storage: DiskStorage) -> None:
+    if not isinstance(writer, RoundRobinWriter):
+        return  # a writer without a cursor, such as that of an immutable dataset
+    if (at := _next_slot(storage)) > _limit(writer):
+        raise CursorOverflow(
+            f"TorchRL's writers count rows in 32 bits, up to {_CURSOR_LIMIT}, and {storage.path} "
+            f"has {at}. Give the buffer a writer made with compilable=True."
+        )
+    writer._cursor = at

@@ -1,0 +1,1 @@
+"""Columns and rows: schema, keys, and batches as callers hand them over."""

@@ -1,0 +1,185 @@
+"""Batches that are handed over, checked against a schema column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.tensor_guard import Looks
+
+__all__ = ["Intake"]
+
+_LOOKS = attrgetter("dtype", "shape", "requires_grad")
+"""What a tensor looks like."""
+
+
+class _Level(NamedTuple):
+    """One level of a nested TensorDict: which level holds it under which name, and its leaves."""
+
+    parent: int
+    name: str
+    leaves: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    entries: int
+
+
+class Intake:
+    """Checks batches for a storage of ``schema`` at ``path``."""
+
+    def __init__(self, schema: Schema, path: Path) -> None:
+        self._schema, self._path = schema, path
+        self._keys = list(schema.keys)
+        self._numpy_dtypes = [column.numpy_dtype for column in schema.columns]
+        self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
+        self._levels, self._places = _levels_of(schema.keys)
+        self.count = -1
+        """Rows of the batch that was looked at last."""
+        self._shapes: list[tuple[int, ...]] = []
+        self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
+        self.seen = Looks()
+        """Of the tensors of a batch of so many rows that became arrays."""
+
+    def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
+        """The arrays of a batch in the order of the columns, each [count, ...].
+
+        Raises:
+            RowsMismatch: not exactly the schema's columns, or another dtype or shape.
+        """
+        try:
+            # In the order of the columns, as most are, they need not be looked up one by one.
+            in_order = list(rows) == self._keys
+            found = list(rows.values() if in_order else map(rows.__getitem__, self._keys))
+            if len(found[0]) != self.count:
+                self._prepare(len(found[0]))
+            if [array.dtype for array in found] != self._numpy_dtypes:
+                self._refuse(rows)
+            if [array.shape for array in found] != self._shapes:
+                self._refuse(rows)
+        except (KeyError, TypeError, AttributeError):
+            self._refuse(rows)
+        if len(rows) != len(found):
+            self._refuse(rows)
+        return found
+
+    def leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
+        """What a TensorDict [count, ...] holds, in the order of the columns, unchecked.
+
+        None where it holds something else than the columns, and perhaps ``without``.
+        """
+        # Most of the time of a small append is spent here and in `looks`: no step too many.
+        found: list[Any] = []
+        levels: list[Mapping[str, Any]] = []
+        try:
+            if rows.batch_size[0] != self.count:
+                self._prepare(rows.batch_size[0])
+            for parent, name, leaves, wanted in self._levels:
+                level = levels[parent][name] if levels else rows
+                # A plain TensorDict's own dictionary: another one costs as much as ten lookups.
+                plain = type(level) is TensorDict
+                if not plain and isinstance(level, LazyStackedTensorDict):
+                    return None  # keys that only some rows have are not among its own
+                entries = level._tensordict if plain else dict(level.items())
+                if len(entries) != wanted and not _extra(entries, wanted, without, levels):
+                    return None
+                levels.append(entries)
+                found += leaves(entries)
+        except (KeyError, IndexError, AttributeError, RuntimeError, TypeError):
+            return None
+        return [found[place] for place in self._places] if self._places else found
+
+    def tensors(self, leaves: list[torch.Tensor]) -> list[np.ndarray] | None:
+        """Arrays [count, ...] over the memory of ``leaves``, if that is simple; bfloat16 as bits.
+
+        It is if all leaves are dense tensors of the columns' dtypes and shapes that autograd
+        does not follow, in the memory of the CPU. None where one is not: whoever takes the longer
+        way converts it, or finds out what is wrong.
+        """
+        try:
+            if list(map(_LOOKS, leaves)) != self._looks:
+                return None
+            values = leaves.copy()
+            for index in self._bits:
+                values[index] = values[index].view(torch.uint16)
+            arrays = list(map(torch.Tensor.numpy, values))
+            if self.count and not all(map(torch.Tensor.data_ptr, leaves)):
+                return None
+        except (AttributeError, RuntimeError, TypeError):
+            return None
+        self.seen.remember(leaves, arrays)
+        return arrays
+
+    def _prepare(self, count: int) -> None:
+        """Know what batches of ``count`` rows look like."""
+        self.count = -1  # an interrupt leaves what is to be prepared anew
+        columns = self._schema.columns
+        self._shapes = [(count, *column.shape) for column in columns]
+        self._looks = [
+            (c.dtype, shape, False) for c, shape in zip(columns, self._shapes, strict=True)
+        ]
+        self.seen = Looks()
+        self.count = count
+
+    def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:
+        found = [f"{key!r} is not a column here" for key in rows if key not in self._keys]
+        count = next((len(a) for a in rows.values() if isinstance(a, np.ndarray) and a.ndim), 0)
+        for column in self._schema.columns:
+            got = rows.get(column.key)
+            wanted = f"an array of {column.numpy_dtype}, shape {[count, *column.shape]}"
+            if got is None:
+                found.append(f"{spell(column.key)} is missing")
+            elif not isinstance(got, np.ndarray):
+                found.append(f"{spell(column.key)} is {type(got).__name__}, wanted {wanted}")
+            elif got.dtype != column.numpy_dtype or got.shape != (count, *column.shape):
+                found.append(
+                    f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, wanted {wanted}"
+                )
+        raise RowsMismatch(
+            f"these rows do not fit {self._path}: {'; '.join(found)}. Nothing was written; "
+            "give exactly the columns of its schema."
+        ) from None
+
+
+def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:
+    """The levels of nested keys, parents first, and where each key is among all their leaves.
+
+    The latter is empty where the leaves come in the order of the keys.
+    """
+    groups = list(dict.fromkeys(key[:depth] for key in keys for depth in range(len(key))))
+    groups.sort(key=len)
+    levels: list[_Level] = []
+    order: list[Key] = []
+    for group in groups:
+        inside = [key for key in keys if key[:-1] == group]
+        below = sum(other[:-1] == group for other in groups if other)
+        parent, name = (groups.index(group[:-1]), group[-1]) if group else (0, "")
+        leaves = _getter([key[-1] for key in inside])
+        levels.append(_Level(parent, name, leaves, len(inside) + below))
+        order += inside
+    return levels, [] if order == list(keys) else [order.index(key) for key in keys]
+
+
+def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    if len(names) > 1:  # of one name it would give the value itself
+        return itemgetter(*names)
+    return lambda entries: tuple(entries[name] for name in names)
+
+
+def _extra(
+    entries: Mapping[str, Any], wanted: int, without: Key | None, levels: list[Mapping[str, Any]]
+) -> bool:
+    """Whether ``without``, at the root, is all that the level has too much."""
+    return (
+        without is not None
+        and not levels
+        and len(without) == 1
+        and without[0] in entries
+        and len(entries) == wanted + 1
+    )

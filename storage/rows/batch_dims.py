@@ -1,0 +1,126 @@
+"""Batch dimensions that TensorDicts have behind the rows: of agents, or steps of an item. Pure.
+
+A level is a TensorDict in a batch, by its key: ``()`` is the root, ``("next", "agents")`` one
+below. A count is how many batch dimensions it has behind the first, which are the rows; they are
+the first dimensions of a row's value in every column at that level and below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from tensordict import TensorDictBase, is_non_tensor
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.rows.nesting import Key, spell
+
+__all__ = [
+    "BatchDims",
+    "Shapes",
+    "batch_dims_of",
+    "counts_along",
+    "fitting",
+    "from_counts",
+    "levels_of",
+    "require_fitting",
+    "shapes_of",
+]
+
+BatchDims: TypeAlias = Mapping[Key, int]
+"""Counts by level, of those levels where they are not 0."""
+
+Shapes: TypeAlias = Mapping[Key, tuple[int, ...]]
+"""The shape of a row's value by column, or the batch size behind the rows by level."""
+
+
+def batch_dims_of(td: TensorDictBase, lead: int = 1) -> dict[Key, int]:
+    """The counts of a TensorDict whose first ``lead`` batch dimensions are the rows."""
+    return {level: count for level, count in _walk(td, (), lead) if count > 0}
+
+
+def _walk(td: TensorDictBase, level: Key, lead: int) -> Iterator[tuple[Key, int]]:
+    yield level, td.batch_dims - lead
+    for name, value in td.items():
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+            yield from _walk(value, (*level, name), lead)
+
+
+def levels_of(keys: Iterable[Key]) -> list[Key]:
+    """Every level that the columns ``keys`` are in, parents first."""
+    found = dict.fromkeys(key[:depth] for key in keys for depth in range(len(key)))
+    return sorted(found, key=len)
+
+
+def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
+    """Of ``dims`` what columns of these shapes can have, and no level less than its parent."""
+    if not dims:
+        return {}
+    found: dict[Key, int] = {}
+    common = _common(shapes)
+    for level in sorted(common, key=len):
+        parent = found.get(level[:-1], 0) if level else 0
+        count = max(dims.get(level, 0), parent)
+        found[level] = max(parent, min(count, len(common[level])))
+    return {level: count for level, count in found.items() if count}
+
+
+def _common(shapes: Shapes) -> dict[Key, tuple[int, ...]]:
+    """The first dimensions that the columns at each level and below have in common."""
+    found: dict[Key, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        for depth in range(len(key)):
+            other = found.setdefault(key[:depth], shape)
+            if other != shape[: len(other)]:
+                same = (at for at, (a, b) in enumerate(zip(other, shape, strict=False)) if a != b)
+                least = next(same, min(len(other), len(shape)))
+                found[key[:depth]] = shape[:least]
+    return found
+
+
+def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
+    """Refuse counts that columns of these shapes cannot have.
+
+    Raises:
+        InvalidSchema: a level without columns, or one whose columns or parent have others.
+    """
+    if not dims:
+        return
+    possible = fitting(dims, shapes)
+    for level in [*dims, *possible]:
+        if dims.get(level, 0) != possible.get(level, 0):
+            raise InvalidSchema(
+                f"{spell(level) or 'the root'} has {dims.get(level, 0)} batch dimensions behind "
+                f"the rows, which its columns and the levels around it do not have."
+            )
+
+
+def shapes_of(dims: BatchDims, shapes: Shapes) -> dict[Key, tuple[int, ...]]:
+    """The batch size behind the rows of each level of ``dims``, which fits the columns."""
+    if not dims:
+        return {}
+    common = _common(shapes)
+    return {level: common[level][:count] for level, count in dims.items()}
+
+
+def counts_along(dims: BatchDims, key: Key) -> list[int]:
+    """The counts of the levels that a column is in, the root first."""
+    return [dims.get(key[:depth], 0) for depth in range(len(key))]
+
+
+def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key, int]:
+    """The counts by level, out of those along each column; None are zeros.
+
+    Raises:
+        InvalidSchema: columns contradict each other.
+    """
+    found: dict[Key, int] = {}
+    for key, given in columns:
+        counts = [0] * len(key) if given is None else given
+        listed = isinstance(counts, list) and len(counts) == len(key)
+        if not listed or not all(type(n) is int and n >= 0 for n in counts):
+            raise InvalidSchema(f"{spell(key)} has batch_dims {given!r:.100}.")
+        for depth, count in enumerate(counts):
+            if found.setdefault(key[:depth], count) != count:
+                raise InvalidSchema(f"{spell(key)} has other batch_dims than columns beside it.")
+    return {level: found[level] for level in sorted(found, key=len) if found[level]}

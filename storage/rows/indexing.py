@@ -1,0 +1,157 @@
+"""What an index means on a given number of rows. Pure."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from tallyroll.storage.errors import IndexOutOfRange, NotAnAppend
+
+__all__ = ["consecutive", "resolve"]
+
+
+def resolve(index: Any, length: int) -> int | slice | np.ndarray:
+    """An index as a row number, a forward slice, or an int64 array of row numbers of any shape.
+
+    Integers may be negative, as in a list. Booleans select rows and must be
+    one for each.
+
+    Raises:
+        IndexOutOfRange: a row that is not there.
+        TypeError: not an index of rows.
+    """
+    if (plain := _plain(index, length)) is not None:
+        return plain
+    if isinstance(index, tuple):
+        if len(index) != 1:
+            raise TypeError(
+                f"a storage has one dimension, its rows, and got {len(index)} indices. "
+                "Index the rows first, then what they hold."
+            )
+        index = index[0]
+    if isinstance(index, slice):
+        return _forward(*index.indices(length))
+    if isinstance(index, range):
+        index = np.arange(index.start, index.stop, index.step)
+    elif isinstance(index, torch.Tensor):
+        index = _array_of(index)
+    elif type(index) is int and not -length <= index < length:  # of any size
+        raise _out_of_range(index, length)
+    array = np.asarray(index if not isinstance(index, list) or index else np.empty(0, np.int64))
+    if array.dtype == np.bool_:
+        array = _selected(array, length)
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"rows are indexed by whole numbers, got {type(index).__name__}: {index!r}."
+        )
+    if array.dtype == np.uint64 and array.size and (high := int(array.max())) >= length:
+        raise _out_of_range(high, length)  # which int64 might not hold
+    rows = _within(array.astype(np.int64, copy=False), length)
+    return int(rows) if rows.ndim == 0 else rows
+
+
+def _array_of(index: torch.Tensor) -> np.ndarray:
+    try:
+        array: np.ndarray = index.numpy(force=True)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"rows are indexed by whole numbers, got a tensor of {index.dtype} on {index.device}, "
+            f"{index.layout}: {error}"
+        ) from error
+    return array
+
+
+def _plain(index: Any, length: int) -> np.ndarray | None:
+    """What samplers draw: int64 row numbers from 0, of one dimension; None if it is not that."""
+    if isinstance(index, torch.Tensor) and index.is_cpu and index.dtype is torch.int64:
+        try:
+            index = index.numpy()
+        except (RuntimeError, TypeError):  # not dense
+            return None
+    if type(index) is not np.ndarray or index.dtype != np.int64 or index.ndim != 1:
+        return None
+    # Seen without their sign, negative numbers are the largest; argmax takes half as long as max.
+    unsigned = index.view(np.uint64)
+    if not len(index) or unsigned.item(unsigned.argmax()) >= length:
+        return None
+    return index
+
+
+def _forward(start: int, stop: int, step: int) -> slice | np.ndarray:
+    # Tensors have no negative strides: rows in reverse are gathered.
+    return slice(start, stop, step) if step > 0 else np.arange(start, stop, step)
+
+
+def _selected(mask: np.ndarray, length: int) -> np.ndarray:
+    if mask.shape != (length,):
+        raise IndexOutOfRange(
+            f"a boolean index needs one value for each of the {length} rows, got shape "
+            f"{list(mask.shape)}."
+        )
+    return np.flatnonzero(mask)
+
+
+def _within(rows: np.ndarray, length: int) -> np.ndarray:
+    if not rows.size:
+        return rows
+    low, high = int(rows.min()), int(rows.max())
+    if low < -length or high >= length:
+        wrong = low if low < -length else high
+        raise _out_of_range(wrong, length)
+    return np.where(rows < 0, rows + length, rows) if low < 0 else rows
+
+
+def _out_of_range(row: int, length: int) -> IndexOutOfRange:
+    return IndexOutOfRange(f"row {row} is not there: the storage has {length} rows.")
+
+
+def consecutive(cursor: Any, ring: int = 0) -> range:
+    """The slots that a writer's cursor names, if they follow each other.
+
+    TorchRL's writers pass an int or an arange tensor. In a ring of ``ring`` slots slot
+    0 follows the last one, and the range counts on beyond it.
+
+    Raises:
+        NotAnAppend: they do not.
+    """
+    if isinstance(cursor, torch.Tensor):
+        cursor = cursor.numpy(force=True)
+    if isinstance(cursor, slice):
+        return _range_of_slice(cursor)
+    if isinstance(cursor, range) and (cursor.step == 1 or len(cursor) < 2):
+        return cursor
+    rows = np.asarray(cursor)
+    if rows.dtype == np.int64 and rows.ndim == 1 and len(rows):
+        first = int(rows[0])
+        if (rows - first).tobytes() == _counting(len(rows)):
+            return range(first, first + len(rows))
+    if rows.dtype.kind not in "iu" or not rows.size:
+        raise NotAnAppend(f"rows are written at whole numbers, got {cursor!r}.")
+    if rows.ndim == 0:
+        return range(int(rows), int(rows) + 1)
+    first, last = int(rows.flat[0]), int(rows.flat[-1])
+    steps = np.diff(rows) if rows.ndim == 1 else np.zeros(1)
+    if ring:
+        steps, last = steps % ring, first + rows.size - 1
+        steps[:] = 1 if ring == 1 else steps
+    if last - first + 1 != rows.size or not (steps == 1).all():
+        raise NotAnAppend(
+            "rows on disk are written one after the other, and these indices are not "
+            "consecutive. Committed rows cannot be changed; write to another storage instead."
+        )
+    return range(first, last + 1)
+
+
+@lru_cache(maxsize=4)
+def _counting(count: int) -> bytes:
+    """The bytes of 0, 1, 2, ...: to compare them costs half of what differences cost."""
+    return np.arange(count).tobytes()
+
+
+def _range_of_slice(cursor: slice) -> range:
+    if cursor.start is None or cursor.stop is None or cursor.step not in (None, 1):
+        raise NotAnAppend(f"a slice to append at needs a start and a stop, got {cursor!r}.")
+    return range(cursor.start, cursor.stop)

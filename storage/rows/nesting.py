@@ -1,0 +1,191 @@
+"""Batches as callers hand them over, taken apart into columns and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
+
+from tallyroll.storage.errors import InvalidSchema, RowsMismatch
+
+__all__ = ["Key", "Nest", "array_of", "leaves", "nest", "require_dense", "require_rows", "spell"]
+
+Key: TypeAlias = tuple[str, ...]
+"""A nested key: the path of names from the root."""
+
+
+def spell(key: Key) -> str:
+    """A key for messages: ``next/observation``."""
+    return "/".join(key)
+
+
+def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
+    """The tensors of a nested TensorDict by key, depth first.
+
+    Raises:
+        InvalidSchema: a leaf is not a tensor.
+    """
+    found: dict[Key, torch.Tensor] = {}
+    if isinstance(rows, LazyStackedTensorDict):
+        _require_same_keys(rows)
+    try:
+        items = list(rows.items())
+    except RuntimeError as error:  # a lazy stack of tensors that do not fit together
+        raise InvalidSchema(f"these rows cannot be read as one batch: {error}") from error
+    for name, value in items:
+        # Tensors first: asking for a collection costs ten times as much.
+        if isinstance(value, torch.Tensor):
+            found[(*prefix, name)] = value
+        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
+            found |= leaves(value, (*prefix, name))
+        else:
+            raise InvalidSchema(
+                f"column {spell((*prefix, name))} is {type(value).__name__}, and a storage holds "
+                "tensors only. Leave it out, or encode it as a tensor."
+            )
+    return found
+
+
+def _require_same_keys(stack: LazyStackedTensorDict) -> None:
+    keys = [set(each.keys()) for each in stack.tensordicts]
+    if keys and (some := set.union(*keys) - set.intersection(*keys)):
+        raise InvalidSchema(
+            f"{', '.join(sorted(some))} in only some of the TensorDicts of a lazy stack: every row "
+            "has all columns. Give each the same keys."
+        )
+
+
+def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
+    """The leaf as an array on the CPU, without a copy where it lies there; bfloat16 as bits.
+
+    Raises:
+        InvalidSchema: the tensor is not dense, has no values, or a dtype that NumPy lacks.
+    """
+    try:
+        if leaf.dtype is torch.bfloat16:
+            leaf = leaf.detach().view(torch.uint16)
+        array: np.ndarray = leaf.numpy()
+    except (RuntimeError, TypeError):
+        # On another device, tracked by autograd, a lazily conjugated view, or not dense.
+        require_dense(key, leaf)
+        return _forced(key, leaf)
+    if array.size and not leaf.data_ptr():  # NumPy would make up values
+        raise InvalidSchema(
+            f"column {spell(key)} is a tensor without memory: its storage was resized, or it "
+            "stands for another tensor. Write what has values."
+        )
+    return array
+
+
+def _forced(key: Key, leaf: torch.Tensor) -> np.ndarray:
+    try:
+        array: np.ndarray = leaf.numpy(force=True)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidSchema(
+            f"column {spell(key)} ({leaf.dtype}) cannot be made an array: {error}. Convert it "
+            "before writing."
+        ) from error
+    return array
+
+
+def require_rows(
+    columns: Mapping[Key, np.ndarray] | Mapping[Key, torch.Tensor], count: int
+) -> None:
+    """Refuse columns of which one does not have ``count`` rows: tensordict does not always look.
+
+    Raises:
+        RowsMismatch: one has not.
+    """
+    for key, column in columns.items():
+        # Not len(): nested tensors have none.
+        size = column.shape[0] if isinstance(column, np.ndarray) else column.size(0)
+        if size != count:
+            raise RowsMismatch(
+                f"column {spell(key)} does not have the {count} rows of the batch. Nothing was "
+                "written."
+            )
+
+
+def require_dense(key: Key, leaf: torch.Tensor) -> None:
+    """Refuse sparse and nested tensors, and those on the meta device.
+
+    Raises:
+        InvalidSchema: it is one.
+    """
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
+        raise InvalidSchema(
+            f"column {spell(key)} is not a dense tensor with values. Convert it before writing."
+        )
+
+
+class _Level(NamedTuple):
+    """A TensorDict to be made: its batch size behind the rows, and what it holds by name."""
+
+    behind: tuple[int, ...]
+    entries: dict[str, Any]
+    """The place of a column, or a level."""
+
+
+class Nest:
+    """Puts arrays together, again and again: a plan of the levels, made once.
+
+    Args:
+        columns: key and dtype of each column; the dtype tells bfloat16 from the bits that it is.
+        batch_shapes: the batch size behind the rows, of levels that have one; ``()`` is the root.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[tuple[Key, torch.dtype]],
+        batch_shapes: Mapping[Key, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._bits = [i for i, (_, dtype) in enumerate(columns) if dtype is torch.bfloat16]
+        shapes = batch_shapes or {}
+        self._plan = _Level(shapes.get((), ()), {})
+        for index, (key, _) in enumerate(columns):
+            level = self._plan
+            for depth, name in enumerate(key[:-1], start=1):
+                level = level.entries.setdefault(name, _Level(shapes.get(key[:depth], ()), {}))
+            level.entries[key[-1]] = index
+
+    def __call__(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
+        """A TensorDict whose tensors share the arrays' memory.
+
+        ``batch`` is its batch size, but for what stands behind the rows.
+        """
+        tensors = list(map(torch.from_numpy, arrays))
+        for index in self._bits:
+            tensors[index] = tensors[index].view(torch.bfloat16)
+        return _filled(self._plan, tensors, torch.Size(batch))
+
+
+def _filled(level: _Level, tensors: list[torch.Tensor], batch: torch.Size) -> TensorDict:
+    source = {
+        name: tensors[it] if type(it) is int else _filled(it, tensors, batch)
+        for name, it in level.entries.items()
+    }
+    size = torch.Size((*batch, *level.behind)) if level.behind else batch
+    # The shapes are known: a check of each would cost five times as much as the rest.
+    return TensorDict._new_unsafe(source=source, batch_size=size, nested=False)
+
+
+def nest(columns: Iterable[tuple[Key, torch.Tensor]], batch_size: Iterable[int]) -> TensorDict:
+    """A TensorDict whose every level has ``batch_size``."""
+    tree: dict[str, Any] = {}
+    for key, leaf in columns:
+        level = tree
+        for name in key[:-1]:
+            level = level.setdefault(name, {})
+        level[key[-1]] = leaf
+    return _tensordict(tree, torch.Size(batch_size))
+
+
+def _tensordict(tree: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
+    source = {
+        name: _tensordict(value, batch_size) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }
+    return TensorDict(source, batch_size=batch_size)

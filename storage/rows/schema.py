@@ -1,0 +1,286 @@
+"""What a storage holds: named, typed columns. Pure; knows no files."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.rows.batch_dims import (
+    BatchDims,
+    batch_dims_of,
+    counts_along,
+    fitting,
+    from_counts,
+    require_fitting,
+    shapes_of,
+)
+from tallyroll.storage.rows.nesting import Key, leaves, require_dense, spell
+
+__all__ = ["Column", "Key", "Schema"]
+
+# NumPy has no bfloat16: such columns are stored, and handed out as arrays, as
+# the 16 bits that they are.
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.uint16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+_MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
+_MOST_ROW_NBYTES = 2**47
+"""More than any machine maps."""
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _NUMPY}
+_TORCH = {numpy: dtype for dtype, numpy in _NUMPY.items() if dtype is not torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: nested key, dtype, and the shape of one row's value.
+
+    Raises:
+        InvalidSchema: the dtype cannot be stored, a value has no bytes, or a
+            part of the key cannot be a name.
+    """
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        if self.dtype not in _NUMPY:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has dtype {self.dtype}; a storage holds "
+                f"{', '.join(_NAMES)}. Convert it before writing."
+            )
+        if len(self.shape) > _MOST_SIZES:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has {len(self.shape)} dimensions a row, and may have "
+                f"{_MOST_SIZES}. Flatten some."
+            )
+        if min(self.shape, default=1) >= 1 and self.row_nbytes > _MOST_ROW_NBYTES:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has shape {list(self.shape)}: a row would have "
+                f"{self.row_nbytes} bytes, and may have {_MOST_ROW_NBYTES}."
+            )
+        if min(self.shape, default=1) < 1:
+            raise InvalidSchema(
+                f"column {spell(self.key)} has shape {list(self.shape)}, which holds no values. "
+                "Leave it out."
+            )
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without ``torch.``: ``"float32"``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of the column's arrays; ``uint16`` for bfloat16."""
+        return _NUMPY[self.dtype]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes that one row takes in this column."""
+        return self.numpy_dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The ordered columns of a storage.
+
+    Raises:
+        InvalidSchema: no columns, a key twice, a key that is both a column
+            and a group of columns, or batch dimensions that columns do not have.
+    """
+
+    columns: tuple[Column, ...]
+    batch_dims: tuple[tuple[Key, int], ...] = ()
+    """Groups of columns whose TensorDicts have more batch dimensions than the rows, and how many
+    more; ``()`` is the root. They are the first ones of the columns' shapes."""
+
+    def __post_init__(self) -> None:
+        _check_count(self.columns)
+        keys = self.keys
+        if not keys:
+            raise InvalidSchema("a storage needs at least one column and got none.")
+        if len(set(keys)) < len(keys):
+            twice = sorted(spell(key) for key, count in Counter(keys).items() if count > 1)
+            raise InvalidSchema(f"columns named twice: {', '.join(twice)}.")
+        groups = {key[:depth] for key in keys for depth in range(1, len(key))}
+        for key in keys:
+            if key in groups:
+                raise InvalidSchema(
+                    f"{spell(key)} is both a column and a group of columns. Rename one."
+                )
+        require_fitting(dict(self.batch_dims), self._shapes)
+
+    @classmethod
+    def of(cls, rows: TensorDictBase | Mapping[Key, np.ndarray]) -> Schema:
+        """The schema of a batch: ``rows`` has the rows in its first dimension, [N, ...].
+
+        Raises:
+            InvalidSchema: something in it cannot be a column.
+        """
+        if isinstance(rows, TensorDictBase):
+            if not rows.batch_dims:
+                raise InvalidSchema(
+                    "a batch needs a batch size [N] and has []. Use unsqueeze(0) for one row."
+                )
+            return cls.of_leaves(leaves(rows), batch_dims_of(rows))
+        return cls(tuple(_column_of_array(key, array) for key, array in rows.items()))
+
+    @classmethod
+    def of_leaves(cls, found: Mapping[Key, torch.Tensor], batch_dims: BatchDims) -> Schema:
+        """The schema of tensors [N, ...], whose TensorDicts had these batch dimensions.
+
+        Raises:
+            InvalidSchema: something in it cannot be a column.
+        """
+        columns = tuple(_column_of_tensor(key, leaf) for key, leaf in found.items())
+        kept = fitting(batch_dims, {column.key: column.shape for column in columns})
+        return cls(columns, tuple(kept.items()))
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The columns' keys, in order."""
+        return tuple(column.key for column in self.columns)
+
+    @property
+    def _shapes(self) -> dict[Key, tuple[int, ...]]:
+        return {column.key: column.shape for column in self.columns}
+
+    @property
+    def batch_shapes(self) -> dict[Key, tuple[int, ...]]:
+        """The batch size behind the rows of each group that `batch_dims` names."""
+        return shapes_of(dict(self.batch_dims), self._shapes)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes that one row takes in all columns."""
+        return sum(column.row_nbytes for column in self.columns)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A JSON value that `from_json` reads back."""
+        dims = dict(self.batch_dims)
+        return [_column_to_json(column, counts_along(dims, column.key)) for column in self.columns]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schema:
+        """The schema that `to_json` wrote.
+
+        Raises:
+            InvalidSchema: ``value`` is something else.
+        """
+        if not isinstance(value, list):
+            raise InvalidSchema(f"a schema is a list of columns, got {type(value).__name__}.")
+        _check_count(value)
+        columns = tuple(_column_from_json(item) for item in value)
+        counts = [item.get("batch_dims") for item in value]
+        dims = from_counts([(c.key, n) for c, n in zip(columns, counts, strict=True)])
+        return cls(columns, tuple(dims.items()))
+
+    def differences(self, other: Schema) -> list[str]:
+        """How ``other`` differs from this schema, one sentence a difference.
+
+        The order is no difference, and batch dimensions are none: the values are the same.
+        """
+        wanted = {column.key: column for column in self.columns}
+        got = {column.key: column for column in other.columns}
+        found: list[str] = []
+        for key, column in wanted.items():
+            found += [f"{spell(key)} is missing"] if key not in got else _differ(column, got[key])
+        return found + [f"{spell(key)} is not a column here" for key in got if key not in wanted]
+
+
+def _differ(wanted: Column, got: Column) -> Iterable[str]:
+    if wanted.dtype != got.dtype:
+        yield f"{spell(wanted.key)} has dtype {got.dtype_name}, wanted {wanted.dtype_name}"
+    if wanted.shape != got.shape:
+        yield f"{spell(wanted.key)} has shape {list(got.shape)} a row, wanted {list(wanted.shape)}"
+
+
+def _check_count(columns: Sized) -> None:
+    if len(columns) > _MOST_COLUMNS:
+        raise InvalidSchema(f"a storage holds {_MOST_COLUMNS} columns, got {len(columns)}.")
+
+
+def _check_key(key: Key) -> None:
+    if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
+        raise InvalidSchema(f"a column's key is a tuple of names, got {key!r:.200}.")
+    if len(key) > _MOST_PARTS or max(map(len, key)) > _LONGEST_PART:
+        raise InvalidSchema(
+            f"a column's key has at most {_MOST_PARTS} names of {_LONGEST_PART} characters, got "
+            f"{len(key)} of up to {max(map(len, key))}: {key!r:.200}. Make it shorter."
+        )
+    for part in key:
+        if part in ("", ".", "..") or "/" in part or "\0" in part or not _is_utf8(part):
+            raise InvalidSchema(
+                f"{part!r} in column {key!r} cannot be a name: it is empty, '.', '..', holds '/' "
+                "or NUL, or is not valid Unicode. Rename it."
+            )
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _column_of_tensor(key: Key, leaf: torch.Tensor) -> Column:
+    require_dense(key, leaf)
+    return Column(key, leaf.dtype, tuple(leaf.shape[1:]))
+
+
+def _column_of_array(key: Any, array: np.ndarray) -> Column:
+    _check_key(key)
+    if not isinstance(array, np.ndarray) or not array.ndim:
+        raise InvalidSchema(
+            f"column {key!r} must be an array [N, ...], got {type(array).__name__}."
+        )
+    if array.dtype not in _TORCH:
+        raise InvalidSchema(
+            f"column {spell(key)} has dtype {array.dtype}; a storage holds {', '.join(_NAMES)}."
+        )
+    return Column(key, _TORCH[array.dtype], tuple(array.shape[1:]))
+
+
+def _column_to_json(column: Column, batch_dims: list[int]) -> dict[str, Any]:
+    item = {"key": list(column.key), "dtype": column.dtype_name, "shape": list(column.shape)}
+    return {**item, "batch_dims": batch_dims} if any(batch_dims) else item
+
+
+def _column_from_json(item: Any) -> Column:
+    try:
+        key, dtype, shape = item["key"], _NAMES[item["dtype"]], item["shape"]
+    except (KeyError, TypeError) as error:
+        raise InvalidSchema(f"not a column with key, dtype and shape: {item!r:.200}.") from error
+    if not isinstance(key, list) or not isinstance(shape, list):
+        raise InvalidSchema(f"not a column with lists for key and shape: {item!r:.200}.")
+    if not all(type(size) is int for size in shape):
+        raise InvalidSchema(f"not a shape of whole numbers: {item!r:.200}.")
+    return Column(tuple(key), dtype, tuple(shape))

@@ -1,0 +1,258 @@
+"""The face of every storage on disk towards TorchRL: a `Storage` for its replay buffers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.storages import Storage
+
+from tallyroll.storage.engine.engine import Durability
+from tallyroll.storage.errors import NotAnAppend, NotPicklable, StateMismatch
+from tallyroll.storage.formats.hdf5.format import H5Format
+from tallyroll.storage.formats.memmap import MemmapFormat
+from tallyroll.storage.formats.zarr.format import ZarrFormat
+from tallyroll.storage.replay import buffers as face
+from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
+from tallyroll.storage.row_store import Mode, RowStore
+from tallyroll.storage.rows.indexing import consecutive
+from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.trajectories.id_checks import Ids
+
+__all__ = ["DiskStorage", "H5Storage", "MemmapStorage", "ZarrStorage"]
+
+_IDS = ("check", "renumber", "fresh")
+
+
+class DiskStorage(RowStore, Storage):
+    """Rows on disk, growing or a ring, that survive whatever happens to the process.
+
+    A row is in the storage for good once `extend` has returned. Other processes
+    may read at any time and see committed rows only; threads of this process may write
+    in turn. It is a TorchRL storage: ``ReplayBuffer(storage=...)`` works on a new, a
+    reopened and a read-only one.
+
+    Args:
+        path: where it is, or will be.
+        mode: ``"create"`` refuses an existing one, and writes nothing until the
+            schema is known; ``"append"`` goes on behind the last row;
+            ``"read"`` never writes.
+        capacity: rows to reserve space for at once, those that are there included.
+            The storage grows beyond them, where its format can.
+        max_size: slots of a ring, in which new rows overwrite the oldest; None keeps
+            every row. Only memory-mapped storages can be rings.
+        durability: what committed rows survive: ``"process"``, the death of any
+            process; ``"power"``, a power cut too, at the price of waiting for
+            the disk in every commit, and once, when it is opened, for whatever
+            earlier writers left.
+        accept_copy: open a copy of files that were copied while a writer had the storage
+            open. Rows that were committed since the original was last closed may be missing
+            in it, and read as zeros; `verify` tells some of that. What is appended to is no
+            copy any more. Without it such a copy is refused; one of a storage that was
+            closed is not.
+
+    Raises:
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
+        OpenError: the path cannot be opened or created so (its subclasses say why).
+        CorruptStorage: the files are damaged.
+    """
+
+    _default_checkpointer = DiskStorageCheckpointer
+
+    device = torch.device("cpu")
+
+    _fresh_in: int | None = None
+    """The thread within :meth:`fresh_ids`, whose ids are not looked at."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mode: Mode = "create",
+        capacity: int | None = None,
+        max_size: int | None = None,
+        durability: Durability = "process",
+        accept_copy: bool = False,
+    ) -> None:
+        # Compilable, for otherwise it makes two semaphores that outlive a killed process,
+        # for counts that we take from the header.
+        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
+        RowStore.__init__(self, path, mode, capacity, durability, max_size, accept_copy)
+        if self.ring:
+            self.max_size = self.ring
+
+    def extend(
+        self,
+        rows: TensorDictBase | Mapping[Key, np.ndarray],
+        *,
+        record: bytes | None = None,
+        ids: Ids = "check",
+    ) -> range:
+        """Write rows behind the last one and commit them; returns their numbers.
+
+        Args:
+            rows: a TensorDict [N], on any device, or one array [N, ...] for each
+                column by its key. The first rows of a new storage decide its schema.
+            record: a payload that becomes `record` with the same commit.
+            ids: of the trajectories of rows that have ``("collector", "traj_ids")``,
+                ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is stored already,
+                unless its rows go on from that id's last row: same lane, next step, not
+                ended, and no other trajectory of the lane in between. ``"renumber"`` moves
+                all ids of the call by one number, to behind the largest id that is stored:
+                so the rows of another storage are appended, ``extend(other.get(...),
+                ids="renumber")``, in one call, for a trajectory whose rows come in two calls
+                becomes two. Behind a collector's run they are a run of their own.
+                ``"fresh"`` writes them as they are: the caller vouches for them.
+
+        Raises:
+            TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
+                one trajectory.
+            RunUnderWay: a collector is writing a run to this storage; not with ``"fresh"``.
+            ColumnsMissing: ``"renumber"`` of rows without ids.
+            WriteError: refused, with nothing written (its subclasses say why).
+        """
+        if ids not in _IDS:
+            raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
+        span = self._write(rows, record, None, ids)
+        if self._attached_entities_list:
+            face.tell_buffers(self, span)
+        return span
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Append ``data`` at ``cursor``, which must name the rows right behind the last one.
+
+        Raises:
+            NotAnAppend: any other cursor.
+            TrajectoryIdTaken: as `extend`; to renumber, write with `extend`.
+            WriteError: as `extend`.
+        """
+        self._require_open()
+        try:
+            rows = consecutive(cursor, self.ring)
+            face.check_cursor(self, rows, set_cursor)
+            data = face.as_batch(data, single=isinstance(cursor, int))
+            if len(data) != len(rows):
+                raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
+            ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
+            self._write(data, None, face.writers_index(self), ids)
+        except BaseException:
+            # TorchRL's writers count before they write.
+            face.seat_writers(self)
+            raise
+        if len(self._attached_entities_list) > 1:
+            face.seat_writers(self)
+
+    @contextmanager
+    def fresh_ids(self) -> Iterator[None]:
+        """Within it, what comes through a replay buffer is written with ids as they are.
+
+        As ``extend(..., ids="fresh")``: the caller numbers trajectories as collectors do.
+        """
+        self._fresh_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._fresh_in = None
+
+    def attach(self, buffer: Any) -> None:
+        """Join a replay buffer: its writer goes on behind the last row."""
+        super().attach(buffer)
+        face.join(self, buffer)
+
+    def contains(self, item: Any) -> Any:
+        """Whether there is a row of that number; for a tensor, one bool for each."""
+        if isinstance(item, torch.Tensor):
+            return (item >= -len(self)) & (item < len(self))
+        return -len(self) <= int(item) < len(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which rows these are. The rows themselves are on disk already."""
+        id = self._manifest["id"] if self._manifest is not None else None
+        return {"path": str(self.path), "id": id, "head": self.head}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that the rows of a state are here. Rows that came later stay.
+
+        Raises:
+            StateMismatch: they are not.
+        """
+        mine = self.state_dict()
+        if state_dict["head"] and state_dict["id"] != mine["id"]:
+            raise StateMismatch(
+                f"this state belongs to the storage that was at {state_dict['path']}, and "
+                f"{self.path} is another one. Open that one."
+            )
+        if state_dict["head"] > mine["head"]:
+            raise StateMismatch(
+                f"this state has {state_dict['head']} rows and {self.path} has {mine['head']}. "
+                "Restore the storage from a copy that is as new as the state."
+            )
+
+    def _empty(self) -> None:
+        if self.head:
+            face.seat_writers(self)
+            raise NotAnAppend(
+                f"{self.path} holds {self.head} rows, and a storage on disk is not emptied. Delete "
+                "it, or create another one."
+            )
+
+    @property
+    def _mutation_revision(self) -> int:
+        # TorchRL's samplers drop what they remember when this changes, and want
+        # it to count writes one by one. A reader sees the writer's progress only.
+        engine = self._engine
+        if engine is None:
+            return 0
+        return engine.commits if engine.owns_lock else engine.head
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        return int(self.slots_of(np.array(self.head - 1))) if self.head else None
+
+    _last_cursor = _last_cursor_index
+
+    def __getstate__(self) -> NoReturn:
+        raise NotPicklable(
+            f"{self.path} cannot be sent to another process or copied: the files would have two "
+            f'owners. Open it there with {type(self).__name__}(path, mode="read").'
+        )
+
+
+class MemmapStorage(DiskStorage):
+    """Rows in memory-mapped files, one a column, growing as rows come.
+
+    As `DiskStorage`, with ``path`` a directory. `tensordict.TensorDict.load_memmap`
+    opens it too, with the rows of the last refresh; after a kill in the middle of a
+    refresh only when a writer has opened and closed the storage again.
+    """
+
+    _format_class = MemmapFormat
+
+
+class H5Storage(DiskStorage):
+    """Rows in the datasets of an HDF5 file, with space for ``capacity`` rows from the start.
+
+    As `DiskStorage`, with ``path`` a file and ``capacity`` needed to create it; opened with
+    a larger one, the file is written anew. h5py opens it at any time: the attribute
+    ``rows`` says how many of the rows that it shows are committed. Nothing else may
+    write to it.
+    """
+
+    _format_class = H5Format
+
+
+class ZarrStorage(DiskStorage):
+    """Rows in a Zarr v3 group, one uncompressed array a column, growing as rows come.
+
+    As `DiskStorage`, with ``path`` a directory; with ``capacity`` chunks are chosen for
+    that many rows, between 256 KiB and 64 MiB. zarr-python, TensorStore and xarray open it
+    at any time and see the rows of the last refresh; nothing else may write to it.
+    """
+
+    _format_class = ZarrFormat

@@ -1,0 +1,5 @@
+"""Which rows make a trajectory: ids, episodes, and the index of both."""
+
+from tallyroll.storage.moved import moved_names
+
+__getattr__ = moved_names(__name__, "tallyroll.storage.trajectories.mapping", "Trajectories")

@@ -1,0 +1,126 @@
+"""What rows say of trajectories, read in the order of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.engine.ring import pieces
+from tallyroll.storage.rows.keys import (
+    LANE,
+    POLICY_VERSION,
+    REWARD,
+    STEP,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+)
+from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.by_lane import Chunk
+from tallyroll.storage.trajectories.episodes import EpisodeRows, Episodes
+
+if TYPE_CHECKING:
+    from tallyroll.storage.engine.engine import Engine
+    from tallyroll.storage.trajectories.row_links import Links
+
+__all__ = ["WHOSE", "RowOrder", "floats_of", "unread"]
+
+WHOSE: Final = (TRAJ_IDS, STEP, LANE)
+"""The columns that say to which trajectory a row belongs."""
+
+_CHUNK_ROWS = 2**18
+_LOOKS = 8
+
+
+def unread(engine: Engine, reader: Links | Episodes) -> Iterator[tuple[int, int]]:
+    """Rows that are there and that ``reader`` has not seen, in stretches that a ring holds at once.
+
+    A ring goes on while it is read, and what was read first may be overwritten by then: it is
+    looked at again, a few times, for each takes a fraction of the time before.
+    """
+    size = min(_CHUNK_ROWS, engine.ring or _CHUNK_ROWS)
+    for _ in range(_LOOKS if engine.ring else 1):
+        head = engine.head
+        while reader.seen < head:
+            start = max(reader.seen, engine.span.start) if engine.ring else reader.seen
+            if start >= head:
+                break
+            yield start, min(start + size, head)
+
+
+class RowOrder:
+    """Reads stretches of rows, column by column, of a storage with this schema."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._places = {column.key: at for at, column in enumerate(schema.columns)}
+        self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
+
+    def chunk(self, engine: Engine, start: int, stop: int) -> Chunk:
+        """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
+        columns = engine.columns()
+        numbers = [self._numbers(engine, columns, key, start, stop) for key in WHOSE]
+        if engine.ring:
+            # A writer may have overwritten the oldest while they were copied.
+            gone = min(max(0, engine.span.start - start), stop - start)
+            start, numbers = start + gone, [column[gone:] for column in numbers]
+        return Chunk(start, *numbers)
+
+    def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
+        """What episodes are counted from, as `chunk`."""
+        columns, count = engine.columns(), stop - start
+        terminated = self._flags(engine, columns, TERMINATED, start, stop)
+        truncated = np.zeros(count, np.bool_)
+        if TRUNCATED in self._places:
+            truncated = self._flags(engine, columns, TRUNCATED, start, stop)
+        reward = np.full(count, np.nan)
+        if REWARD in self._places:
+            reward = self._column(engine, columns, REWARD, start, stop)
+            reward = reward.reshape(count) if reward.size == count else reward
+        version = np.full(count, -1)
+        if POLICY_VERSION in self._places:
+            version = self._numbers(engine, columns, POLICY_VERSION, start, stop)
+        # Last, for what is overwritten until then is told by it.
+        chunk = self.chunk(engine, start, stop)
+        gone = chunk.start - start
+        return EpisodeRows(chunk, *(a[gone:] for a in (terminated, truncated, reward, version)))
+
+    def ids_at(self, engine: Engine, slots: np.ndarray) -> np.ndarray:
+        """The trajectories of the rows in slots, [n]."""
+        ids = engine.columns()[self._places[TRAJ_IDS]]
+        return ids.reshape(len(ids)).take(slots)
+
+    def _numbers(
+        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
+    ) -> np.ndarray:
+        column = self._column(engine, columns, key, start, stop)
+        column = column if column.ndim == 1 else column.reshape(stop - start)
+        return column if column.dtype == np.int64 else column.astype(np.int64)
+
+    def _flags(
+        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
+    ) -> np.ndarray:
+        flags = self._column(engine, columns, key, start, stop).reshape(stop - start, -1)
+        found: np.ndarray = flags[:, 0] if flags.shape[1] == 1 else np.any(flags, axis=1)
+        return found
+
+    def _column(
+        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
+    ) -> np.ndarray:
+        """Rows of one column, [stop - start, ...]."""
+        column = columns[self._places[key]]
+        if not engine.ring:
+            found = column[start:stop]
+        else:
+            parts = pieces(start, stop, engine.ring)
+            found = np.concatenate([column[slot : slot + count] for slot, _, count in parts])
+        return floats_of(found) if key in self._sixteen_bits else found
+
+
+def floats_of(bits: np.ndarray) -> np.ndarray:
+    """The numbers of bfloat16 columns, whose arrays hold their bits, as float32."""
+    found: np.ndarray = (bits.astype(np.uint32) << 16).view(np.float32)
+    return found

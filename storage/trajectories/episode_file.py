@@ -1,0 +1,100 @@
+"""The table of episodes as a file: an ``.npy`` that `numpy.load` opens, with a checksum behind."""
+
+from __future__ import annotations
+
+import ast
+import io
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.errors import DamagedTable
+from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.paths import failed
+from tallyroll.storage.trajectories.episodes import what_is_wrong
+
+__all__ = ["read_table", "write_table"]
+
+_MARK = b"tallyCRC"
+_TAIL_NBYTES = len(_MARK) + 4
+_HEAD_NBYTES = 2**16 + 10
+_HEADER_LIMIT = 10_000  # NumPy's own
+
+
+def write_table(inside: Inside, path: Path, table: np.ndarray, *, synced: bool = False) -> None:
+    """Write the lines to a file beside ``path`` and rename it, so that ``path`` is always whole.
+
+    Where ``synced``, after a power cut too.
+
+    Raises:
+        StorageFull: no space; what was there stays.
+        NotWritable: the file system does not let us write there.
+    """
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, table, version=(1, 0), allow_pickle=False)
+    content = buffer.getvalue()
+    content += _MARK + zlib.crc32(content).to_bytes(4, "little")
+    try:
+        inside.write_aside(path, content, synced=synced)
+    except OSError as error:
+        raise failed(path, error, len(content)) from error
+
+
+def read_table(inside: Inside, path: Path, dtype: np.dtype[Any], head: int) -> np.ndarray | None:
+    """The lines in a file, or None where there is none. Rows after its last one are not in it yet.
+
+    Args:
+        inside: the storage's files.
+        path: the file.
+        dtype: what a line is.
+        head: rows ever committed.
+
+    Raises:
+        DamagedTable: the file is damaged, another program's, or tells of rows that are not there.
+    """
+    try:
+        # Before all of it is read, which may be much: it ends as our tables do.
+        if not inside.read_end(path, _TAIL_NBYTES).startswith(_MARK):
+            raise _damaged(path, "its checksum is not there")
+        # No more lines than rows, and a head of version 1.0, which is shorter than 2**16 + 10.
+        content = inside.read(path, head * dtype.itemsize + _HEAD_NBYTES + _TAIL_NBYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+    body, tail = content[:-_TAIL_NBYTES], content[-_TAIL_NBYTES:]
+    if tail != _MARK + zlib.crc32(body).to_bytes(4, "little"):
+        raise _damaged(path, "its checksum does not fit")
+    try:
+        table = _parse(body, dtype)
+    except (ValueError, EOFError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise _damaged(path, f"it is no .npy file of these columns' table ({error})") from error
+    if wrong := what_is_wrong(table, head):
+        raise _damaged(path, wrong)
+    return table
+
+
+def _parse(content: bytes, dtype: np.dtype[Any]) -> np.ndarray:
+    """The lines in a file of version 1.0 that has such lines."""
+    # Not by NumPy, which makes whatever dtype is asked for, and has more errors and warnings.
+    file = io.BytesIO(content)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("another version")
+    length = int.from_bytes(file.read(2), "little")
+    if length > _HEADER_LIMIT:
+        raise ValueError(f"its header has {length} bytes")
+    header = ast.literal_eval(file.read(length).decode("latin1").strip())
+    if not isinstance(header, dict) or header.get("descr") != np.lib.format.dtype_to_descr(dtype):
+        raise ValueError("its fields are not those of such a table for these columns")
+    lines = np.frombuffer(content, dtype, offset=file.tell())
+    if header.get("fortran_order") is not False or header.get("shape") != (len(lines),):
+        raise ValueError("its shape is not that of its lines")
+    return lines
+
+
+def _damaged(path: Path, why: str) -> DamagedTable:
+    return DamagedTable(
+        f"{path} cannot be used: {why}. Delete it: the table is made anew from the rows."
+    )

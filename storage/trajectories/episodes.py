@@ -1,0 +1,299 @@
+"""The table of episodes: one line a trajectory, counted from the rows. Pure.
+
+Fields of a line:
+
+================= ==============================================================================
+``id``, ``lane``  whose it is
+``first_row``     number of its first row that was counted, and that row's step, ``first_step``:
+                  0, unless the rows before were never stored or overwritten before they were
+                  counted
+``last_row``      number of its last row
+``length``        rows counted
+``return``        sum of their rewards; one for each where a row has several; NaN without rewards
+``end``           how it ended: 0 open, 1 terminated (truncated too, perhaps), 2 truncated, 3 cut
+``version_first`` and ``version_last``: of the policy at these rows; -1 without one
+``reset_seed``    the seed of the reset that it began with, -1 if unknown
+================= ==============================================================================
+
+Lines stand in the order of first rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.trajectories.by_lane import (
+    MOST_LANES,
+    NOBODY,
+    Chunk,
+    LaneOrder,
+    extended,
+    grown,
+    lane_order,
+)
+
+__all__ = [
+    "CUT",
+    "END_NAMES",
+    "OPEN",
+    "TERMINATED",
+    "TRUNCATED",
+    "EpisodeRows",
+    "Episodes",
+    "Run",
+    "runs_of",
+    "table_dtype",
+    "what_is_wrong",
+]
+
+OPEN, TERMINATED, TRUNCATED, CUT = range(4)
+END_NAMES: Final = ("open", "terminated", "truncated", "cut")
+"""What the codes of ``end`` mean."""
+
+_FIRST_ROOM = 64
+
+
+def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
+    """The dtype of a table; returns are vectors where rows have several rewards."""
+    shape = () if all(size == 1 for size in reward_shape) else reward_shape
+    return np.dtype(
+        [
+            ("id", "<i8"),
+            ("lane", "<i4"),
+            ("first_row", "<i8"),
+            ("first_step", "<i8"),
+            ("last_row", "<i8"),
+            ("length", "<i8"),
+            ("return", "<f8", shape),
+            ("end", "i1"),
+            ("version_first", "<i8"),
+            ("version_last", "<i8"),
+            ("reset_seed", "<i8"),
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRows:
+    """Rows to be counted, [n] each."""
+
+    chunk: Chunk
+    terminated: np.ndarray
+    truncated: np.ndarray
+    reward: np.ndarray
+    """[n, *shape of a return]."""
+    version: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that wrote rows, from its first row on to the next run's."""
+
+    first_row: int
+    lane_seeds: np.ndarray
+    """Of each lane's first reset, [lanes] or empty."""
+
+
+def runs_of(entries: Sequence[Mapping[str, Any]]) -> list[Run]:
+    """The runs in a manifest. Seeds that are not whole numbers of 64 bits are left out."""
+    return [Run(entry["first_row"], _seeds_of(entry.get("lane_seeds"))) for entry in entries]
+
+
+def _seeds_of(seeds: Any) -> np.ndarray:
+    if not isinstance(seeds, list) or not all(
+        type(seed) is int and 0 <= seed < 2**63 for seed in seeds
+    ):
+        return np.empty(0, np.int64)
+    return np.array(seeds, np.int64)
+
+
+class Episodes:
+    """Counts trajectories as rows come.
+
+    Args:
+        ring: slots of the ring, 0 where every row is kept. Of a ring only trajectories
+            are kept that have rows left.
+        reward_shape: of one row.
+    """
+
+    def __init__(self, ring: int = 0, reward_shape: tuple[int, ...] = ()) -> None:
+        self._ring = ring
+        self._lines = np.zeros(_FIRST_ROOM, table_dtype(reward_shape))
+        self._count = 0
+        # The line of the last trajectory of each lane, -1 without one.
+        self._tail = np.empty(0, np.int64)
+        self._since = self.seen = 0
+        """The rows up to this number are counted."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What a line is."""
+        dtype: np.dtype[Any] = self._lines.dtype
+        return dtype
+
+    def last_row(self, id: int) -> int | None:
+        """The last row of a trajectory, None if it has none."""
+        found = np.flatnonzero(self._lines["id"][: self._count] == id)
+        return int(self._lines["last_row"][found[-1]]) if len(found) else None
+
+    def resume(self, lines: np.ndarray) -> None:
+        """Go on behind the lines of a table that `what_is_wrong` has nothing to say about."""
+        self._begin_anew(0)
+        self._lines = lines.copy() if len(lines) else self._lines
+        self._count = len(lines)
+        self._know_lanes(int(lines["lane"].max(initial=-1)) + 1)
+        self._tail[lines["lane"]] = np.arange(len(lines))  # the last one stays
+        self.seen = int(lines["last_row"].max(initial=-1)) + 1
+        self._since = self.seen if self._ring else 0
+
+    def extend(self, rows: EpisodeRows, runs: Sequence[Run] = ()) -> None:
+        """Count the rows behind those seen.
+
+        If some were left out, for they are overwritten, all begins anew.
+
+        Args:
+            rows: in a ring no more than it has slots.
+            runs: all runs so far, by their first rows.
+
+        Raises:
+            CorruptStorage: a lane that cannot be.
+        """
+        chunk = rows.chunk
+        if chunk.start > self.seen:
+            self._begin_anew(chunk.start)
+        if len(chunk.ids):
+            self._count_in(rows, lane_order(chunk.lane, chunk.start), runs)
+        self.seen = chunk.stop
+
+    def _begin_anew(self, since: int) -> None:
+        self._count, self._since = 0, since
+        self._tail[:] = -1
+
+    def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[Run]) -> None:
+        """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
+        chunk, at, own = rows.chunk, order.at, order.own
+        self._know_lanes(int(own[-1]) + 1)
+        ids, tail = chunk.ids[at], self._tail[own]
+        begins = np.empty(len(at), np.bool_)
+        begins[1:] = ids[1:] != ids[:-1]
+        begins[order.first] = (
+            np.where(tail < 0, NOBODY, self._lines["id"][tail]) != ids[order.first]
+        )
+        opens_lane = np.zeros(len(at), np.bool_)
+        opens_lane[order.first] = True
+
+        start = np.flatnonzero(begins | opens_lane)
+        stop = np.append(start[1:], len(at))
+        fresh, of_lane = begins[start], np.flatnonzero(opens_lane[start])
+        new = self._new_lines(chunk, at[start[fresh]], rows.version)
+        tail = self._tail[own]  # lines may have moved
+        line = np.empty(len(start), np.int64)
+        line[of_lane], line[fresh] = tail, new
+        before = np.empty_like(line)
+        before[1:] = line[:-1]
+        before[of_lane] = tail
+
+        lines, last = self._lines, at[stop - 1]
+        lines["length"][line] += stop - start
+        lines["return"][line] += np.add.reduceat(rows.reward[at].astype(np.float64), start, axis=0)
+        lines["last_row"][line] = last + chunk.start
+        lines["version_last"][line] = rows.version[last]
+        lines["end"][line] = np.where(
+            rows.terminated[last], TERMINATED, np.where(rows.truncated[last], TRUNCATED, OPEN)
+        )
+        superseded = before[fresh]
+        superseded = superseded[superseded >= 0]
+        lines["end"][superseded[lines["end"][superseded] == OPEN]] = CUT
+        self._tail[own] = line[np.append(of_lane[1:], len(line)) - 1]
+        self._seed(line[fresh], before[fresh], runs)
+
+    def _new_lines(self, chunk: Chunk, at: np.ndarray, version: np.ndarray) -> np.ndarray:
+        """Begin lines at the rows ``at`` of the chunk; returns their numbers."""
+        self._make_room(len(at), chunk.stop)
+        number = np.empty(len(at), np.int64)
+        number[np.argsort(at)] = np.arange(self._count, self._count + len(at))
+        lines = self._lines
+        lines["id"][number], lines["lane"][number] = chunk.ids[at], chunk.lane[at]
+        lines["first_row"][number] = at + chunk.start
+        lines["first_step"][number] = chunk.steps[at]
+        lines["version_first"][number] = version[at]
+        lines["reset_seed"][number] = -1
+        lines["length"][number] = 0
+        lines["return"][number] = 0
+        self._count += len(at)
+        return number
+
+    def _make_room(self, more: int, stop: int) -> None:
+        if self._count + more > len(self._lines):
+            if self._ring:
+                self._forget(stop - self._ring)
+            # Half of it is free then, so that lines are moved once or twice on average.
+            self._lines = grown(self._lines, 2 * self._count + more)
+
+    def _forget(self, first: int) -> None:
+        """Drop the lines of trajectories that have no row from ``first`` on and do not go on."""
+        current = self._tail >= 0
+        keep = self._lines["last_row"][: self._count] >= first
+        keep[self._tail[current]] = True
+        kept = self._lines[: self._count][keep]
+        self._tail[current] = (np.cumsum(keep) - 1)[self._tail[current]]
+        self._lines[: len(kept)], self._count = kept, len(kept)
+
+    def _know_lanes(self, lanes: int) -> None:
+        self._tail = extended(self._tail, lanes, -1)
+
+    def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[Run]) -> None:
+        """Give the first trajectory of every lane in a run the lane's seed.
+
+        Args:
+            line: new lines, [n].
+            before: the line before each in its lane, -1 without one, [n].
+            runs: all runs so far.
+        """
+        if not len(line) or not any(len(run.lane_seeds) for run in runs):
+            return
+        lines = self._lines
+        first_row, lane = lines["first_row"][line], lines["lane"][line]
+        rows_before = np.where(before < 0, -1, lines["first_row"][before])
+        run = np.searchsorted([run.first_row for run in runs], first_row, side="right") - 1
+        for number in np.unique(run[run >= 0]).tolist():
+            begun, seeds = runs[number].first_row, runs[number].lane_seeds
+            if begun < self._since:
+                continue  # whatever came first in it was not seen
+            mine = (run == number) & (rows_before < begun) & (lane < len(seeds))
+            mine &= lines["first_step"][line] == 0
+            lines["reset_seed"][line[mine]] = seeds[lane[mine]]
+
+    def table(self, first: int = 0, active_from: int | None = None) -> np.ndarray:
+        """A copy of the lines of all trajectories that have rows from ``first`` on.
+
+        Args:
+            first: the lowest row that is valid.
+            active_from: trajectories that did not end, and have rows from this number on,
+                may go on; None where nobody writes.
+        """
+        table = self._lines[: self._count].copy()
+        current = self._tail[self._tail >= 0]
+        current = current[np.isin(table["end"][current], (OPEN, CUT))]
+        goes_on = active_from is not None and table["last_row"][current] >= active_from
+        table["end"][current] = np.where(goes_on, OPEN, CUT)
+        return table[table["last_row"] >= first] if first else table
+
+
+def what_is_wrong(table: np.ndarray, head: int) -> str | None:
+    """Why these cannot be the lines of ``head`` rows, or None."""
+    first, last, length = table["first_row"], table["last_row"], table["length"]
+    checks = {
+        "lines are not in the order of first rows": np.diff(first) <= 0,
+        "a trajectory begins before the first row": first < 0,
+        "a trajectory ends before it begins": last < first,
+        "a length does not fit the rows": (length < 1) | (length > last - first + 1),
+        "a lane cannot be": (table["lane"] < 0) | (table["lane"] >= MOST_LANES),
+        "an end is none of those that there are": (table["end"] < OPEN) | (table["end"] > CUT),
+        f"there are rows beyond the {head} that are stored": last >= head,
+    }
+    return next((what for what, wrong in checks.items() if wrong.any()), None)

@@ -1,0 +1,247 @@
+"""From each row to the one before it and the one after it in its trajectory. Pure.
+
+Rows are numbered over all that were ever written. In a ring of ``size`` slots only the
+newest ``size`` of them have links; without one ``size`` is 0, and what is kept grows.
+Building costs a constant number of operations for every new row, and a walk along
+trajectories costs its length, whatever the storage holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tallyroll.storage.engine.ring import slots_of
+from tallyroll.storage.errors import NoSlices
+from tallyroll.storage.trajectories.by_lane import NOBODY, Chunk, extended, grown, lane_order
+
+__all__ = ["Links"]
+
+_FIRST_ROOM = 1024
+_ROUNDS = 16
+_INT32 = np.iinfo(np.int32).max
+
+
+class Links:
+    """Links between the rows of a storage.
+
+    A row is linked to the row that is stored before it in its trajectory, and to the one
+    after it if that is the next step. Where it is not, some in between were never stored:
+    slices and walks onward do not cross such a gap.
+
+    Args:
+        ring: slots of the ring, or 0.
+    """
+
+    def __init__(self, ring: int = 0) -> None:
+        self._ring = ring
+        self.seen = 0
+        """The rows up to this number have links."""
+        # Distances, for they fit 32 bits where row numbers do not; 0 where there is nobody.
+        # And how many rows lie before each without a gap.
+        self._back: np.ndarray = np.zeros(ring or _FIRST_ROOM, np.int32)
+        self._ahead: np.ndarray = np.zeros_like(self._back)
+        self._depth: np.ndarray = np.zeros_like(self._back)
+        # The last row of each lane: its number, trajectory, step, and that step less its depth.
+        self._tail_row = np.empty(0, np.int64)
+        self._tail_id, self._tail_step, self._tail_base = (np.empty(0, np.int64) for _ in range(3))
+        self._ends: dict[int, _Ends] = {}
+
+    def extend(self, chunk: Chunk) -> None:
+        """Link the rows behind those seen; in a ring no more at once than it has slots.
+
+        Rows left out between ``seen`` and the chunk are taken for overwritten.
+
+        Raises:
+            CorruptStorage: a lane that cannot be.
+        """
+        if len(chunk.ids):
+            self._make_room(chunk.stop)
+            self._link(chunk)
+            for length, ends in self._ends.items():
+                ends.add(chunk.start + np.flatnonzero(self._depths(chunk) >= length - 1))
+        self.seen = chunk.stop
+
+    def _link(self, chunk: Chunk) -> None:
+        # Commits of few rows are frequent: `take` and `put` cost a fraction of indexing there.
+        order = lane_order(chunk.lane, chunk.start)
+        at, own = order.at, order.own
+        self._know_lanes(int(own[-1]) + 1)
+        rows, ids, steps = at + chunk.start, chunk.ids.take(at), chunk.steps.take(at)
+        before = order.before(rows, self._tail_row)
+        same = order.before(ids, self._tail_id) == ids
+        follows = (order.before(steps, self._tail_step) + 1 == steps) & same
+        base = order.since(follows, steps, self._tail_base)
+
+        slots = slots_of(rows, self._ring)
+        distance = (rows - before) * same
+        self._back.put(slots, distance)
+        self._depth.put(slots, steps - base)
+        self._ahead.put(slots, 0)
+        # In a ring, another row is in that slot already.
+        follows &= before >= (chunk.stop - self._ring if self._ring else 0)
+        self._ahead.put(slots_of(before[follows], self._ring), distance[follows])
+
+        self._tail_row.put(own, order.ends(rows))
+        self._tail_id.put(own, order.ends(ids))
+        self._tail_step.put(own, order.ends(steps))
+        self._tail_base.put(own, order.ends(base))
+
+    def _make_room(self, stop: int) -> None:
+        if stop > _INT32 and self._back.dtype == np.int32:
+            self._back, self._ahead, self._depth = (
+                array.astype(np.int64) for array in (self._back, self._ahead, self._depth)
+            )
+        if not self._ring and stop > len(self._back):
+            self._back, self._ahead, self._depth = (
+                grown(array, stop) for array in (self._back, self._ahead, self._depth)
+            )
+
+    def _know_lanes(self, lanes: int) -> None:
+        if lanes > len(self._tail_row):
+            self._tail_row = extended(self._tail_row, lanes, -1)
+            self._tail_id = extended(self._tail_id, lanes, NOBODY)
+            self._tail_step = extended(self._tail_step, lanes, 0)
+            self._tail_base = extended(self._tail_base, lanes, 0)
+
+    def _depths(self, rows: Chunk | range) -> np.ndarray:
+        """How many rows lie before each row without a gap, [n], rows in the order of numbers."""
+        begin, stop = slots_of(rows.start, self._ring), slots_of(rows.stop, self._ring)
+        if begin < stop or rows.start == rows.stop:
+            return self._depth[begin:stop]
+        return np.concatenate([self._depth[begin : self._ring], self._depth[:stop]])
+
+    # --- along a trajectory -----------------------------------------------------------------------
+
+    def back_from(self, row: int, first: int = 0) -> np.ndarray:
+        """The rows of a trajectory up to ``row``, in time order, that are not below ``first``."""
+        found = [row]
+        item, ring = self._back.item, self._ring
+        while (distance := item(row % ring if ring else row)) and row - distance >= first:
+            row -= distance
+            found.append(row)
+        return np.array(found[::-1])
+
+    def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
+        """The ``length`` rows up to each of ``ends`` [n] in its trajectory, [n, length].
+
+        What lies before the first one is the first one again, and in a ring rows below the
+        oldest that is left stand for anything.
+        """
+        rows = np.empty((length, len(ends)), np.int64)
+        rows[-1] = ends
+        back, ring = self._back, self._ring
+        for step in range(length - 1, 0, -1):
+            row = rows[step]
+            np.subtract(row, back.take(row % ring if ring else row), out=rows[step - 1])
+        return np.ascontiguousarray(rows.T)
+
+    def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
+        """The ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
+
+        What lies behind the last one is the last one again.
+        """
+        found = np.empty((length, len(rows)), np.int64)
+        found[0] = rows
+        ahead, ring = self._ahead, self._ring
+        for step in range(length - 1):
+            row = found[step]
+            np.add(row, ahead.take(row % ring if ring else row), out=found[step + 1])
+        return found
+
+    # --- slices -----------------------------------------------------------------------------------
+
+    def count_slices(self, length: int, first: int = 0) -> int:
+        """How many slices there are; in a ring, those that begin below ``first`` included."""
+        return len(self._ends_of(length, first).rows)
+
+    def draw(
+        self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]
+    ) -> np.ndarray:
+        """Slices drawn uniformly, with replacement, among all of that length: [count, length].
+
+        Args:
+            count: how many.
+            length: rows a slice, consecutive steps of one trajectory.
+            first: the lowest row that is valid.
+            pick: gives ``pick(count, below)`` numbers from 0 to ``below - 1``, uniformly.
+
+        Raises:
+            NoSlices: no trajectory is that long.
+        """
+        ends = self._ends_of(length, first).rows
+        found, missing = [np.empty((0, length), np.int64)], count
+        for _ in range(_ROUNDS if len(ends) else 0):
+            rows = self.windows(ends[pick(missing, len(ends))], length)
+            if first:
+                rows = rows[rows[:, 0] >= first]  # the others begin in what was overwritten
+            found.append(rows)
+            missing -= len(rows)
+            if not missing:
+                return found[1] if len(found) == 2 else np.concatenate(found)
+        ends = ends[self._reach_back(ends, length) >= first]
+        if not len(ends):
+            raise NoSlices(
+                f"slices of {length} rows were asked for, and the longest stretch of a trajectory "
+                f"here has {self.longest(first)}. Ask for shorter slices, or collect more."
+            )
+        found.append(self.windows(ends[pick(missing, len(ends))], length))
+        return np.concatenate(found)
+
+    def _ends_of(self, length: int, first: int) -> _Ends:
+        ends = self._ends.get(length)
+        if ends is None:
+            ends = self._ends[length] = _Ends()
+            oldest = max(first, self.seen - self._ring) if self._ring else 0
+            if oldest < self.seen:
+                depths = self._depths(range(oldest, self.seen))
+                ends.add(oldest + np.flatnonzero(depths >= length - 1))
+        ends.forget(first)
+        return ends
+
+    def _reach_back(self, ends: np.ndarray, length: int) -> np.ndarray:
+        row = ends
+        for _ in range(length - 1):
+            row = row - self._back[slots_of(row, self._ring)]
+        return row
+
+    def longest(self, first: int = 0) -> int:
+        """Rows of the longest stretch of consecutive steps of a trajectory, from ``first`` on."""
+        rows = np.arange(first, self.seen)
+        rows = rows[self._ahead.take(slots_of(rows, self._ring)) == 0]
+        length = 0
+        while len(rows):
+            length += 1
+            slots = slots_of(rows, self._ring)
+            rows = (rows - self._back[slots])[self._depth[slots] > 0]
+            rows = rows[rows >= first]
+        return length
+
+
+class _Ends:
+    """The rows at which slices of a length end, ascending."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(_FIRST_ROOM, np.int64)
+        self._begin = self._stop = 0
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self._room[self._begin : self._stop]
+
+    def add(self, rows: np.ndarray) -> None:
+        stop = self._stop + len(rows)
+        if stop > len(self._room) and 2 * self._begin > self._stop:
+            kept = self.rows
+            self._room[: len(kept)] = kept
+            self._begin, self._stop = 0, len(kept)
+            stop = self._stop + len(rows)
+        self._room = grown(self._room, stop)
+        self._room[self._stop : stop] = rows
+        self._stop = stop
+
+    def forget(self, first: int) -> None:
+        """Leave out the rows below ``first``."""
+        if first:
+            self._begin += int(np.searchsorted(self.rows, first))

@@ -1,0 +1,123 @@
+"""Does the table of episodes say what the rows say?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.trajectories.episodes import CUT, END_NAMES, OPEN, EpisodeRows, Episodes, Run
+from tallyroll.storage.verification.findings import Findings, Place
+
+__all__ = ["EpisodeChecks"]
+
+_EXACT = ("lane", "first_row", "first_step", "length", "version_first")
+_AT_THE_END = ("last_row", "version_last")
+_RTOL = 1e-9
+"""Returns are sums, and the order of adding is free."""
+
+
+class EpisodeChecks:
+    """Counts trajectories anew, as far as a table goes, and compares.
+
+    A table is written when a writer closes, so that later rows are not in it.
+
+    Args:
+        table: the lines.
+        runs: the runs of the manifest.
+        ring: slots of the ring, 0 without one.
+        first: the lowest row that is valid.
+        reward_shape: of one row.
+    """
+
+    def __init__(
+        self,
+        table: np.ndarray,
+        runs: Sequence[Run],
+        *,
+        ring: int,
+        first: int,
+        reward_shape: tuple[int, ...],
+    ) -> None:
+        self._table, self._runs, self._first = table, runs, first
+        self._stop = int(table["last_row"].max(initial=-1)) + 1
+        self._episodes: Episodes | None = Episodes(ring, reward_shape)
+
+    def extend(self, rows: EpisodeRows) -> None:
+        """Count the rows behind those that were counted."""
+        chunk = rows.chunk
+        count = min(len(chunk.ids), self._stop - chunk.start)
+        if self._episodes is None or count <= 0:
+            return
+        try:
+            self._episodes.extend(_part(rows, count), self._runs)
+        except CorruptStorage:
+            self._episodes = None  # a lane that cannot be, which another check names
+
+    def finish(self, findings: Findings) -> None:
+        """Compare the lines, trajectory by trajectory."""
+        if self._episodes is None:
+            return
+        told, counted = self._table, self._episodes.table()
+        told = told[told["last_row"] >= self._first]
+        missing = np.setdiff1d(counted["id"], told["id"])
+        extra = np.setdiff1d(told["id"], counted["id"])
+        message = "a trajectory has rows, and no line in the table"
+        findings.add_rows("episodes", message, missing, lambda i: _of(int(missing[i])))
+        message = "a line in the table has no rows"
+        findings.add_rows("episodes", message, extra, lambda i: _of(int(extra[i])))
+        _, mine, theirs = np.intersect1d(counted["id"], told["id"], return_indices=True)
+        self._compare(counted[mine], told[theirs], findings)
+
+    def _compare(self, counted: np.ndarray, told: np.ndarray, findings: Findings) -> None:
+        # Of a trajectory whose first rows are overwritten only the end can be compared.
+        whole = (told["first_row"] >= self._first) & (counted["first_row"] >= self._first)
+        whole &= counted["first_step"] == told["first_step"]
+        wrong = {name: whole & (counted[name] != told[name]) for name in _EXACT}
+        wrong |= {name: counted[name] != told[name] for name in _AT_THE_END}
+        wrong["end"] = _ends(counted) != _ends(told)
+        close = np.isclose(counted["return"], told["return"], rtol=_RTOL, atol=0, equal_nan=True)
+        wrong["return"] = whole & ~close.reshape(len(close), math.prod(close.shape[1:])).all(axis=1)
+        seeds = counted["reset_seed"], told["reset_seed"]
+        wrong["reset_seed"] = whole & (seeds[0] != seeds[1]) & (seeds[0] >= 0) & (seeds[1] >= 0)
+        for name, where in wrong.items():
+            at = np.flatnonzero(where)
+
+            def place(i: int, name: str = name, at: np.ndarray = at) -> Place:
+                says, are = told[name][at[i]], counted[name][at[i]]
+                if name == "end":
+                    says, are = END_NAMES[says], END_NAMES[are]
+                line = told[at[i]]
+                return Place(
+                    row=int(line["first_row"]),
+                    lane=int(line["lane"]),
+                    trajectory=int(line["id"]),
+                    column=name,
+                    what=f"{says}, and by the rows {are}",
+                )
+
+            message = f"the table gives another {name} than the rows"
+            findings.add_rows("episodes", message, told["first_row"][at], place)
+
+
+def _of(id: int) -> Place:
+    return Place(trajectory=id)
+
+
+def _part(rows: EpisodeRows, count: int) -> EpisodeRows:
+    chunk = rows.chunk
+    first = type(chunk)(chunk.start, chunk.ids[:count], chunk.steps[:count], chunk.lane[:count])
+    return EpisodeRows(
+        first,
+        rows.terminated[:count],
+        rows.truncated[:count],
+        rows.reward[:count],
+        rows.version[:count],
+    )
+
+
+def _ends(table: np.ndarray) -> np.ndarray:
+    """How trajectories ended; whether an unfinished one goes on is not for a line to know."""
+    return np.where(table["end"] == CUT, OPEN, table["end"])

@@ -1,0 +1,310 @@
+"""Do the rows of a run say who made them: one trajectory after the other in every lane? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, lane_order
+from tallyroll.storage.verification.findings import Findings, Place
+
+__all__ = ["Chunk", "LaneChecks", "Links"]
+
+_NONE = -1
+"""No row came before in this lane."""
+_VAGUE = -2
+"""One did, and nobody knows of which trajectory it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that follow one another: the collector's columns, each [n]."""
+
+    start: int
+    """The first row's number."""
+    ids: np.ndarray
+    steps: np.ndarray
+    lane: np.ndarray
+    ended: np.ndarray
+    """Terminated or truncated."""
+    version: np.ndarray
+
+    def place(self, at: int, what: str, column: str | None = None) -> Place:
+        """Where entry ``at`` is."""
+        return Place(
+            self.start + at,
+            int(self.lane[at]),
+            int(self.ids[at]),
+            int(self.steps[at]),
+            column,
+            what,
+        )
+
+    def report(
+        self,
+        findings: Findings,
+        check: str,
+        message: str,
+        wrong: np.ndarray,
+        what: Callable[[int], str],
+        at: np.ndarray | None = None,
+    ) -> None:
+        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's index.
+
+        ``at`` [n] says where in the chunk they are, if not one behind the other.
+        """
+        where = np.flatnonzero(wrong)
+        places = where if at is None else at[where]
+        findings.add_rows(
+            check, message, places, lambda i: self.place(int(places[i]), what(int(where[i])))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Rows of one trajectory, ``after[i]`` right behind ``before[i]``, by number."""
+
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """The rows of a chunk in the order of their lanes. All arrays are [n]."""
+
+    chunk: Chunk
+    order: LaneOrder
+    vague: np.ndarray
+    """The row names two lanes: it stands in both, and what follows it is not judged by it."""
+    row: np.ndarray
+    """Its number, or `_VAGUE`."""
+    ids: np.ndarray
+    steps: np.ndarray
+    ended: np.ndarray
+    version: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What stood before each entry of a series in its lane, [n]."""
+
+    row: np.ndarray
+    """Its number, or `_NONE` or `_VAGUE`."""
+    ids: np.ndarray
+    steps: np.ndarray
+    ended: np.ndarray
+    version: np.ndarray
+
+
+class LaneChecks:
+    """Follows the lanes of one run through its rows, chunk by chunk.
+
+    What is kept are five numbers a lane. A row whose id belongs to another lane is reported and
+    left out of what follows.
+
+    Args:
+        lanes: how many the run has, None where nobody knows.
+        floor: the largest id of earlier runs, -1 without one.
+        late: the rows before the first ones are gone, so that trajectories may begin late.
+    """
+
+    def __init__(self, lanes: int | None, *, floor: int = -1, late: bool = False) -> None:
+        self._declared, self._floor, self._late = lanes, floor, late
+        self.largest = floor
+        """The largest id so far, of those that a lane of the run can have."""
+        self._rest: int | None = None
+        self._begun: list[np.ndarray] = []
+        none = np.empty(0, np.int64)
+        self._tails = _Before(none, none, none, np.empty(0, np.bool_), none)
+        self._grow(lanes or 0)
+
+    def advance(self, chunk: Chunk, findings: Findings) -> Links:
+        """Check the rows of ``chunk`` against one another and against those before them."""
+        lanes = self._lanes_of(chunk)
+        usable = self._check_owners(chunk, lanes, findings)
+        self._check_floor(chunk, findings)
+        ids = chunk.ids if usable.all() else chunk.ids[usable]
+        self.largest = max(self.largest, int(ids.max(initial=-1)))
+        series = _series(chunk, *self._in_order(chunk, usable, lanes))
+        before = self._before(series)
+        self._keep(series)
+        return self._follow(series, before, findings)
+
+    def finish(self, findings: Findings) -> None:
+        """Where no run says which ids are which lane's: has each id one lane?"""
+        if not self._begun:
+            return
+        ids, counts = np.unique(np.concatenate(self._begun), return_counts=True)
+        twice = ids[counts > 1]
+        findings.add_rows(
+            "ids", "an id that two trajectories have", twice,
+            lambda i: Place(trajectory=int(twice[i]), what=f"begins {counts[counts > 1][i]} times"),
+        )  # fmt: skip
+
+    def _lanes_of(self, chunk: Chunk) -> int:
+        if self._declared is None:
+            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
+            self._grow(int(inside.max(initial=-1)) + 1)
+        return len(self._tails.row)
+
+    def _grow(self, lanes: int) -> None:
+        tails, more = self._tails, lanes - len(self._tails.row)
+        if more > 0:
+            self._tails = _Before(
+                np.append(tails.row, np.full(more, _NONE)),
+                np.append(tails.ids, np.full(more, -1)),
+                np.append(tails.steps, np.full(more, -1)),
+                np.append(tails.ended, np.zeros(more, np.bool_)),
+                np.append(tails.version, np.full(more, -1)),
+            )
+
+    # --- row by row -------------------------------------------------------------------------------
+
+    def _check_owners(self, chunk: Chunk, lanes: int, findings: Findings) -> np.ndarray:
+        """Which rows [n] have a lane, and an id that is this lane's."""
+        lane, ids = chunk.lane, chunk.ids
+        inside: np.ndarray = (lane >= 0) & (lane < lanes)
+        chunk.report(
+            findings, "lanes", "a lane that the run does not have", ~inside,
+            lambda at: f"the run has {lanes} lanes, numbered from 0",
+        )  # fmt: skip
+        if self._declared is None:
+            return inside
+        rest = (ids - lane) % lanes
+        if self._rest is None:
+            self._rest = self._most_common(rest[inside], lanes)
+        first = self._rest
+        foreign: np.ndarray = inside & (rest != first)
+        chunk.report(
+            findings, "ids", "the id of another lane's trajectory", foreign,
+            lambda at: f"trajectory {ids[at]} would be lane {(int(ids[at]) - first) % lanes}'s",
+        )  # fmt: skip
+        owned: np.ndarray = inside & ~foreign
+        return owned
+
+    def _most_common(self, rest: np.ndarray, lanes: int) -> int:
+        """Ids of lane l are rest + l + k * lanes: as most rows say; of equals, what is usual."""
+        votes = np.bincount(rest, minlength=lanes).astype(np.float64)
+        votes[(self._floor + 1) % lanes] += 0.5
+        return int(votes.argmax())
+
+    def _check_floor(self, chunk: Chunk, findings: Findings) -> None:
+        floor = self._floor
+        chunk.report(
+            findings, "ids", "an id that is negative or was used by an earlier run",
+            chunk.ids <= floor, lambda at: f"ids are above {floor} here",
+        )  # fmt: skip
+
+    # --- row behind row ---------------------------------------------------------------------------
+
+    def _in_order(
+        self, chunk: Chunk, usable: np.ndarray, lanes: int
+    ) -> tuple[LaneOrder, np.ndarray]:
+        """The rows by lane and time, and which of them are vague."""
+        if usable.all():
+            return lane_order(chunk.lane, chunk.start), np.zeros(len(usable), np.bool_)
+        good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
+        by_column = bad[(chunk.lane[bad] >= 0) & (chunk.lane[bad] < lanes)]
+        by_id = bad if self._rest is not None else bad[:0]
+        owner = (chunk.ids[by_id] - (self._rest or 0)) % max(1, lanes)
+        at = np.concatenate([good, by_column, by_id])
+        lane = np.concatenate([chunk.lane[good], chunk.lane[by_column], owner])
+        order = np.lexsort((at, lane))
+        lane = lane[order]
+        first = np.flatnonzero(np.diff(lane, prepend=-1))
+        return LaneOrder(at[order], lane, first), order >= len(good)
+
+    def _before(self, series: _Series) -> _Before:
+        order, tails = series.order, self._tails
+        return _Before(
+            order.before(series.row, tails.row),
+            order.before(series.ids, tails.ids),
+            order.before(series.steps, tails.steps),
+            order.before(series.ended, tails.ended),
+            order.before(series.version, tails.version),
+        )
+
+    def _keep(self, series: _Series) -> None:
+        own, last, tails = series.order.own, series.order.last, self._tails
+        tails.row[own], tails.ids[own] = series.row[last], series.ids[last]
+        tails.steps[own], tails.ended[own] = series.steps[last], series.ended[last]
+        tails.version[own] = series.version[last]
+
+    def _follow(self, series: _Series, before: _Before, findings: Findings) -> Links:
+        known = (before.row >= 0) & ~series.vague
+        same: np.ndarray = known & (series.ids == before.ids)
+        series.chunk.report(
+            findings, "ids", "a lane goes back to an earlier trajectory",
+            known & (series.ids < before.ids),
+            lambda i: f"row {before.row[i]:,} of this lane has trajectory {before.ids[i]} already",
+            series.order.at,
+        )  # fmt: skip
+        begins = (known & ~same) | ((before.row == _NONE) & ~series.vague & (not self._late))
+        if self._declared is None:
+            self._begun.append(series.ids[(before.row != _VAGUE) & ~same & ~series.vague])
+        _check_steps(series, before, same, begins, findings)
+        _check_versions(series, before, known, findings)
+        over = same & before.ended
+        _check_over(series, before, over, findings)
+        linked = same & ~over & (series.steps == before.steps + 1)
+        return Links(before.row[linked], series.row[linked])
+
+
+def _series(chunk: Chunk, order: LaneOrder, vague: np.ndarray) -> _Series:
+    at = order.at
+    return _Series(
+        chunk,
+        order,
+        vague,
+        np.where(vague, _VAGUE, chunk.start + at),
+        chunk.ids[at],
+        chunk.steps[at],
+        chunk.ended[at],
+        chunk.version[at],
+    )
+
+
+def _check_steps(
+    series: _Series, before: _Before, same: np.ndarray, begins: np.ndarray, findings: Findings
+) -> None:
+    wanted = np.where(same, before.steps + 1, 0)
+    wrong: np.ndarray = (same | begins) & (series.steps != wanted)
+    if wrong.any():
+        # A row behind a wrong one is right if it goes on as if that had been right.
+        excused = wrong[:-1] & same[1:] & (series.steps[1:] == wanted[:-1] + 1)
+        excused[series.order.first[1:] - 1] = False
+        wrong[1:] &= ~excused
+    series.chunk.report(
+        findings, "steps", "the steps of a trajectory are not 0, 1, 2 ...", wrong,
+        lambda i: f"wanted step {wanted[i]}",
+        series.order.at,
+    )  # fmt: skip
+
+
+def _check_versions(
+    series: _Series, before: _Before, known: np.ndarray, findings: Findings
+) -> None:
+    series.chunk.report(
+        findings, "versions", "the policy's version goes back within a lane",
+        # Random actions, -1, may come again where a lane began anew.
+        known
+        & (series.version < before.version)
+        & ((series.version >= 0) | (series.ids == before.ids)),
+        lambda i: f"version {series.version[i]} behind version {before.version[i]}",
+        series.order.at,
+    )  # fmt: skip
+
+
+def _check_over(series: _Series, before: _Before, over: np.ndarray, findings: Findings) -> None:
+    """The place is the row that claims an end."""
+    where = np.flatnonzero(over)
+    findings.add_rows(
+        "ends", "a trajectory goes on behind its end", before.row[where],
+        lambda i: Place(
+            int(before.row[where[i]]), int(series.order.lane[where[i]]), int(before.ids[where[i]]),
+            int(before.steps[where[i]]), None,
+            f"terminated or truncated, and goes on at row {series.row[where[i]]:,}",
+        ),
+    )  # fmt: skip

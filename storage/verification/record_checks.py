@@ -1,0 +1,167 @@
+"""Do the manifest's runs and the record of the last commit fit the rows and each other? Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.trajectories.by_lane import MOST_LANES
+from tallyroll.storage.verification.findings import Findings, Place
+
+__all__ = ["Run", "check_ledger", "check_record", "check_runs"]
+
+_SUMS = {
+    "slots": ("executed", "reset_slots"),
+    "executed": ("stored", "discarded", "carried", "lost"),
+}
+_COUNTED = {"episodes_complete", *_SUMS, *(part for parts in _SUMS.values() for part in parts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's entry in the manifest: the rows from ``first_row`` up to the next entry's."""
+
+    first_row: int
+    lanes: int | None = None
+    """None where the entry does not say."""
+    origin: int | None = None
+    """First row of the run that this one continues, or its own; None if no collector made it."""
+    finals_kept: bool = False
+    """Its final observations are right, also where they equal the first ones that follow."""
+    unobserved: frozenset[tuple[str, ...]] = frozenset()
+    """Columns that look like observations and are none."""
+
+
+def check_runs(entries: list[Any], head: int, findings: Findings) -> list[Run]:
+    """The runs that ``entries`` describe, in the order of their rows; wrong ones are left out."""
+    runs: list[Run] = []
+    if not entries:
+        findings.add("runs", "the manifest names no run")
+    for number, entry in enumerate(entries):
+        problem = _problem_of(entry, runs[-1].first_row if runs else 0, head)
+        if not runs and number == 0 and not problem and entry["first_row"] != 0:
+            problem = f"its first row is {entry['first_row']}, and the first run begins at row 0"
+        if problem:
+            place = Place(what=f"run {number}: {problem}")
+            findings.add("runs", "a run in the manifest does not fit the rows", place)
+        else:
+            lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
+            call = entry.get("call")
+            call = call if isinstance(call, dict) else {}
+            runs.append(
+                Run(
+                    entry["first_row"],
+                    lanes,
+                    origin,
+                    call.get("finals") == "kept",
+                    _keys(call.get("unobserved")),
+                )
+            )
+    return runs
+
+
+def _keys(value: Any) -> frozenset[tuple[str, ...]]:
+    """Keys of columns, of which a manifest holds a list; whatever else it holds is none."""
+    if not isinstance(value, list):
+        return frozenset()
+    keys = [tuple(each) for each in value if isinstance(each, list)]
+    return frozenset(key for key in keys if all(isinstance(name, str) for name in key))
+
+
+def _problem_of(entry: Any, least: int, head: int) -> str | None:
+    if not isinstance(entry, dict):
+        return f"it is {type(entry).__name__}, not a JSON object"
+    first, origin, lanes = (entry.get(n) for n in ("first_row", "first_row_of_run", "lanes"))
+    if type(first) is not int:
+        return f"its first row is {first!r}"
+    if not least <= first <= head:
+        return f"its first row is {first}, not from {least} to {head}"
+    if origin is not None and (type(origin) is not int or not 0 <= origin <= first):
+        return f"it continues a run from row {origin!r} on, and begins at row {first}"
+    if lanes is not None and (type(lanes) is not int or not 1 <= lanes <= MOST_LANES):
+        return f"it has {lanes!r} lanes"
+    seeds = entry.get("lane_seeds")
+    if seeds is not None and (not isinstance(seeds, list) or len(seeds) != (lanes or len(seeds))):
+        return f"its lane_seeds are not one for each of {lanes} lanes"
+    return None
+
+
+def check_record(
+    record: tuple[int, bytes] | None,
+    runs: list[Run],
+    head: int,
+    findings: Findings,
+    *,
+    damaged: bool = False,
+) -> RunRecord | None:
+    """The newest record, checked against the runs; None where no collector wrote one.
+
+    ``head`` rows were committed when the record was read; ``damaged`` says that a newer one
+    is there and is not intact.
+    """
+    if damaged:
+        findings.add("record", "the newest one is damaged, and an older one stands in")
+    # The rows of the last commit: a run that has none yet comes behind them.
+    last = next((run for run in reversed(runs) if run.first_row < head), None)
+    collected = last is not None and last.origin is not None
+    value = RunRecord.parse(record)
+    if value is None or not value.ledger.keys() >= _COUNTED:
+        if collected:
+            kind = "of a collector" if record is not None else "intact"
+            findings.add("record", f"none is {kind}, and a collector made the last rows")
+        return None
+    if last is None or not collected:
+        return value
+    if value.at != head:
+        findings.add(
+            "record",
+            "the newest intact one is not that of the last commit",
+            Place(what=f"it was written with {value.at:,} rows, and {head:,} are committed"),
+        )
+    origins = [run.origin for run in runs[runs.index(last) :]]
+    if value.first_row not in origins:
+        findings.add(
+            "record",
+            "it is of another run than the last rows",
+            Place(
+                what=f"its run began at row {value.first_row:,}, and the last one at {last.origin}"
+            ),
+        )
+    _check_sums(value, findings)
+    return value
+
+
+def check_ledger(
+    record: RunRecord, episodes: int | None, largest_id: int, findings: Findings
+) -> None:
+    """Check what the record says of the rows.
+
+    ``episodes`` ended in those of its run, None where they could not be counted.
+    """
+    if record.next_id != -1 and record.next_id <= largest_id:
+        what = f"it says {record.next_id}, and {largest_id} is the largest that was used"
+        findings.add("record", "the next trajectory id is one that was used", Place(what=what))
+    stored = record.stored_before + record.at - record.first_row
+    wanted = {"stored": stored}
+    if episodes is not None and not record.stored_before:
+        wanted["episodes_complete"] = episodes
+    for name, count in wanted.items():
+        if record.ledger[name] != count:
+            findings.add(
+                "record",
+                "the ledger does not count what the rows show",
+                Place(what=f"{name} is {record.ledger[name]:,}, and the rows show {count:,}"),
+            )
+
+
+def _check_sums(record: RunRecord, findings: Findings) -> None:
+    ledger = record.ledger
+    for name, parts in _SUMS.items():
+        total = sum(ledger[part] for part in parts)
+        if ledger[name] != total:
+            what = f"{name} is {ledger[name]:,}, and {' + '.join(parts)} is {total:,}"
+            findings.add("record", "the ledger does not balance", Place(what=what))
+    for name, count in ledger.items():
+        if count < 0:
+            findings.add("record", "the ledger does not balance", Place(what=f"{name} is {count}"))

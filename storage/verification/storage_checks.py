@@ -1,0 +1,227 @@
+"""`verify`: is everything in a storage as it was when it was written?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tallyroll.storage.engine.ring import rows_in
+from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary
+from tallyroll.storage.files.checksums import mismatches
+from tallyroll.storage.files.paths import translated
+from tallyroll.storage.opening import open_storage
+from tallyroll.storage.rows.keys import REWARD
+from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.trajectories.episode_file import read_table
+from tallyroll.storage.trajectories.episodes import table_dtype
+from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
+from tallyroll.storage.verification.record_checks import check_ledger, check_record, check_runs
+from tallyroll.storage.verification.row_checks import RowChecks
+
+if TYPE_CHECKING:
+    from tallyroll.storage.storages import DiskStorage
+
+__all__ = ["CHECKS", "verify"]
+
+CHECKS: Mapping[str, str] = {
+    "files": "header, manifest and files can be opened and are long enough",
+    "metadata": "what other libraries read is what was written for them",
+    "runs": "the manifest's runs follow one another within the rows",
+    "record": "the last commit's record balances, and counts the rows that are there",
+    "lanes": "every row is of a lane that its run has",
+    "ids": "every trajectory id is one lane's, and used once",
+    "steps": "every trajectory has the steps 0, 1, 2 ...",
+    "ends": "done is terminated or truncated, and nothing follows it",
+    "versions": "policy versions never go back within a lane",
+    "observations": "each row begins with what the one before says came next",
+    "finals": "final observations are there, or marked as lost",
+    "nan": "no NaN, and no infinity in observations and rewards",
+    "zeros": "no rows that look as if they were never written",
+    "episodes": "the table of episodes says what the rows say",
+    "checksums": "the bytes are those of a finalized storage",
+}
+"""What is checked, by name, in the order of the report."""
+
+Progress = Callable[[int, int], object]
+_PATIENCE = 1000
+_HEALING = (
+    "The storage was left open, by a writer that was killed or by a power cut, or is being "
+    "written. Committed rows are as they were: this goes when a writer opens the storage and "
+    'closes it, as open_storage(path, mode="append").close() or `tallyroll collect --resume` do.'
+)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    skip: Collection[str] = (),
+    progress: Progress | None = None,
+    accept_copy: bool = False,
+) -> Report:
+    """Read every committed row of a storage, and find what cannot have been written so.
+
+    In a storage that its writer did not close, after a power cut for one, files for other
+    libraries, the table of episodes, and a record that was being written, may be cut short: that
+    is a note, and no finding, for it hurts no row and goes with the next writer.
+
+    It takes a few numbers a lane, and so does not care how many rows there are. Another process
+    may write meanwhile: what was committed at the start is checked.
+
+    Args:
+        path: a storage, of any format.
+        skip: names of `CHECKS` to leave out.
+        progress: told now and then how many bytes of how many were read.
+        accept_copy: look at a copy that was made while a writer had the storage open.
+
+    Raises:
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
+        OpenError: there is no storage at ``path``, or it may not be read.
+        ValueError: ``skip`` names no check.
+    """
+    if unknown := sorted(set(skip) - set(CHECKS)):
+        raise ValueError(
+            f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
+        )
+    try:
+        with open_storage(path, accept_copy=accept_copy) as storage:
+            return _Verification(storage, skip, progress).report(str(path))
+    except CorruptStorage as error:
+        found = Finding("files", str(error), 1, ())
+        rest = {name: "the storage cannot be read" for name in CHECKS if name != "files"}
+        return Report(str(path), None, 0, (found,), ("files",), rest)
+
+
+class _Verification:
+    """One look at an open storage."""
+
+    def __init__(
+        self, storage: DiskStorage, skip: Collection[str], progress: Progress | None
+    ) -> None:
+        self._storage, self._skip, self._progress = storage, skip, progress
+        self._findings = Findings()
+        self._left_open = storage.left_open
+        # What a cut short write leaves, and the next writer writes anew.
+        self._notes = Findings() if self._left_open else self._findings
+        self._skipped = dict.fromkeys(skip, "not wanted")
+        self._done = self._total = 0
+
+    def report(self, path: str) -> Report:
+        """Make all checks."""
+        storage, findings = self._storage, self._findings
+        at, record = self._last_commit()
+        manifest = storage.manifest
+        if "metadata" not in self._skip:
+            self._check_metadata()
+        runs = check_runs(manifest["runs"], at, findings)
+        table = None if "episodes" in self._skip else self._table()
+        rows = RowChecks(storage, runs, nan="nan" not in self._skip, table=table)
+        # A writer that is just writing one looks like that, once.
+        damaged = all(storage.record_damaged for _ in range(3))
+        known = check_record(record, runs, at, findings, damaged=damaged and not self._left_open)
+        if damaged and self._left_open:
+            self._notes.add("record", "the newest one was cut short, and an older one stands in")
+        sums = self._sums(manifest)
+        self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
+        rows.run(findings, self._tell)
+        if known is None:
+            self._leave_out("record", "no collector wrote one")
+        else:
+            whole = known.first_row >= rows.span.start and not rows.overtaken
+            ended = (
+                rows.ended.get(known.first_row, 0) if whole and known.at == rows.span.stop else None
+            )
+            # Of rows that came later, which no collector wrote, it knows nothing.
+            largest = rows.largest_id if known.at == rows.span.stop else -1
+            check_ledger(known, ended, largest, findings)
+        for name, why in rows.unavailable.items():
+            self._leave_out(name, why)
+        if sums is not None:
+            self._check_sums(sums, rows.span)
+        return self._made(path, rows.span)
+
+    def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
+        """The rows that are committed, and the record that was written with them."""
+        for _ in range(_PATIENCE):
+            head, record = self._storage.head, self._storage.record
+            if self._storage.head == head:
+                break
+        return head, record
+
+    def _check_metadata(self) -> None:
+        storage = self._storage
+        try:
+            with translated(storage.path):
+                for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
+                    self._notes.add("metadata", wrong)
+                for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
+                    self._findings.add("metadata", wrong)
+        except MissingLibrary as error:
+            self._leave_out("metadata", str(error))
+
+    def _table(self) -> np.ndarray | None:
+        """The table of episodes, where there is one that can be read."""
+        storage = self._storage
+        reward = [each.shape for each in storage.schema.columns if each.key == REWARD]
+        path, dtype = storage.episodes_path, table_dtype(reward[0] if reward else ())
+        try:
+            table = read_table(storage.inside, path, dtype, storage.head)
+        except DamagedTable as error:
+            self._notes.add("episodes", str(error))
+            return None
+        if table is None:
+            self._leave_out("episodes", "there is no table yet; it is written when a writer closes")
+        return table
+
+    def _tell(self, nbytes: int) -> None:
+        self._done = min(self._total, self._done + nbytes)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _leave_out(self, check: str, why: str) -> None:
+        self._skipped.setdefault(check, why)
+
+    def _sums(self, manifest: Mapping[str, Any]) -> Any:
+        if "finalized" not in manifest:
+            self._leave_out("checksums", "the storage was not finalized")
+        elif "checksums" not in self._skip:
+            done = manifest["finalized"]
+            return done.get("checksums", {}) if isinstance(done, dict) else {}
+        return None
+
+    def _check_sums(self, recorded: Any, span: range) -> None:
+        storage = self._storage
+        columns = {key: storage.column(key) for key in storage.schema.keys}
+        try:
+            for each in mismatches(columns, recorded, self._tell):
+                slots = np.arange(each.start, each.stop)
+                rows = rows_in(slots, span.stop, storage.ring) if storage.ring else slots
+                self._findings.add(
+                    "checksums",
+                    "the bytes of a block of rows are not those that were finalized",
+                    Place(
+                        row=int(rows.min()),
+                        column=spell(each.key),
+                        what=f"or one of the {len(rows) - 1:,} rows after it",
+                    ),
+                )
+        except CorruptStorage as error:
+            self._findings.add("checksums", str(error))
+
+    def _made(self, path: str, span: range) -> Report:
+        found, notes = (
+            tuple(each for each in said.listed(CHECKS) if each.check not in self._skip)
+            for said in (self._findings, self._notes if self._left_open else Findings())
+        )
+        return Report(
+            path,
+            self._storage.manifest["format"],
+            len(span),
+            found,
+            tuple(name for name in CHECKS if name not in self._skipped),
+            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+            notes,
+            _HEALING if notes else None,
+        )

@@ -1,0 +1,227 @@
+"""Rows, lanes and trajectories hold the same transitions; splitting is that of a plain dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+
+from tallyroll.collector import GymnasiumVectorEnv, split_trajectories
+from tallyroll.collector.errors import ArgumentError
+
+from collect_kit import LENGTHS, ByObservation, assert_same, collect
+from oracles import OracleTorchEnv, check_rows, flat_rows, make_oracle_vec
+
+MASK = ("collector", "mask")
+
+
+def batches_in(layout: str, mode: AutoresetMode, **kwargs: Any) -> list[TensorDictBase]:
+    env = GymnasiumVectorEnv(make_oracle_vec(3, LENGTHS, mode=mode, kind="dict", ends="mixed"))
+    kwargs = {"layout": layout, **kwargs}
+    return collect(
+        env, ByObservation("dict"), frames_per_batch=17, total_frames=60, seed=0, **kwargs
+    )[0]
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_lanes_are_rows_lane_by_lane(mode: AutoresetMode) -> None:
+    for rows, lanes in zip(batches_in("rows", mode), batches_in("lanes", mode), strict=True):
+        counts = np.bincount(rows["collector", "lane"], minlength=3)
+        assert lanes.batch_size == (3, counts.max())
+        wanted = np.arange(counts.max()) < counts[:, None]
+        assert np.array_equal(lanes[MASK], wanted)
+        assert_same(flat_rows(lanes).exclude(MASK), rows)
+        assert not any(leaf[~lanes[MASK]].any() for leaf in lanes.values(True, True))
+        check_rows(lanes, LENGTHS, kind="dict", ends="mixed")
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_trajectories_are_rows_by_id(mode: AutoresetMode) -> None:
+    for rows, trajectories in zip(
+        batches_in("rows", mode), batches_in("trajectories", mode), strict=True
+    ):
+        ids = rows["collector", "traj_ids"]
+        assert len(trajectories) == len(ids.unique())
+        for each, wanted in zip(trajectories, ids.unique(), strict=True):
+            assert_same(each[each[MASK]].exclude(MASK), rows[ids == wanted])
+        check_rows(trajectories, LENGTHS, kind="dict", ends="mixed", contiguous=False)
+
+
+def test_split_trajs_is_torchrls_name() -> None:
+    mode = AutoresetMode.NEXT_STEP
+    for one, other in zip(
+        batches_in("trajectories", mode), batches_in("rows", mode, split_trajs=True), strict=True
+    ):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("layout", ["lanes", "trajectories"])
+def test_one_lane_without_a_batch_dimension(layout: str) -> None:
+    batches, _ = collect(
+        OracleTorchEnv(None, LENGTHS), layout=layout, frames_per_batch=9, total_frames=30
+    )
+    for batch in batches:
+        assert batch.ndim == 2
+        check_rows(batch, LENGTHS)
+
+
+def test_a_lane_without_rows_is_empty_in_lanes() -> None:
+    batches, _ = collect(
+        OracleTorchEnv(3, LENGTHS), layout="lanes", frames_per_batch=2, total_frames=2
+    )
+    assert batches[0].batch_size == (3, 1)
+    assert batches[0][MASK].squeeze(-1).tolist() == [True, True, False]
+
+
+# --- split_trajectories -------------------------------------------------------------------------
+
+
+def rows_of(ids: Any, steps: Any = None, done: Any = None) -> TensorDict:
+    count = len(ids)
+    rows = TensorDict(
+        {
+            "x": torch.arange(2.0 * count).view(count, 2),
+            "next": {"done": torch.as_tensor(done or [False] * count).view(-1, 1)},
+            "collector": {"traj_ids": torch.as_tensor(ids, dtype=torch.int64)},
+        },
+        batch_size=[count],
+    )
+    if steps is not None:
+        rows["collector", "step"] = torch.as_tensor(steps, dtype=torch.int64)
+    return rows
+
+
+def plain_split(rows: TensorDictBase) -> dict[int, list[int]]:
+    """Row numbers by id, in time."""
+    found: dict[int, list[int]] = {}
+    for row, each in enumerate(rows["collector", "traj_ids"].tolist()):
+        found.setdefault(each, []).append(row)
+    step = rows.get(("collector", "step"), None)
+    if step is not None:
+        for at in found.values():
+            at.sort(key=lambda row: int(step[row]))
+    return dict(sorted(found.items()))
+
+
+@st.composite
+def shuffled(draw: st.DrawFn) -> TensorDict:
+    """Trajectories of random ids and lengths, their rows in any order."""
+    ids = draw(st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 5), max_size=8, unique=True))
+    lengths = [draw(st.integers(1, 6)) for _ in ids]
+    pairs = [
+        (each, step) for each, length in zip(ids, lengths, strict=True) for step in range(length)
+    ]
+    pairs = draw(st.permutations(pairs))
+    done = [draw(st.booleans()) for _ in pairs]
+    return rows_of([p[0] for p in pairs], [p[1] for p in pairs], done)
+
+
+@given(shuffled(), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_a_split_is_that_of_a_plain_dict(rows: TensorDict, with_steps: bool) -> None:
+    if not with_steps:
+        rows = rows.exclude(("collector", "step"))
+    before = rows.clone()
+    wanted = plain_split(rows)
+    each = split_trajectories(rows, out="list")
+    together = split_trajectories(rows, out="offsets")
+    padded = split_trajectories(rows)
+    assert len(each) == len(wanted) == len(padded)
+    assert together.traj_ids.tolist() == list(wanted)
+    assert together.offsets.tolist() == [0, *np.cumsum([len(at) for at in wanted.values()])]
+    assert padded.batch_size == (len(wanted), max(map(len, wanted.values()), default=0))
+    for index, (traj_id, at) in enumerate(wanted.items()):
+        for piece in (
+            each[index],
+            together.rows[together.offsets[index] : together.offsets[index + 1]],
+            padded[index][padded[index][MASK]],
+        ):
+            assert torch.equal(piece["x"], rows["x"][at])
+            assert set(piece["collector", "traj_ids"].tolist()) == {traj_id}
+            done = piece["next", "done"].view(-1)
+            assert bool(done[-1])
+            assert torch.equal(done[:-1], rows["next", "done"][at].view(-1)[:-1])
+            cut = piece["collector", "cut"]
+            assert cut.tolist() == [False] * (len(at) - 1) + [not rows["next", "done"][at[-1]]]
+        assert padded[index][MASK].tolist() == [i < len(at) for i in range(padded.batch_size[1])]
+    assert_same(rows, before)
+
+
+@given(shuffled(), st.data())
+@settings(max_examples=30, deadline=None)
+def test_rows_that_are_masked_out_are_left_out(rows: TensorDict, data: st.DataObject) -> None:
+    mask = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    masked = rows.clone()
+    masked[MASK] = torch.tensor(mask, dtype=torch.bool)
+    kept = rows[torch.tensor(mask, dtype=torch.bool)]
+    one, other = split_trajectories(masked, out="offsets"), split_trajectories(kept, out="offsets")
+    assert_same(one.rows, other.rows)
+    assert torch.equal(one.offsets, other.offsets)
+
+
+def test_a_padded_batch_is_split_again() -> None:
+    rows = batches_in("rows", AutoresetMode.NEXT_STEP)[0]
+    lanes = batches_in("lanes", AutoresetMode.NEXT_STEP)[0]
+    once = split_trajectories(rows)
+    assert_same(split_trajectories(lanes), once)
+    assert_same(split_trajectories(once), once)
+
+
+def test_shuffled_rows_of_a_run_are_put_in_order() -> None:
+    rows = torch.cat(batches_in("rows", AutoresetMode.SAME_STEP))
+    shuffled_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    for one, other in zip(
+        split_trajectories(rows, out="list"),
+        split_trajectories(shuffled_rows, out="list"),
+        strict=True,
+    ):
+        assert_same(one, other)
+        assert one["collector", "step"].tolist() == list(range(len(one)))
+
+
+def test_a_trajectory_over_two_batches_is_cut_in_neither_middle_when_joined() -> None:
+    one = rows_of([4, 4], [0, 1])
+    both = torch.cat([one, rows_of([4], [2], [True])])
+    (piece,) = split_trajectories(both, out="list")
+    assert piece["next", "done"].view(-1).tolist() == [False, False, True]
+    assert piece["collector", "cut"].tolist() == [False] * 3
+
+
+def test_nothing_is_split_into_nothing() -> None:
+    rows = rows_of([])
+    assert split_trajectories(rows, out="list") == []
+    assert split_trajectories(rows).batch_size == (0, 0)
+    assert split_trajectories(rows, out="offsets").offsets.tolist() == [0]
+
+
+def test_rows_without_done_are_split_too() -> None:
+    padded = split_trajectories(rows_of([1, 0, 1]).exclude("next"))
+    assert padded[MASK].tolist() == [[True, False], [True, True]]
+
+
+def test_there_must_be_ids() -> None:
+    rows = TensorDict({"x": torch.zeros(3)}, [3])
+    with pytest.raises(ArgumentError, match=r"wanted rows with collector.traj_ids, got .*\['x'\]"):
+        split_trajectories(rows)
+
+
+def test_the_form_of_a_split_is_one_of_three() -> None:
+    with pytest.raises(ArgumentError, match='out is "padded", "list" or "offsets", got \'lanes\''):
+        split_trajectories(rows_of([0]), out="lanes")  # type: ignore[call-overload]
+
+
+def test_a_split_of_many_rows_does_not_take_long() -> None:
+    import time
+
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(np.repeat(np.arange(4000), 16))
+    rows = rows_of(ids)
+    begin = time.perf_counter()
+    split_trajectories(rows, out="offsets")
+    assert time.perf_counter() - begin < 1

@@ -1,0 +1,381 @@
+"""The ledger is compared with what was counted on the way: a row lost or doubled is an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from tallyroll.collector import SyncCollector
+from tallyroll.collector.batches import output as delivery
+from tallyroll.collector.batches import writer as sink
+from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
+from tallyroll.collector.rollout.driver import Account, LocalDriver
+from tallyroll.collector.rollout.rollout import Block
+from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.slab.keys import LANE
+from tallyroll.collector.workers.lockstep import RemoteDriver
+from tallyroll.storage import MemmapStorage, open_storage
+
+from collect_kit import ByObservation, balanced
+from oracles import OracleEnv, OracleTorchEnv
+from worker_kit import (
+    DISABLED,
+    LENGTHS,
+    NEXT,
+    alone,
+    in_threads,
+    spoilt_vec,
+    spread,
+    start,
+)
+
+BATCH, LANES = 10, 3
+Change = Callable[[Any], Any]
+Step = str
+
+
+class Once:
+    """Changes what comes by the next time that it is armed, and then no more."""
+
+    def __init__(self, change: Change) -> None:
+        self._change, self._armed, self._lock = change, False, threading.Lock()
+        self.done = False
+
+    def arm(self) -> None:
+        """Change the next one that can be changed."""
+        self._armed = not self.done
+
+    def __call__(self, value: Any) -> Any:
+        with self._lock:
+            if not self._armed:
+                return value
+            changed = self._change(value)
+            if changed is not None:
+                self._armed, self.done = False, True
+        return value if changed is None else changed
+
+
+def account_without(account: Account) -> Account | None:
+    """One transition that was executed is not marked."""
+    at = np.argwhere(account.transitions)
+    if not len(at):
+        return None
+    marks = account.transitions.copy()
+    marks[tuple(at[0])] = False
+    return replace(account, transitions=marks)
+
+
+def account_twice(account: Account) -> Account | None:
+    """One reset slot is marked as a transition."""
+    at = np.argwhere(~account.transitions)
+    if not len(at):
+        return None
+    marks = account.transitions.copy()
+    marks[tuple(at[0])] = True
+    return replace(account, transitions=marks)
+
+
+def block_without(block: Block) -> Block | None:
+    """The last row is no more."""
+    if not len(block):
+        return None
+    per_lane = block.per_lane.copy()
+    per_lane[np.flatnonzero(per_lane)[-1]] -= 1
+    return replace(block, index=block.index[:-1], lane=block.lane[:-1], per_lane=per_lane)
+
+
+def block_twice(block: Block) -> Block | None:
+    """The last row comes again."""
+    if not len(block):
+        return None
+    per_lane = block.per_lane.copy()
+    per_lane[np.flatnonzero(per_lane)[-1]] += 1
+    index, lane = (np.append(each, each[-1:]) for each in (block.index, block.lane))
+    return replace(block, index=index, lane=lane, per_lane=per_lane)
+
+
+def part_of(rows: list[int], part: Part) -> Part:
+    """Some rows of a part."""
+    at = torch.arange(len(part))[rows] if rows else torch.arange(len(part) - 1)
+    return Part({key: column[at] for key, column in part.rows.items()}, {})
+
+
+def part_without(part: Part) -> Part:
+    """The last row is no more."""
+    return part_of([], part)
+
+
+def part_twice(part: Part) -> Part:
+    """The last row comes again."""
+    return part_of([*range(len(part)), -1], part)
+
+
+def pieces_without(pieces: list[Any]) -> list[Any]:
+    """The last row of each piece is no more."""
+    return [{key: column[:-1] for key, column in piece.items()} for piece in pieces]
+
+
+def pieces_twice(pieces: list[Any]) -> list[Any]:
+    """The first piece comes again."""
+    return [pieces[0], *pieces]
+
+
+CHANGES: dict[tuple[Step, str], Change] = {
+    ("source", "lost"): account_without,
+    ("source", "doubled"): account_twice,
+    ("block", "lost"): block_without,
+    ("block", "doubled"): block_twice,
+    ("delivery", "lost"): part_without,
+    ("delivery", "doubled"): part_twice,
+    ("sink", "lost"): pieces_without,
+    ("sink", "doubled"): pieces_twice,
+}
+changes = pytest.mark.parametrize(("step", "what"), CHANGES)
+
+
+@contextmanager
+def tampered(step: Step, what: str) -> Iterator[Once]:
+    """Where rows pass in that step of their way, one is lost or doubled once it is armed."""
+    once = Once(CHANGES[step, what])
+
+    def wrapped(original: Callable[..., Any], collect: type = object) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            return once(list(value) if collect is list else value)
+
+        return called
+
+    with (
+        patch.object(LocalDriver, "account", wrapped(LocalDriver.account))
+        if step == "source"
+        else patch.object(Block, "of", wrapped(Block.of))
+        if step == "block"
+        else patch.object(delivery, "merge", wrapped(delivery.merge))
+        if step == "delivery"
+        else patch.object(sink, "_pieces", wrapped(sink._pieces, list)),
+        patch.object(RemoteDriver, "account", wrapped(RemoteDriver.account))
+        if step == "source"
+        else nullcontext(),
+    ):
+        yield once
+
+
+RUNS: dict[str, Callable[..., Collector]] = {
+    "alone": alone,
+    "sync": partial(spread, workers=2, mode="sync"),
+    "async": partial(spread, workers=2, mode="async"),
+}
+
+
+def collect(run: str, once: Once, **kwargs: Any) -> tuple[int, Collector, pytest.ExceptionInfo]:
+    """Rows that were yielded until the error came."""
+    source = {"source": NEXT, "lanes": LANES, "frames_per_batch": BATCH, "total_frames": 200}
+    with in_threads(), RUNS[run](policy=ByObservation(), **{**source, **kwargs}) as collector:
+        rows: list[int] = []
+        with pytest.raises(LedgerError) as raised:
+            iterate(collector, rows, once)
+        assert once.done
+        assert list(collector) == [], "the run is over"
+    return sum(rows), collector, raised
+
+
+def iterate(collector: Collector, rows: list[int], once: Once, after: int = BATCH) -> None:
+    """Note how many rows are yielded; arm after so many."""
+    for batch in collector:
+        rows.append(len(batch))
+        if sum(rows) == after:
+            once.arm()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@changes
+def test_a_row_lost_or_doubled_on_its_way_is_an_error_before_it_is_stored(
+    run: str, step: Step, what: str, tmp_path: Path
+) -> None:
+    with tampered(step, what) as once:
+        rows, collector, raised = collect(run, once, storage=tmp_path / "rows")
+    assert 0 < rows < 200
+    assert "does not hold" in str(raised.value) or "expected to hand" in str(raised.value)
+    with open_storage(tmp_path / "rows") as stored:
+        assert stored.head == rows
+    assert collector.ledger.stored == rows
+
+
+@pytest.mark.parametrize("step", ["delivery", "sink"])
+@pytest.mark.parametrize("what", ["lost", "doubled"])
+def test_nothing_of_it_is_in_a_replay_buffer(step: Step, what: str) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(500), batch_size=4)
+    with tampered(step, what) as once:
+        rows, *_ = collect("alone", once, replay_buffer=buffer)
+    assert len(buffer) == rows == BATCH
+
+
+def test_a_storage_that_takes_fewer_rows_than_it_is_given(tmp_path: Path) -> None:
+    with (
+        tampered("sink", "lost"),
+        SyncCollector(
+            OracleTorchEnv(LANES, LENGTHS),
+            frames_per_batch=BATCH,
+            total_frames=50,
+            storage=tmp_path / "rows",
+        ) as collector,
+    ):
+        storage = collector._sink._direct
+        assert storage is not None
+        original = storage.extend
+        with (
+            patch.object(storage, "extend", lambda rows, **kwargs: original(rows, **kwargs)[:-1]),
+            pytest.raises(LedgerError, match="to the storage, got 9"),
+        ):
+            next(iter(collector))
+
+
+# --- after an error -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "step"),
+    [
+        ("alone", "source"),
+        ("sync", "source"),
+        ("async", "block"),
+        *((mode, step) for mode in ("alone", "sync", "async") for step in ("delivery", "sink")),
+    ],
+)
+def test_after_an_error_that_error_is_raised_and_the_other_is_its_note(
+    mode: str, step: Step, tmp_path: Path
+) -> None:
+    # The tenth batch would be transitions 91 to 100, of which the fifth is the bad one.
+    create = spoilt_vec(0, LANES, what="nan", lane=1, at=31)
+    kwargs = {"frames_per_batch": BATCH, "total_frames": 200, "storage": tmp_path / "rows"}
+    with in_threads(), tampered(step, "lost") as once:
+        made = (
+            SyncCollector(create, ByObservation(), **kwargs)
+            if mode == "alone"
+            else start([create], ByObservation(), **kwargs, mode=mode)
+        )
+        with made as collector:
+            rows: list[int] = []
+            with pytest.raises(TransitionError, match="observation lies outside") as raised:
+                # A lease is of four slots, and one is ahead.
+                iterate(collector, rows, once, after=80 if mode == "async" else 90)
+    assert once.done
+    assert any("transitions were not stored" in note for note in raised.value.__notes__)
+    with open_storage(tmp_path / "rows") as stored:
+        assert stored.head == sum(rows)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("mode", ["alone", "sync", "async"])
+def test_unsound_transitions_are_counted_as_discarded(
+    mode: str, stores: bool, tmp_path: Path
+) -> None:
+    create = spoilt_vec(0, LANES, what="nan", lane=1, at=40)
+    kwargs: dict[str, Any] = {"frames_per_batch": 100, "total_frames": 300}
+    kwargs |= {"storage": tmp_path / "rows"} if stores else {}
+    with in_threads():
+        made = (
+            SyncCollector(create, ByObservation(), **kwargs)
+            if mode == "alone"
+            else start([create], ByObservation(), **kwargs, mode=mode)
+        )
+        with made as collector, pytest.raises(TransitionError):
+            list(collector)
+    ledger = collector.ledger
+    # Slot 40 is the bad one; with a storage the 40 before it are rescued.
+    assert ledger.stored == (40 * LANES if stores else 100)
+    assert balanced(ledger)
+    assert ledger.discarded == ledger.executed - ledger.stored > 0
+    assert (ledger.carried, ledger.lost) == (0, 0)
+
+
+class Broken(OracleEnv):
+    """Lane 1 raises in its tenth step, and then lane 0 in its fourth."""
+
+    ahead = threading.Event()
+
+    def step(self, action: Any) -> Any:
+        """Step, or raise."""
+        if self.lane == 1 and self.steps_taken == 9:
+            Broken.ahead.set()
+            raise RuntimeError("broken")
+        if self.lane == 0 and self.steps_taken == 3:
+            assert Broken.ahead.wait(20)
+            raise RuntimeError("broken")
+        return super().step(action)
+
+
+def broken(lane: int) -> Any:
+    make = partial(Broken, lane, LENGTHS)
+    return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
+
+
+def test_transitions_that_a_failed_worker_was_ahead_are_lost(tmp_path: Path) -> None:
+    Broken.ahead.clear()
+    with (
+        in_threads(),
+        start(
+            [partial(broken, lane) for lane in range(2)],
+            ByObservation(),
+            frames_per_batch=40,
+            total_frames=40,
+            storage=tmp_path / "rows",
+        ) as collector,
+        pytest.raises(WorkerRaised, match="broken"),
+    ):
+        list(collector)
+    counts = collector.ledger.counts()
+    wanted = {"executed": 12, "stored": 6, "lost": 6, "discarded": 0}
+    assert {name: counts[name] for name in wanted} == wanted
+
+
+def test_of_a_batch_that_a_ring_took_half_the_half_is_counted(tmp_path: Path) -> None:
+    ring = MemmapStorage(tmp_path / "rows", mode="create", max_size=50)
+    with SyncCollector(
+        alone(DISABLED, lanes=LANES, frames_per_batch=50, total_frames=1).env,
+        ByObservation(),
+        frames_per_batch=50,
+        total_frames=200,
+        storage=ring,
+    ) as collector:
+        next(iter(collector))
+        original, calls = ring.extend, []
+
+        def full(rows: Any, **kwargs: Any) -> Any:
+            calls.append(len(rows[LANE]))
+            if len(calls) == 2:
+                raise OSError("the disk is full")
+            return original(rows, **kwargs)
+
+        two = partial(_in_twos, sink._pieces)
+        with (
+            patch.object(sink, "_pieces", two),
+            patch.object(ring, "extend", full),
+            pytest.raises(OSError, match="disk is full"),
+        ):
+            next(iter(collector))
+    assert calls == [25, 25]
+    assert collector.ledger.stored == ring.head == 75
+    assert collector.ledger.discarded == collector.ledger.executed - 75
+    assert balanced(collector.ledger)
+    ring.close()
+
+
+def _in_twos(original: Any, rows: Any, ring: int) -> Any:
+    for piece in original(rows, ring):
+        half = len(piece[LANE]) // 2
+        yield {key: column[:half] for key, column in piece.items()}
+        yield {key: column[half:] for key, column in piece.items()}

@@ -1,0 +1,373 @@
+"""A reader of a ring whose writer overtakes it: at which moment is chosen, and nothing is torn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tallyroll.storage import MemmapStorage, n_step, n_steps, open_storage
+from tallyroll.storage.engine import engine
+from tallyroll.storage.engine.engine import Engine
+from tallyroll.storage.errors import Overrun
+from tallyroll.storage.files.header import Header
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.trajectories import mapping as trajectories
+from tallyroll.storage.trajectories.columns import RowOrder, unread
+from tallyroll.storage.trajectories.row_links import Links
+
+from lane_model import Model
+
+RING = 60
+IDS, STEP = ("collector", "traj_ids"), ("collector", "step")
+MODEL = Model.random(np.random.default_rng(2), rows=4000, lanes=3, skip=0.0, restart=0.0)
+
+
+class Writer:
+    """Writes the rows of `MODEL` to a ring in turn, each batch with a record of its head."""
+
+    def __init__(self, path: Path) -> None:
+        self.storage = MemmapStorage(path, max_size=RING)
+        self.write(2 * RING + 7)
+
+    def write(self, count: int, *, size: int = 20) -> None:
+        stop = self.storage.head + count
+        while (head := self.storage.head) < stop:
+            to = min(head + size, stop)
+            self.storage.extend(MODEL.rows(head, to), record=str(to).encode())
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    writer = Writer(tmp_path / "ring")
+    yield writer
+    writer.storage.close()
+
+
+@pytest.fixture
+def reader(writer: Writer) -> Iterator[DiskStorage]:
+    with open_storage(writer.storage.path) as reader:
+        yield reader
+
+
+@contextmanager
+def before(
+    owner: Any, name: str, act: Callable[[], object], *, only: object = None
+) -> Iterator[None]:
+    """Call ``act`` each time that method or property ``name`` of ``owner`` is used, at its begin.
+
+    Args:
+        owner: a class or a module.
+        name: of what is used.
+        act: does not use it itself, or not that of ``only``.
+        only: the object whose use counts, None for any.
+    """
+    real = vars(owner)[name]
+
+    def use(self: Any, *args: Any) -> Any:
+        if only is None or self is only:
+            act()
+        return (real.fget if isinstance(real, property) else real)(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        kept = isinstance(real, property)
+        patch.setattr(owner, name, property(use, real.fset) if kept else use)
+        yield
+
+
+@contextmanager
+def after(
+    owner: Any, name: str, act: Callable[[], object], *, only: object = None
+) -> Iterator[None]:
+    """As `before`, at the end of each use of a method or function."""
+    real = vars(owner)[name]
+
+    def use(self: Any, *args: Any) -> Any:
+        found = real(self, *args)
+        if only is None or self is only:
+            act()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, use)
+        yield
+
+
+def times(count: int, act: Callable[[], object]) -> Callable[[], None]:
+    """``act``, but no more often than ``count`` times, and not within itself."""
+    left, acts = count, False
+
+    def use() -> None:
+        nonlocal left, acts
+        if left and not acts:
+            left, acts = left - 1, True
+            act()
+            acts = False
+
+    return use
+
+
+def engine_of(storage: DiskStorage) -> Engine:
+    assert storage._engine is not None
+    return storage._engine
+
+
+def assert_table(storage: DiskStorage, head: int) -> None:
+    """The table of a ring has the trajectories with rows left, as a plain model counts them."""
+    table, first = storage.trajectories.table, head - RING
+    every = MODEL.trajectories().items()
+    left = {id: [row for row in rows if row < head] for id, rows in every}
+    assert set(table["id"].tolist()) == {
+        i for i, rows in left.items() if rows and rows[-1] >= first
+    }
+    for line in table:
+        # From the first row on that was there when they were counted.
+        rows = [row for row in left[line["id"]] if row >= line["first_row"]]
+        assert (rows[0], rows[-1], len(rows)) == (
+            line["first_row"], line["last_row"], line["length"]
+        )  # fmt: skip
+        assert line["first_step"] == MODEL.steps[rows[0]]
+        assert line["return"] == MODEL.rewards[rows].sum()
+
+
+def assert_slices(slices: TensorDict) -> torch.Tensor:
+    """Each is consecutive steps of one trajectory, rows as they were written; their numbers."""
+    numbers = slices["observation"][..., 0].long()
+    want = MODEL.rows()[numbers]
+    for key in (("next", "observation"), ("next", "reward"), ("next", "terminated"), IDS, STEP):
+        assert (slices[key] == want[key]).all(), key
+    assert (want[IDS] == want[IDS][:, :1]).all()
+    assert (want[STEP].diff(dim=1) == 1).all()
+    return numbers
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, RING - 1, RING, 3 * RING])
+def test_rows_that_come_between_two_looks_at_the_counts_hide_none(
+    writer: Writer, reader: DiskStorage, count: int
+) -> None:
+    header = engine_of(reader)._header
+    with before(Header, "reserve", times(1, lambda: writer.write(count)), only=header):
+        span = reader.span
+    head = writer.storage.head
+    assert span == range(head - RING, head)
+
+
+def test_a_head_that_never_rests_hides_rows_and_shows_no_torn_one(
+    writer: Writer, reader: DiskStorage
+) -> None:
+    header = engine_of(reader)._header
+    with before(Header, "reserve", times(500, lambda: writer.write(1)), only=header):
+        span = reader.span
+    head = writer.storage.head
+    assert head - RING <= span.start <= span.stop <= head
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("looks", [0, 1])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_records_that_come_between_two_looks_hide_none(
+    writer: Writer, reader: DiskStorage, count: int, looks: int, slot: int
+) -> None:
+    """After the head, or one slot of two, was looked at; the newest record is in either slot."""
+    writer.write(1 + slot, size=1)
+    waits = looks
+
+    def act() -> None:
+        nonlocal waits
+        waits -= 1
+        if waits == -1:
+            writer.write(count, size=1)
+
+    header = engine_of(reader)._header
+    with before(Header, "_read_slot", act, only=header):
+        record = reader.record
+    head = writer.storage.head
+    assert record == (head, str(head).encode())
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("laps", [1, 3])
+@pytest.mark.parametrize("count", [1, RING // 2, RING])
+@pytest.mark.parametrize("moment", ["their slots", "their numbers"])
+def test_rows_that_are_overwritten_while_they_are_copied_are_copied_again(
+    writer: Writer, reader: DiskStorage, laps: int, count: int, moment: str
+) -> None:
+    """After the reader knew their slots, or their numbers, too."""
+    index = torch.arange(RING).reshape(5, 12)
+    act = times(laps, lambda: writer.write(count))
+    where: tuple[Any, str] = (
+        (Engine, "_slots_in_time") if moment == "their slots" else (engine, "rows_in")
+    )
+    with after(*where, act):
+        got = reader.get(index)
+    numbers = got["observation"][..., 0].long()
+    assert got.batch_size == index.shape
+    assert (numbers % RING == index).all(), "another slot's row"
+    assert numbers.min() >= writer.storage.span.start, "it is no row that is there"
+    want = MODEL.rows()[numbers.reshape(-1)]
+    assert (got.reshape(-1) == want).all(), "a mixture of two rows"
+
+
+@pytest.mark.parametrize("begun", [1, 10, 40])
+def test_rows_that_a_writer_began_to_overwrite_give_way_to_others(
+    writer: Writer, reader: DiskStorage, begun: int
+) -> None:
+    """After the reader knew their slots; the writer stops in the middle, as one that is killed."""
+    mine, head = engine_of(writer.storage), writer.storage.head
+
+    def begin() -> None:
+        mine._reserve(head, head + begun)
+        for column in mine._columns.arrays:
+            column[writer.storage.slots_of(np.arange(head, head + begun))] = 1
+
+    with after(engine, "rows_in", times(1, begin)):
+        got = reader.get(torch.arange(RING - begun))
+    numbers = got["observation"][:, 0].long()
+    assert head + begun - RING <= numbers.min() <= numbers.max() < head
+    assert (got == MODEL.rows()[numbers]).all()
+
+
+def test_a_writer_that_is_always_faster_is_told_in_time(
+    writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tallyroll.storage.engine.engine._PATIENCE_SECONDS", 0.001)
+    lap = times(60, lambda: writer.write(RING, size=RING))
+    wording = rf"is a ring of {RING} rows, and its writer overwrites them faster than these 30 can"
+    with after(engine, "rows_in", lap), pytest.raises(Overrun, match=wording):
+        reader.get(torch.arange(30))
+    assert len(reader.get(torch.arange(30))) == 30, "the reader cannot go on"
+
+
+# --- trajectories ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, RING - 1, RING, RING + 1, 5 * RING])
+@pytest.mark.parametrize("known", [False, True])
+def test_links_and_table_of_a_reader_that_is_lapped_between_two_looks(
+    writer: Writer, reader: DiskStorage, count: int, known: bool
+) -> None:
+    """After it saw the head, before it saw which rows are left of those."""
+    if known:
+        assert_table(reader, writer.storage.head)
+        reader.trajectories.sample_slices(3, 2)
+        writer.write(30)
+    mine = engine_of(reader)
+    for use in ("table", "slices"):
+        with before(Engine, "span", times(1, lambda: writer.write(count)), only=mine):
+            if use == "table":
+                assert len(reader.trajectories.table)
+            else:
+                assert_slices(reader.trajectories.sample_slices(20, 3))
+        assert_table(reader, writer.storage.head)
+        assert_slices(reader.trajectories.sample_slices(20, 3))
+
+
+def test_a_reader_that_comes_late_looks_at_no_row_that_is_gone(
+    writer: Writer, reader: DiskStorage
+) -> None:
+    """However many there were: all that a long run ever wrote, one lap after the other."""
+    mine, links = engine_of(reader), Links(RING)
+    for _ in range(2):
+        writer.write(10 * RING)
+        for start, stop in unread(mine, links):
+            assert writer.storage.head - RING <= start < stop
+            links.extend(RowOrder(mine.schema).chunk(mine, start, stop))
+        assert links.seen == writer.storage.head
+
+
+@pytest.mark.parametrize("count", [1, RING - 1, RING, 5 * RING])
+def test_a_reader_that_is_lapped_while_it_reads_whose_rows_are(
+    writer: Writer, reader: DiskStorage, count: int
+) -> None:
+    act = times(2, lambda: writer.write(count))
+    with after(RowOrder, "_numbers", act):
+        assert len(reader.trajectories.table)
+    assert_table(reader, writer.storage.head)
+    act = times(2, lambda: writer.write(count))
+    with after(RowOrder, "_numbers", act):
+        assert_slices(reader.trajectories.sample_slices(20, 3))
+    assert_slices(reader.trajectories.sample_slices(20, 3))
+
+
+@pytest.mark.parametrize("laps", [1, 3])
+@pytest.mark.parametrize("count", [RING // 3, RING])
+def test_slices_that_are_overwritten_while_they_are_copied_are_drawn_again(
+    writer: Writer, reader: DiskStorage, laps: int, count: int
+) -> None:
+    act = times(laps, lambda: writer.write(count))
+    with after(trajectories, "draw", act):
+        slices = reader.trajectories.sample_slices(40, 3)
+    assert slices.batch_size == (40, 3)
+    assert assert_slices(slices).min() >= writer.storage.span.start
+
+
+def test_slices_of_a_ring_whose_writer_is_always_faster(
+    writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "_PATIENCE_SECONDS", 0.001)
+    lap = times(60, lambda: writer.write(RING, size=RING))
+    wording = rf"a ring of {RING} rows, .* faster than 40 slices of 3 can be read\. Read fewer"
+    with after(trajectories, "draw", lap), pytest.raises(Overrun, match=wording):
+        reader.trajectories.sample_slices(40, 3)
+    assert_slices(reader.trajectories.sample_slices(40, 3))
+
+
+@pytest.mark.parametrize("laps", [1, 3])
+def test_n_steps_that_are_overwritten_while_they_are_read_are_read_again(
+    writer: Writer, reader: DiskStorage, laps: int
+) -> None:
+    act = times(laps, lambda: writer.write(RING // 2))
+    with after(n_steps, "_read", act):
+        found = n_step(reader, torch.arange(RING), 3, 0.5)
+    rows = found["observation"][..., 0].long()
+    assert (rows % RING == torch.arange(RING)).all()
+    assert rows.min() >= writer.storage.span.start
+    for at, row in enumerate(rows.tolist()):
+        total, last, used = MODEL.rewards[row], row, 1
+        while used < 3 and not MODEL.ended(last) and MODEL.next_of(last) in rows:
+            last, used = MODEL.next_of(last), used + 1
+            total += 0.5 ** (used - 1) * MODEL.rewards[last]
+        assert found["steps_to_next_obs"][at].item() == used
+        assert found["next", "observation"][at].item() == last + 0.5
+        assert found["next", "reward"][at].item() == total
+
+
+@pytest.mark.parametrize("begun", [1, 12, 20, 50])
+def test_n_steps_of_a_ring_that_is_half_overwritten(
+    writer: Writer, reader: DiskStorage, begun: int
+) -> None:
+    """An index means the same row as to `get`, and the rows that are gone are nobody's."""
+    mine, head = engine_of(writer.storage), writer.storage.head
+    mine._reserve(head, head + begun)
+    for column in mine._columns.arrays:
+        column[writer.storage.slots_of(np.arange(head, head + begun))] = 1
+    for storage in (reader, writer.storage):
+        index = torch.arange(len(storage))
+        assert len(index) == RING - begun
+        found, rows = n_step(storage, index, 3, 0.5), storage.get(index)
+        assert (found["observation"] == rows["observation"]).all()
+        assert (found["next", "original_reward"] == rows["next", "reward"]).all()
+        numbers = rows["observation"][:, 0].long()
+        assert sorted(numbers.tolist()) == list(range(head + begun - RING, head))
+
+
+def test_n_steps_of_a_ring_whose_writer_is_always_faster(
+    writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(n_steps, "_PATIENCE_SECONDS", 0.001)
+    lap = times(60, lambda: writer.write(RING, size=RING))
+    wording = rf"a ring of {RING} rows, .* faster than 3 steps of these 12 can be read\. Read fewer"
+    with after(n_steps, "_read", lap), pytest.raises(Overrun, match=wording):
+        n_step(reader, torch.arange(12), 3, 0.5)
+    assert len(n_step(reader, torch.arange(12), 3, 0.5)) == 12

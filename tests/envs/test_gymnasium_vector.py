@@ -1,0 +1,220 @@
+"""`GymnasiumVectorEnv` is a right TorchRL environment too, and each space has its column."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, Unbounded
+from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
+
+from tallyroll.collector import GymnasiumVectorEnv
+from tallyroll.collector.envs.gymnasium.vector import autoreset_mode
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+
+from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
+from oracles import (
+    ACTIONS,
+    ENDS,
+    KINDS,
+    OracleEnv,
+    OracleVectorEnv,
+    check_rows,
+    make_oracle_vec,
+)
+
+MODES = list(AutoresetMode)
+
+
+def vec(mode: AutoresetMode, reset_slots: Any = "mask", **kwargs: Any) -> GymnasiumVectorEnv:
+    return GymnasiumVectorEnv(
+        make_oracle_vec(3, LENGTHS, mode=mode, **kwargs), reset_slots=reset_slots
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_specs_hold(mode: AutoresetMode, kind: Any) -> None:
+    check_env_specs(vec(mode, kind=kind))
+    check_env_specs(TransformedEnv(vec(mode, kind=kind), StepCounter()))
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_specs_of_actions_hold(action: Any) -> None:
+    check_env_specs(vec(AutoresetMode.NEXT_STEP, action=action))
+
+
+@pytest.mark.parametrize("kind", ["float", "dict"])
+def test_specs_of_a_native_vector_hold(kind: Any) -> None:
+    check_env_specs(GymnasiumVectorEnv(OracleVectorEnv(3, LENGTHS, kind=kind)))
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("kind", ["float", "uint8", "dict", "tuple"])
+@pytest.mark.parametrize("reset_slots", ["mask", "avoid"])
+@pytest.mark.parametrize("mode", MODES)
+def test_torchrls_own_rollout_holds_true_transitions_only(
+    mode: AutoresetMode, reset_slots: Any, kind: Any, ends: Any
+) -> None:
+    env = vec(mode, reset_slots, kind=kind, ends=ends)
+    rows = env.rollout(20, ByObservation(kind), break_when_any_done=False)
+    check_rows(rows, LENGTHS, kind=kind, ends=ends)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rollout_under_transforms_holds_true_transitions_only(mode: AutoresetMode) -> None:
+    env = TransformedEnv(vec(mode), StepCounter(max_steps=3))
+    rows = env.rollout(20, ByObservation(), break_when_any_done=False)
+    check_rows(rows, LENGTHS, time_limit=3)
+
+
+def test_a_rollout_of_a_native_vector_marks_its_reset_slots() -> None:
+    env = GymnasiumVectorEnv(OracleVectorEnv(3, LENGTHS))
+    rows = env.rollout(20, ByObservation(), break_when_any_done=False)
+    valid = rows["next", "collector", "valid"].squeeze(-1)
+    assert 0 < int((~valid).sum()) < 30
+    assert (rows["next", "reward"].squeeze(-1)[~valid] == 0).all()
+    for lane in range(3):
+        check_rows(rows[lane][valid[lane]].exclude("collector", ("next", "collector")), LENGTHS)
+
+
+def test_lanes_are_reset_by_mask() -> None:
+    env = vec(AutoresetMode.NEXT_STEP)
+    td = env.rand_step(env.reset())["next"]
+    td["_reset"] = torch.tensor([[True], [False], [False]])
+    after = env.reset(td)
+    assert after["observation"][:, 1:].tolist() == [[1, 0], [0, 1], [0, 1]]
+    after = env.rand_step(after)["next"]
+    assert after["observation"][0].tolist() == [0, 1, 1]
+
+
+def test_a_native_vector_is_never_reset_in_part() -> None:
+    env = GymnasiumVectorEnv(OracleVectorEnv(3, LENGTHS))
+    td = env.rand_step(env.reset())["next"]
+    td["_reset"] = torch.tensor([[True], [False], [False]])
+    with pytest.raises(EnvironmentRefused, match="ignores reset masks and would reset every lane"):
+        env.reset(td)
+
+
+@pytest.mark.parametrize(
+    ("space", "spec", "shape"),
+    [
+        (spaces.Box(-1, 2, (2,), np.float64), Bounded, (3, 2)),
+        (spaces.Box(-np.inf, np.inf, (2,), np.float32), Unbounded, (3, 2)),
+        (spaces.Box(0, 255, (2, 2), np.uint8), Bounded, (3, 2, 2)),
+        (spaces.Box(0, 5, (1,), np.int16), Bounded, (3, 1)),
+        (spaces.Discrete(4), Categorical, (3,)),
+        (spaces.Discrete(4, start=-2), Bounded, (3,)),
+        (spaces.MultiDiscrete([2, 3]), MultiCategorical, (3, 2)),
+        (spaces.MultiDiscrete([[2, 3], [4, 5]]), Bounded, (3, 2, 2)),
+        (spaces.MultiBinary(5), Binary, (3, 5)),
+        (spaces.MultiBinary([2, 5]), Binary, (3, 2, 5)),
+    ],
+)
+def test_each_space_has_its_spec_and_its_column(space: Any, spec: Any, shape: Any) -> None:
+    class Sampling(gym.Env[Any, Any]):
+        """Observations sampled from a space, actions from the same one."""
+
+        observation_space = action_space = space
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            """Reset."""
+            super().reset(seed=seed)
+            return space.sample(), {}
+
+        def step(self, action: Any) -> Any:
+            """An observation that is the action."""
+            assert space.contains(action), action
+            return action, 0.0, bool(self.np_random.random() < 0.3), False, {}
+
+    env = GymnasiumVectorEnv(SyncVectorEnv([Sampling] * 3))
+    declared = env.observation_spec["observation"]
+    assert isinstance(declared, spec)
+    assert declared.shape == shape
+    rows = joined(collect(env, frames_per_batch=20, total_frames=60)[0])
+    assert declared.is_in(rows["observation"][:3].reshape(shape))
+    assert torch.equal(rows["next", "observation"], rows["action"])
+    assert len(rows["action"].flatten().unique()) > 1
+
+
+def test_the_mode_is_read_from_the_environment_then_from_its_metadata() -> None:
+    assert [autoreset_mode(make_oracle_vec(1, mode=mode)) for mode in MODES] == MODES
+    native = OracleVectorEnv(1)
+    assert autoreset_mode(native) is AutoresetMode.NEXT_STEP
+    native.metadata = {"autoreset_mode": "SameStep"}
+    assert autoreset_mode(native) is AutoresetMode.SAME_STEP
+    wrapped = gym.wrappers.vector.RecordEpisodeStatistics(
+        make_oracle_vec(1, mode=AutoresetMode.DISABLED)
+    )
+    assert autoreset_mode(wrapped) is AutoresetMode.DISABLED
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gymnasiums_vector_wrappers_go_underneath(mode: AutoresetMode) -> None:
+    def make() -> Any:
+        vector = make_oracle_vec(3, LENGTHS, mode=mode, ends="mixed")
+        return gym.wrappers.vector.RecordEpisodeStatistics(vector)
+
+    batches, _ = collect(make, ByObservation(), frames_per_batch=9, total_frames=60)
+    check_rows(joined(batches), LENGTHS, ends="mixed")
+
+
+def test_a_subclass_of_a_sync_vector_is_one() -> None:
+    class Own(SyncVectorEnv[Any, Any]):
+        """A user's own."""
+
+    makes = [partial(OracleEnv, lane, LENGTHS) for lane in range(3)]
+    batches, _ = collect(Own(makes), ByObservation(), frames_per_batch=9, total_frames=60)
+    check_rows(joined(batches), LENGTHS, from_start=True)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1"])
+def test_gymnasiums_native_entry_point(name: str) -> None:
+    def make() -> Any:
+        return gym.make_vec(name, num_envs=4, vectorization_mode="vector_entry_point")
+
+    batches, collector = collect(make, frames_per_batch=100, total_frames=400, seed=0)
+    rows = joined(batches)
+    assert collector.ledger.reset_slots > 0
+    assert set(rows["next", "reward"].view(-1).tolist()) == {1.0}
+    for ids in rows["collector", "traj_ids"].unique():
+        own = rows[rows["collector", "traj_ids"] == ids]
+        assert torch.equal(own["next", "observation"][:-1], own["observation"][1:])
+        assert (own["observation"][0].abs() <= 0.05).all()
+
+
+def test_an_id_and_a_vector_of_it_give_the_same_rows() -> None:
+    kwargs: dict[str, Any] = {"frames_per_batch": 50, "total_frames": 200, "seed": 1}
+    one, _ = collect("CartPole-v1", num_envs=3, **kwargs)
+    makes = [partial(gym.make, "CartPole-v1")] * 3
+    for cls, more in ((SyncVectorEnv, {}), (AsyncVectorEnv, {"context": "fork"})):
+        other, _ = collect(
+            partial(cls, makes, autoreset_mode=AutoresetMode.DISABLED, **more), **kwargs
+        )
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+
+
+def test_env_kwargs_reach_the_environment() -> None:
+    batches, _ = collect(
+        "CartPole-v1", env_kwargs={"max_episode_steps": 4}, frames_per_batch=20, total_frames=20
+    )
+    assert int(batches[0]["collector", "step"].max()) == 3
+    assert batches[0]["next", "truncated"].any()
+
+
+def test_seeds_are_one_a_lane() -> None:
+    with pytest.raises(ArgumentError, match="wanted 3 seeds, one a lane, got 2"):
+        vec(AutoresetMode.DISABLED).seed_lanes([1, 2])
+
+
+def test_closing_closes_the_vector() -> None:
+    env = vec(AutoresetMode.NEXT_STEP)
+    env.close()
+    assert env.vector_env.closed

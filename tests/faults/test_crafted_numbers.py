@@ -1,0 +1,361 @@
+"""Numbers that nobody would write, with checksums that fit: told as errors of ours, or sound.
+
+In headers, records, manifests, tables, rows, and in what other libraries read. By chance a part of
+them; `TALLYROLL_NUMBERS` times as many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from tallyroll.collector.errors import StateError
+from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.files.header import word_of
+from tallyroll.storage.formats.hdf5.user_block import (
+    USER_BLOCK_NBYTES,
+    newest_manifest,
+    write_manifest,
+)
+
+from hostile_kit import GIB, KINDS, ROWS, WAYS, collect, in_a_child, told_or_done
+
+MORE = int(os.environ.get("TALLYROLL_NUMBERS", "1"))
+TRIALS = 4
+
+WHOLE = [
+    *(-1, 0, 1, 2, 7, 255, 4096),
+    *(
+        s * 2**n + d
+        for n in (16, 31, 32, 47, 48, 53, 62, 63, 64)
+        for d in (-1, 0, 1)
+        for s in (1, -1)
+    ),
+    *(10**30, -(10**30), 10**4299, -(10**4299)),
+]
+VALUES = [
+    *WHOLE,
+    1.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    True,
+    None,
+    "",
+    "1",
+    [],
+    {},
+    [[]],
+    [0],
+]
+
+# Of the header, see `commit` and `origin`.
+RESERVE, HEAD, ORIGIN, SLOTS, SLOT = 64, 128, 192, 4096, 69632
+IDENTITY, RECORD = struct.Struct("<8sqqq"), struct.Struct("<qqqI")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bases")
+    for name, kind in KINDS.items():
+        (place / name).mkdir()
+        collect(place / name / name)
+        if name == "rows":
+            (place / "ring").mkdir()
+            with kind(place / "ring" / name, max_size=30) as ring:
+                collect(ring)  # type: ignore[arg-type]
+    return place
+
+
+def other(draw: random.Random, value: Any = None) -> Any:
+    """Another value, mostly a number."""
+    if type(value) is int and draw.random() < 0.3:
+        return value + draw.choice([-1, 1, 2**31, 2**47])
+    return draw.choice(WHOLE if draw.random() < 0.8 else VALUES)
+
+
+def word(draw: random.Random) -> int:
+    return draw.choice(WHOLE) % 2**64
+
+
+def signed(draw: random.Random) -> int:
+    return (draw.choice(WHOLE) + 2**63) % 2**64 - 2**63
+
+
+def changed(draw: random.Random, value: Any) -> Any:
+    """A JSON value with one of its values, at any depth, changed."""
+    if isinstance(value, (dict, list)) and value and draw.random() < 0.9:
+        found = value.copy()
+        at = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        found[at] = changed(draw, value[at])
+        return found
+    return other(draw, value)
+
+
+# --- what is crafted ------------------------------------------------------------------------------
+
+
+def header_of(path: Path) -> Path:
+    return KINDS[path.name]._format_class(path).header_path
+
+
+def identity(path: Path, draw: random.Random) -> None:
+    with open(header_of(path), "r+b") as file:
+        fields = list(IDENTITY.unpack(file.read(IDENTITY.size)))
+        fields[draw.choice([1, 2, 2, 2, 3])] = signed(draw)
+        content = IDENTITY.pack(*fields)
+        file.seek(0)
+        file.write(content + struct.pack("<I", zlib.crc32(content)))
+
+
+def counts(path: Path, draw: random.Random) -> None:
+    with open(header_of(path), "r+b") as file:
+        places = draw.choice([[RESERVE], [HEAD], [RESERVE, HEAD], [ORIGIN], [ORIGIN + 24]])
+        count = draw.choice([draw.randrange(3 * ROWS), word(draw) % 2**48, 2**48 - 1, 2**47])
+        for at in places:
+            file.seek(at)
+            file.write(struct.pack("<Q", word_of(count) if draw.random() < 0.9 else word(draw)))
+
+
+def record(path: Path, draw: random.Random) -> None:
+    with open(header_of(path), "r+b") as file:
+        start = SLOTS + draw.randrange(2) * SLOT
+        file.seek(start)
+        sequence, head, length, _ = RECORD.unpack(file.read(RECORD.size))
+        payload = file.read(length)
+        if draw.random() < 0.8:
+            value = json.loads(payload)
+            for _ in range(draw.choice([1, 1, 3])):
+                value = changed(draw, value)
+            payload = json.dumps(value).encode()
+        else:
+            sequence, head = draw.choice([(signed(draw), head), (sequence, signed(draw))])
+        crc = zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", sequence, head, len(payload))))
+        file.seek(start)
+        file.write(RECORD.pack(sequence, head, len(payload), crc) + payload)
+
+
+def manifest(path: Path, draw: random.Random) -> None:
+    place = KINDS[path.name]._format_class(path).manifest_path
+    with open(place, "r+b") as file:
+        content = newest_manifest(file.fileno()) if path.name == "rows.h5" else file.read()
+        assert content
+        value = json.loads(content)
+        value.pop("crc32", None)
+        part = draw.choice([*value, "runs", "runs", "schema"])
+        value[part] = changed(draw, value[part])
+        content = json.dumps(value).encode()
+        if path.name == "rows.h5":
+            write_manifest(file.fileno(), content)
+        else:
+            file.seek(0)
+            file.truncate()
+            file.write(content)
+
+
+def table(path: Path, draw: random.Random) -> None:
+    place = KINDS[path.name]._format_class(path).episodes_path
+    content = place.read_bytes()[:-12]
+    length = struct.unpack_from("<H", content, 8)[0]
+    text, lines = content[10 : 10 + length], content[10 + length :]
+    how = draw.randrange(4)
+    if how < 2:
+        array = np.load(place).copy()
+        for _ in range(draw.choice([1, 3])):
+            name = draw.choice(array.dtype.names or ())
+            kind = array.dtype[name]
+            value = signed(draw) % 2 ** (8 * kind.itemsize - 1) if kind.kind == "i" else np.nan
+            array[name][draw.randrange(len(array))] = value if draw.random() < 0.7 else -value
+        lines = array.tobytes()
+    elif how == 2:
+        shape = draw.choice(
+            [
+                b"(99999999999999999999999,)",
+                b"(-1,)",
+                b"(" * 3000,
+                b"()",
+                b"(1e9,)",
+                b"(3",
+                b"(0x,)",
+            ]
+        )
+        text = text.replace(b"(%d,)" % (len(lines) // np.load(place).itemsize), shape)
+    else:
+        text = draw.choice([b"{" * 9000, b"1" * 5000, b"'''", b"{'descr': 3}", b"-" * 9999, b"\0"])
+    if draw.random() < 0.2:
+        lines = lines[: draw.randrange(len(lines))]
+    content = content[:8] + struct.pack("<H", len(text) % 2**16) + text + lines
+    place.write_bytes(content + b"tallyCRC" + zlib.crc32(content).to_bytes(4, "little"))
+
+
+def rows(path: Path, draw: random.Random) -> None:
+    """Ids, steps, lanes, versions, flags and rewards that cannot be."""
+    with open_storage(path, "append") as storage:
+        engine = storage._engine
+        assert engine is not None
+        for _ in range(draw.choice([1, 1, 4])):
+            column = draw.choice(engine._columns.arrays)[: len(storage)].reshape(len(storage), -1)
+            at = slice(None) if draw.random() < 0.3 else draw.randrange(len(storage))
+            if column.dtype.kind == "i":
+                column[at] = np.array(signed(draw)).astype(column.dtype)
+            elif column.dtype.kind == "b":
+                column[at] = draw.random() < 0.5
+            else:
+                column[at] = draw.choice([np.nan, np.inf, -np.inf, 3e38, 0])
+        before = storage.episodes_path.read_bytes()
+    if draw.random() < 0.5:
+        storage.episodes_path.write_bytes(before)
+
+
+def shown(path: Path, draw: random.Random) -> None:
+    """What other libraries read."""
+    if path.name == "rows.h5":
+        with h5py.File(path, "r+") as file:
+            name = draw.choice(["rows", "capacity", "provenance", "schema"])
+            value = draw.choice([signed(draw), 1.5, "text", np.zeros(5000), np.zeros(0), b"\xff"])
+            file.attrs[name] = value
+        return
+    names = "meta.json" if path.name == "rows" else "zarr.json"
+    place = draw.choice(sorted(path.rglob(names)))
+    place.write_text(json.dumps(changed(draw, json.loads(place.read_bytes()))))
+
+
+def metadata(path: Path, draw: random.Random) -> None:
+    """HDF5's own numbers, before the first dataset and between them."""
+    with open(path, "r+b") as file:
+        size = min(os.fstat(file.fileno()).st_size, USER_BLOCK_NBYTES + 2**17)
+        file.seek(USER_BLOCK_NBYTES)
+        content = file.read(size - USER_BLOCK_NBYTES)
+        used = [at for at in range(0, len(content) - 8, 8) if any(content[at : at + 8])]
+        for _ in range(draw.choice([1, 2, 5])):
+            file.seek(USER_BLOCK_NBYTES + draw.choice(used) + draw.choice([0, 0, 0, 2, 4]))
+            file.write(struct.pack("<Q", word(draw))[: draw.choice([1, 2, 4, 8])])
+
+
+CRAFTS = (identity, counts, record, manifest, table, rows, shown, metadata)
+
+
+def cases() -> Iterator[Any]:
+    for craft in CRAFTS:
+        for name in ("rows", "ring", "rows.h5", "rows.zarr"):
+            if craft is not metadata or name == "rows.h5":
+                yield pytest.param(name, craft, id=f"{name}-{craft.__name__}")
+
+
+@pytest.mark.parametrize(("name", "craft"), list(cases()))
+@pytest.mark.filterwarnings("ignore:unclosed storage")
+def test_numbers_that_nobody_would_write(
+    name: str, craft: Callable[[Path, random.Random], None], bases: Path, tmp_path: Path
+) -> None:
+    def trials() -> list[str]:
+        found = []
+        for seed in range(TRIALS * MORE):
+            draw = random.Random(f"{name} {craft.__name__} {seed}")
+            work = tmp_path / str(seed)
+            shutil.copytree(bases / name, work)
+            (path,) = (each for each in work.iterdir() if each.name in KINDS)
+            craft(path, draw)
+            ways = WAYS if MORE > 1 else (*WAYS[:3], draw.choice(WAYS[3:]))
+            for way in ways:
+                copy = tmp_path / "copy"
+                shutil.copytree(work, copy)
+                if wrong := told_or_done(way, copy / path.name):
+                    found.append(f"seed {seed}, {way.__name__}:\n{wrong}")
+                shutil.rmtree(copy)
+            shutil.rmtree(work)
+        return found
+
+    wrong = in_a_child(trials, seconds=100 * MORE, nbytes=4 * GIB)
+    assert not wrong, f"{len(wrong)} times\n" + "\n\n".join(wrong[:20])
+
+
+# --- known ones -----------------------------------------------------------------------------------
+
+LARGE = 9 * 10**4299
+"""It has as many digits as Python reads; a sum of two has one more than it writes."""
+
+
+def give_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    with open_storage(path, "append") as storage:
+        assert storage.record is not None
+        value = json.loads(storage.record[1])
+        change(value)
+        storage.put_record(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        dict.fromkeys(["slots", "executed", "reset_slots", "stored", "discarded"], LARGE),
+        {"incarnation": LARGE, "respawned": -LARGE},
+        {"stored": LARGE, "lost": -LARGE},
+        {"carried": LARGE, "lost": LARGE},
+    ],
+    ids=["sums", "resumes", "stored", "lost"],
+)
+def test_a_ledger_of_large_counts(counts: dict[str, int], bases: Path, tmp_path: Path) -> None:
+    for way in WAYS:
+        work = tmp_path / way.__name__
+        shutil.copytree(bases / "rows", work)
+        give_record(work / "rows", lambda value: value["ledger"].update(counts))
+        assert told_or_done(way, work / "rows") == ""
+
+
+def test_a_run_of_large_counts(bases: Path, tmp_path: Path) -> None:
+    shutil.copytree(bases / "rows", tmp_path / "work")
+    path = tmp_path / "work" / "rows"
+    with open_storage(path, "append") as storage:
+        run = storage.manifest["runs"][-1]
+        storage._write_runs([{**run, "incarnation": LARGE, "respawned": -LARGE}])
+    for way in WAYS:
+        assert told_or_done(way, path) == ""
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_no_ids_are_left(recorded: bool, bases: Path, tmp_path: Path) -> None:
+    """A run that goes on would have to number its trajectories from there."""
+    shutil.copytree(bases / "rows", tmp_path / "work")
+    path = tmp_path / "work" / "rows"
+    if recorded:
+        give_record(path, lambda value: value.update(next_id=2**63))
+    else:
+        with open_storage(path, "append") as storage:
+            assert storage._engine is not None
+            keys = storage.schema.keys
+            ids = storage._engine._columns.arrays[keys.index(("collector", "traj_ids"))]
+            ids[:ROWS] = 2**63 - 1
+    with pytest.raises(StateError, match="no room for more behind it"):
+        collect(path, 2 * ROWS, resume=True)
+
+
+@pytest.mark.parametrize("shape", [[1] * 64, [1] * 63 + [2]])
+def test_more_dimensions_than_arrays_have(shape: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with MemmapStorage(path) as storage:
+        storage.extend({("x",): np.zeros((8, *[1] * 62), np.int8)})
+    found = json.loads((path / "manifest.json").read_bytes())
+    found.pop("crc32")
+    found["schema"][0]["shape"] = shape
+    (path / "manifest.json").write_text(json.dumps(found))
+    with open(path / "tallyroll.header", "r+b") as file:
+        crc = zlib.crc32(json.dumps(found["schema"]).encode())
+        content = IDENTITY.pack(b"TALLYROL", 3, 0, crc)
+        file.write(content + struct.pack("<I", zlib.crc32(content)))
+        for at in (RESERVE, HEAD):
+            file.seek(at)
+            file.write(struct.pack("<Q", word_of(4)))
+    with pytest.raises(CorruptStorage, match="65 dimensions, rows included"):
+        open_storage(path)

@@ -1,0 +1,42 @@
+"""Damaged storages: a clear error of ours or a right answer, in little memory and time.
+
+And nothing outside is touched. ``TALLYROLL_FUZZED=10000`` tries so many, by default some hundred.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "support" / "storages" / "fuzzed_storages.py"
+COUNT = int(os.environ.get("TALLYROLL_FUZZED", "160"))
+PARTS = 2
+SECONDS_EACH = 5.0
+
+
+@pytest.mark.timeout(120 + SECONDS_EACH * COUNT)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damage_is_told_and_touches_nothing_else(part: int, tmp_path: Path) -> None:
+    first, stop = part * COUNT // PARTS, (part + 1) * COUNT // PARTS
+    done = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path / "fuzzed", str(first), str(stop)],
+        capture_output=True,
+        text=True,
+        timeout=100 + SECONDS_EACH * COUNT,
+    )
+    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    wrong = [json.dumps(case) for case in cases if case["wrong"]]
+    assert not wrong, "\n".join(wrong)
+    # What ends the process, as a bus error does, ends it before the line.
+    assert done.returncode == 0, f"case {first + len(cases)}: {done.returncode}\n{done.stderr}"
+    assert [case["number"] for case in cases] == list(range(first, stop))
+    # The damage is real: much of it is noticed, in several ways.
+    told = Counter(name for case in cases for name in case["refused"])
+    assert sum(1 for case in cases if case["refused"]) > len(cases) / 4
+    assert len(told) > 2, told

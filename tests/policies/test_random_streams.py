@@ -1,0 +1,291 @@
+"""Random actions are those of a lane, whichever process steps it, and states stay with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.data import (
+    Binary,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
+from torchrl.envs import InitTracker, TransformedEnv
+from torchrl.modules import GRUModule, OrnsteinUhlenbeckProcessModule
+
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.policies.masked_actions import pick, uniforms
+from tallyroll.collector.policies.random_actions import block_draw
+
+from collect_kit import ByObservation, joined
+from oracles import OracleTorchEnv, make_oracle_vec
+from policies_kit import recurrent
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    Run,
+    Telling,
+    alone,
+    assert_alike,
+    in_threads,
+    make,
+    shares,
+    spread,
+    start,
+    through,
+)
+
+BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
+
+
+class Masked(OracleTorchEnv):
+    """Three actions, of which the mask allows those that the observation says."""
+
+    def __init__(self, first: int, lanes: int, one_hot: bool) -> None:
+        super().__init__(lanes, LENGTHS, first_lane=first, ends="mixed")
+        self.observation_spec["action_mask"] = Binary(3, (lanes, 3), dtype=torch.bool)
+        spec = OneHot(3, shape=(lanes, 3)) if one_hot else Categorical(3, shape=(lanes,))
+        self.action_spec = Composite(action=spec, shape=(lanes,))
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        action = td["action"].int().argmax(-1) if td["action"].ndim > 1 else td["action"]
+        return super()._step(td.clone().set("action", action % 2))
+
+    def _out(self, *args: Any) -> Any:
+        out = super()._out(*args)
+        marks = torch.arange(3) != out["observation"].sum(-1, keepdim=True).long() % 3
+        return out.set("action_mask", marks)
+
+
+def tracked(source: str, first: int, lanes: int) -> TransformedEnv:
+    env = make(source, first, lanes)
+    if isinstance(env, VectorEnv):
+        env = GymnasiumVectorEnv(env)
+    return TransformedEnv(env, InitTracker())
+
+
+def alike(made: Callable[[int, int], Any], policy: Any = None, **kwargs: Any) -> Run:
+    """The same rows by one process, and by one, two and three workers."""
+    with in_threads():
+        one = through(SyncCollector(partial(made, 0, LANES), policy, **kwargs))
+        for workers in (1, 2, 3):
+            makes = [partial(made, first, own) for first, own in shares(LANES, workers)]
+            assert_alike(one, through(start(makes, policy, **kwargs)))
+    return one
+
+
+@pytest.mark.parametrize("random_frames", [None, 23])
+@pytest.mark.parametrize("source", [DISABLED, NEXT, "torch"])
+def test_actions_do_not_depend_on_how_lanes_are_spread(
+    source: str, random_frames: int | None
+) -> None:
+    policy = None if random_frames is None else Telling()
+    extra = {} if random_frames is None else {"init_random_frames": random_frames}
+    run = alike(partial(make, source), policy, **BUDGET, **extra, max_frames_per_traj=4)
+    rows = joined(run.batches)
+    drawn = rows["collector", "policy_version"] == -1
+    assert int(drawn.sum()) == (random_frames or 120)
+    assert len(rows["action"][drawn].unique()) == 2
+    if policy is not None:
+        assert not rows["told"][drawn].any()
+        assert rows["told"][~drawn].any(-1).all()
+
+
+@pytest.mark.parametrize("random_frames", [None, 23])
+def test_nor_do_they_where_only_some_lanes_are_stepped(random_frames: int | None) -> None:
+    policy = None if random_frames is None else ByObservation()
+    extra = {} if random_frames is None else {"init_random_frames": random_frames}
+    made = partial(make, "serial")
+    alike(made, policy, **{**BUDGET, "frames_per_batch": 7}, **extra, surplus="never_step")
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_masked_actions_do_not_depend_on_it_and_are_legal(one_hot: bool) -> None:
+    rows = joined(alike(partial(Masked, one_hot=one_hot), **BUDGET).batches)
+    action = rows["action"].int().argmax(-1) if one_hot else rows["action"]
+    assert rows["action_mask"].gather(-1, action[:, None]).all()
+    assert len(action.unique()) == 3
+
+
+def test_a_transform_changes_no_action() -> None:
+    with in_threads():
+        plain = joined(through(alone(DISABLED, **BUDGET)).batches)
+        through_torchrl = SyncCollector(partial(tracked, DISABLED, 0, LANES), **BUDGET)
+        copied = joined(through(through_torchrl).batches)
+    rng = np.random.default_rng(driver_seed(3, 0))
+    assert torch.equal(plain["action"], copied["action"])
+    first = plain[(plain["collector", "traj_ids"] < LANES) & (plain["collector", "step"] == 0)]
+    assert first["action"].tolist() == rng.integers(2, size=(4, LANES))[0].tolist()
+
+
+@pytest.mark.parametrize("made", [partial(tracked, DISABLED), partial(Masked, one_hot=False)])
+def test_workers_that_do_not_wait_for_one_another_draw_other_actions(made: Any) -> None:
+    makes = [partial(made, 0, 3)] * 2
+    with in_threads():
+        run = through(start(makes, **{**BUDGET, "total_frames": 200}, mode="async"))
+    rows = joined(run.batches)
+    lanes = [rows[rows["collector", "lane"] == lane]["action"] for lane in range(6)]
+    for lane in range(3):
+        count = min(len(lanes[lane]), len(lanes[lane + 3]), 20)
+        assert count > 10
+        assert not torch.equal(lanes[lane][:count], lanes[lane + 3][:count])
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Categorical(4, shape=(5,)),
+        Categorical(4, shape=(5, 2)),
+        OneHot(4, shape=(5, 4)),
+        MultiCategorical([2, 4], shape=(5, 2)),
+    ],
+)
+def test_each_legal_action_is_as_likely(spec: TensorSpec) -> None:
+    shape = uniforms(spec)
+    assert shape is not None
+    several = type(spec) is MultiCategorical
+    width = 6 if several else 4
+    lead = (5, 2) if spec.shape == (5, 2) and not several else (5,)
+    generator = np.random.default_rng(0)
+    allowed = torch.from_numpy(generator.random((*lead, width)) < 0.6)
+    allowed[0] = False  # nothing is legal: all are
+    counts = torch.zeros(*lead, width)
+    for _ in range(3000):
+        action = pick(spec, allowed, generator.random(shape))
+        assert spec.is_in(action)
+        if several:
+            action = action + torch.tensor([0, 2])
+            counts.scatter_add_(-1, action, torch.ones(5, 2))
+        elif type(spec) is OneHot:
+            counts += action
+        else:
+            counts.scatter_add_(-1, action[..., None], torch.ones(*lead, 1))
+    for part in (slice(0, 2), slice(2, 6)) if several else (slice(None),):
+        legal = allowed[..., part] | ~allowed[..., part].any(-1, keepdim=True)
+        wanted = legal / legal.sum(-1, keepdim=True)
+        assert (counts[..., part] / 3000 - wanted).abs().max() < 0.04
+
+
+def test_the_largest_uniform_number_is_an_action_too() -> None:
+    top = np.nextafter(1.0, 0.0)
+    spec = Categorical(3, shape=(1,))
+    assert pick(spec, torch.ones(1, 3, dtype=torch.bool), np.array([top])).tolist() == [2]
+
+
+def test_a_spec_with_a_mask_of_its_own_is_not_drawn_in_blocks() -> None:
+    spec = Categorical(3, shape=(2,), mask=torch.tensor([True, False, True]))
+    assert block_draw(spec) is None
+    one_hot = block_draw(OneHot(3, shape=(2, 3)))
+    assert one_hot is not None
+    drawn = one_hot(np.random.default_rng(0), 50)
+    assert drawn.shape == (50, 2, 3)
+    assert (drawn.sum(-1) == 1).all()
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["alone", "sync", "async", "one lane a worker"])
+@pytest.mark.parametrize("random_frames", [2, 11])
+def test_at_random_a_recurrent_state_stays_as_it_is(run: str, random_frames: int) -> None:
+    _, policy = recurrent(GRUModule)
+    kwargs = {**BUDGET, "init_random_frames": random_frames}
+    with in_threads():
+        if run == "alone":
+            collector: Any = alone("torch", policy, **kwargs)
+        elif run == "one lane a worker":
+            collector = spread("single", 3, policy, 3, **kwargs)
+        else:
+            collector = spread("torch", 2, policy, **kwargs, mode=run)
+        rows = joined(through(collector).batches)
+    drawn = rows["collector", "policy_version"] == -1
+    assert int(drawn.sum()) == random_frames
+    assert torch.equal(rows["next", "h"][drawn], rows["h"][drawn])
+    assert not rows["out"][drawn].any()
+    assert (rows["next", "h"][~drawn] != rows["h"][~drawn]).flatten(1).any(1).all()
+    # What the policy sees after its random frames is the state of the beginning.
+    after = drawn.roll(1) & ~drawn & (rows["collector", "step"] > 0)
+    assert not rows["h"][after].any()
+
+
+def test_noise_that_a_policy_carries_goes_from_step_to_step_and_not_on() -> None:
+    env = partial(tracked, "torch", 0, LANES)
+    rows = joined(through(SyncCollector(env, noisy(), **BUDGET)).batches)
+    # The module counts its steps since the trajectory began, and writes the count.
+    assert torch.equal(rows["_ou_steps"].view(-1), rows["collector", "step"] + 1)
+
+
+@pytest.mark.filterwarnings("ignore:The tensordict passed to Ornstein")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("source", [DISABLED, "torch"])
+def test_noise_that_would_be_lost_or_go_on_is_refused(source: str, workers: int) -> None:
+    wanted = r"\['_ou_prev_noise', '_ou_steps'\] and reads them .* TransformedEnv\(env, InitTracker"
+    run = partial(spread, source, workers) if workers else partial(alone, source)
+    with in_threads(), pytest.raises(PolicyError, match=wanted):
+        run(noisy(), **BUDGET)
+
+
+def noisy() -> TensorDictSequential:
+    """Its action is noise that it carries, made a decision by its sign."""
+    value = TensorDictModule(_nothing, in_keys=["observation"], out_keys=["value"])
+    noise = OrnsteinUhlenbeckProcessModule(
+        spec=Unbounded((1,)),
+        annealing_num_steps=10,
+        action_key="value",
+    )
+    sign = TensorDictModule(_sign, in_keys=["value"], out_keys=["action"])
+    return TensorDictSequential(value, noise, sign)
+
+
+def _nothing(observation: torch.Tensor) -> torch.Tensor:
+    return observation[..., :1] * 0
+
+
+def _sign(value: torch.Tensor) -> torch.Tensor:
+    return (value[..., 0] > 0).long()
+
+
+def test_states_under_next_without_a_primer_are_refused_where_they_are_read() -> None:
+    def counting(td: TensorDictBase) -> TensorDictBase:
+        before = td.get("memory", torch.zeros(*td.batch_size, 1))
+        return ByObservation()(td).set(("next", "memory"), before + 1)
+
+    def telling(td: TensorDictBase) -> TensorDictBase:
+        total = td["observation"].sum(-1, keepdim=True)
+        return ByObservation()(td).set(("next", "total"), total)
+
+    with pytest.raises(PolicyError, match=r"\['next\.memory'\] .* add a primer"):
+        alone("torch", counting, **BUDGET)
+    rows = joined(through(alone("torch", telling, **BUDGET)).batches)
+    assert torch.equal(rows["next", "total"], rows["observation"].sum(-1, keepdim=True))
+
+
+def test_a_policy_that_draws_or_counts_is_not_taken_for_one_with_states() -> None:
+    seen: list[int] = []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        seen.append(len(seen))
+        chance = torch.rand(td.batch_size)
+        td = ByObservation()(td).set("chance", chance)
+        return td.set("calls", torch.full(td.batch_size, len(seen)))
+
+    vector = make_oracle_vec(LANES, LENGTHS)
+    through(SyncCollector(vector, policy, **BUDGET))

@@ -1,0 +1,331 @@
+"""Each example runs for a few steps, as a user runs it, and prints what it promises."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import zarr
+from tensordict import TensorDict
+
+from tallyroll.storage import MemmapStorage, open_storage
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# As in pyproject.toml: warnings are errors, but for the one that importing torchrl gives.
+WARNINGS = ("-W", "error", "-W", "ignore:Creating:DeprecationWarning")
+
+
+def run(name: str, directory: Path, **options: int | str) -> str:
+    """What the example prints, run in ``directory``."""
+    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    done = subprocess.run(
+        [sys.executable, *WARNINGS, str(EXAMPLES / name), *arguments],
+        cwd=directory,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "TMPDIR": str(directory)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[int]:
+    """The groups of the only match of ``pattern`` in ``text``."""
+    (match,) = re.finditer(pattern, text, re.MULTILINE)
+    return [int(group) for group in match.groups()]
+
+
+def cells(label: str, table: str) -> list[str]:
+    """The cells of the table's only row that begins with ``label``."""
+    (line,) = (line for line in table.splitlines() if line.startswith(f"│ {label} "))
+    return [cell.strip() for cell in line.strip("│").split("│")[1:]]
+
+
+def counts(label: str, table: str) -> list[int]:
+    return [int(cell) for cell in cells(label, table)]
+
+
+def names_of(name: str) -> dict[str, Any]:
+    """What the example defines."""
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_help_names_every_option_with_its_default(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    options = re.findall(r"^  --([a-z-]+)", text, re.MULTILINE)
+    assert len(options) >= 5
+    assert " ".join(text.split()).count("(default: ") == len(options)
+    assert f"python examples/{path.name}" in text
+
+
+def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(tmp_path: Path) -> None:
+    out = run(
+        "collect_to_disk.py",
+        tmp_path,
+        frames=1001,
+        frames_per_batch=300,
+        num_envs=3,
+        out="rows",
+        sample=32,
+    )
+    with MemmapStorage(tmp_path / "rows", mode="read") as storage:
+        assert len(storage) == 1001
+    assert out.startswith("1001 transitions in ")
+    # 334 steps of 3 lanes; a lane that is reset by mask spends no slot on it.
+    assert "ledger: 1002 slots = 1002 executed + 0 resets" in out
+    assert "1002 executed = 1001 stored + 1 discarded" in out
+    assert "rows: 1001 rows, " in out
+    assert "a sample of 32:" in out
+    assert re.search(r"^  next\.observation +torch\.float32 +\[32, 4\]$", out, re.MULTILINE)
+
+
+def test_ppo_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+    out = run(
+        "ppo.py",
+        tmp_path,
+        total_frames=300,
+        frames_per_batch=128,
+        num_envs=4,
+        epochs=1,
+        minibatch=64,
+        eval_episodes=3,
+    )
+    sizes = re.findall(r"^batch +(\d+)  frames +(\d+) ", out, re.MULTILINE)
+    assert sizes == [("128", "128"), ("128", "256"), ("44", "300")]
+    stored, slots, resets, beyond = numbers(
+        r"(\d+) transitions, exactly: (\d+) slots - (\d+) reset slots - (\d+) beyond", out
+    )
+    assert stored == 300 == slots - resets - beyond
+    assert resets > 0
+    (episodes,) = numbers(r"evaluation: mean return [\d.]+ over (\d+) episodes", out)
+    assert episodes == 3
+
+
+def test_ppo_multiprocess_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+    out = run(
+        "ppo_multiprocess.py",
+        tmp_path,
+        total_frames=300,
+        frames_per_batch=128,
+        num_envs=2,
+        epochs=1,
+        minibatch=64,
+        eval_episodes=3,
+    )
+    sizes = re.findall(r"^batch +(\d+)  frames +(\d+) ", out, re.MULTILINE)
+    assert sizes == [("128", "128"), ("128", "256"), ("44", "300")]
+    stored, slots, resets, beyond = numbers(
+        r"(\d+) transitions, exactly: (\d+) slots - (\d+) reset slots - (\d+) beyond", out
+    )
+    assert stored == 300 == slots - resets - beyond
+    assert resets > 0
+
+
+def test_ppo_multiprocess_differs_from_ppo_by_its_collector() -> None:
+    one, many = (
+        (EXAMPLES / name).read_text(encoding="utf-8").split('"""\n', 2)[1].splitlines()
+        for name in ("ppo.py", "ppo_multiprocess.py")
+    )
+    changed = [line for line in difflib.unified_diff(one, many, n=0) if line[0] in "+-"]
+    assert changed[2:] == [
+        "-from tallyroll.collector import SyncCollector, evaluate",
+        "+from tallyroll.collector import MultiprocessCollector, evaluate",
+        '-    num_envs: int = option(8, "lanes")',
+        '+    num_workers: int = option(2, "processes that step environments")',
+        '+    num_envs: int = option(4, "lanes of each of them")',
+        "-    collector = SyncCollector(",
+        "+    collector = MultiprocessCollector(",
+        "+        num_workers=args.num_workers,",
+    ]
+
+
+def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> None:
+    out = run("exact_benchmark.py", tmp_path, frames=1001, frames_per_batch=300, episodes=3)
+    slots, resets = counts("slots", out), counts("- reset slots", out)
+    executed, discarded = counts("= executed", out), counts("- discarded", out)
+    assert counts("= stored", out) == [1001, 1001]
+    assert [a - b for a, b in zip(slots, resets, strict=True)] == executed
+    assert [a - b for a, b in zip(executed, discarded, strict=True)] == [1001, 1001]
+    assert resets[0] > resets[1]
+    mean_random, mean_balance = map(float, cells("mean return, 3 whole episodes", out))
+    assert mean_random < 100 < mean_balance
+
+
+def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
+    out = run(
+        "dqn.py",
+        tmp_path,
+        total_frames=1000,
+        random_frames=200,
+        num_envs=16,
+        frames_per_batch=48,
+        ring=300,
+        updates=1,
+        minibatch=16,
+        eval_episodes=3,
+    )
+    # 63 steps of 16 lanes.
+    assert (
+        "1000 transitions, exactly: 1008 executed - 8 beyond the budget; 200 with random actions, "
+        "700 overwritten, 300 in the ring"
+    ) in out
+    assert re.search(r"^frames +1000  in the ring +300  epsilon 0\.05 ", out, re.MULTILINE)
+    verdict = r"evaluation: mean return [\d.]+ over (\d+) episodes \((?:not )?solved; (\d+) tran"
+    episodes, transitions = numbers(verdict, out)
+    assert episodes == 3
+    assert transitions >= 3 * 8
+    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+
+
+def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+    out = run(
+        "async_offpolicy.py",
+        tmp_path,
+        total_frames=1001,
+        random_frames=200,
+        num_envs=16,
+        frames_per_batch=64,
+        ring=300,
+        updates=1,
+        minibatch=16,
+        eval_episodes=3,
+    )
+    executed, beyond = numbers(
+        r"^1001 transitions, exactly: (\d+) executed - (\d+) beyond the budget; 200 with random "
+        r"actions, 701 overwritten, 300 in the ring$",
+        out,
+    )
+    assert executed - beyond == 1001
+    assert beyond < 16
+    # 16 batches, and none of the first three begins an update; the last one is of 41.
+    versions, most = numbers(
+        r"^weights: (\d+) versions, one for every 64 transitions; [\d.]+ versions old on average "
+        r"when a transition arrived, at most (\d+)$",
+        out,
+    )
+    assert versions == 13
+    assert 1 <= most <= 4
+    verdict = r"evaluation: mean return [\d.]+ over (\d+) episodes \((?:not )?solved; (\d+) tran"
+    episodes, _ = numbers(verdict, out)
+    assert episodes == 3
+    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+
+
+@pytest.mark.parametrize("name", ["dqn.py", "async_offpolicy.py"])
+def test_dqn_says_solved_from_475_on(name: str) -> None:
+    assert names_of(name)["SOLVED"] == 475
+
+
+def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Path) -> None:
+    out = run(
+        "sequence_batches.py",
+        tmp_path,
+        frames=5000,
+        frames_per_batch=800,
+        num_envs=16,
+        slice_len=20,
+        slices=16,
+        updates=200,
+    )
+    found = re.findall(r"^updates +(\d+)  error at first ([\d.]+)  later ([\d.]+)$", out, re.M)
+    assert [int(update) for update, _, _ in found] == [0, 40, 80, 120, 160, 200]
+    first, later = ([float(line[place]) for line in found] for place in (1, 2))
+    assert later[-1] < later[0] / 4
+    assert later[-1] < 0.7 * first[-1]
+    rows, trajectories, long = numbers(
+        r"(\d+) transitions, (\d+) trajectories, (\d+) of them at least 20 long", out
+    )
+    assert rows == 5000
+    assert 16 <= long <= trajectories
+    drawn, across = numbers(r"(\d+) slices, (\d+) of them across batches, none across traj", out)
+    assert drawn == 3200
+    assert 0 < across < drawn
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        (("collector", "traj_ids"), torch.tensor([5, 5, 6])),
+        (("collector", "step"), torch.tensor([3, 4, 6])),
+        (("observation",), torch.tensor([[0.0], [1.0], [3.0]])),
+    ],
+)
+def test_sequence_batches_notices_a_slice_of_two_trajectories(
+    key: tuple[str, ...], wrong: torch.Tensor
+) -> None:
+    check = names_of("sequence_batches.py")["check"]
+    values = torch.tensor([[0.0], [1.0], [2.0]])
+    slices = TensorDict(
+        {
+            "observation": values,
+            "next": {"observation": values + 1},
+            "collector": {"traj_ids": torch.tensor([5, 5, 5]), "step": torch.tensor([3, 4, 5])},
+        },
+        [3],
+    )[None]
+    check(slices)
+    with pytest.raises(AssertionError):
+        check(slices.set(key, wrong[None]))
+
+
+def test_other_libraries_read_what_open_storage_reads(tmp_path: Path) -> None:
+    out = run(
+        "read_with_h5py_and_zarr.py",
+        tmp_path,
+        frames=1001,
+        frames_per_batch=300,
+        num_envs=3,
+        out="shared",
+    )
+    same = "1001 rows, every bit as open_storage gives it"
+    for library in ("h5py", "tensordict", "zarr", "tensorstore", "xarray"):
+        assert re.search(rf"^  {library} +{same}$", out, re.MULTILINE)
+    assert out.count("CartPole-v1, 3 lanes, seed 0") == 2
+    assert out.count("finalized, 1001 rows verified: ") == 2
+    assert out.endswith("both hold the same rows\n")
+
+    # What it says, seen without it.
+    h5, group = (tmp_path / "shared" / f"cartpole.{ending}" for ending in ("h5", "zarr"))
+    root = zarr.open_group(group, mode="r")
+    with h5py.File(h5) as file, open_storage(h5) as storage:
+        assert storage.manifest["finalized"]["checksums"]["rows"] == 1001
+        assert (file.attrs["rows"], root.attrs["rows"]) == (1001, 1001)
+        assert json.loads(file.attrs["schema"]) == json.loads(root.attrs["schema"])
+        keys = storage.schema.keys
+        assert len(keys) == 11
+        for key in keys:
+            wanted, name = storage.column(key), "/".join(key)
+            assert file[name].shape == root[name].shape == wanted.shape
+            assert len(wanted) == 1001
+            assert file[name][...].tobytes() == root[name][...].tobytes() == wanted.tobytes()
+
+
+def test_reading_notices_another_bit_name_shape_or_dtype() -> None:
+    same = names_of("read_with_h5py_and_zarr.py")["same"]
+    ours = {"reward": np.zeros((4, 1), np.float32)}
+    assert same(ours, {"reward": np.zeros((4, 1), np.float32)})
+    assert not same(ours, {"reward": -np.zeros((4, 1), np.float32)})
+    assert not same(ours, {"reward": np.zeros(4, np.float32)})
+    assert not same(ours, {"reward": np.zeros((4, 1), np.int32)})
+    assert not same(ours, {"rewards": np.zeros((4, 1), np.float32)})

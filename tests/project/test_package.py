@@ -1,0 +1,169 @@
+"""The wheel and the sdist: what is in them, and that they live beside a user's own modules."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("collector", "storage")
+
+# The public names, pinned: changing them is a decision, not an accident.
+PUBLIC: dict[str, list[str]] = {
+    "tallyroll.collector": [
+        "CollectorError",
+        "Episode",
+        "Evaluation",
+        "GymnasiumVectorEnv",
+        "Info",
+        "Ledger",
+        "MultiprocessCollector",
+        "SyncCollector",
+        "evaluate",
+        "split_trajectories",
+    ],
+    "tallyroll.storage": [
+        "CorruptStorage",
+        "Finding",
+        "H5Storage",
+        "MemmapStorage",
+        "Report",
+        "RowsMismatch",
+        "Schema",
+        "SchemaMismatch",
+        "StorageError",
+        "StorageExists",
+        "StorageFull",
+        "StorageLocked",
+        "StorageMissing",
+        "TrajectorySliceSampler",
+        "ZarrStorage",
+        "n_step",
+        "open_storage",
+        "verify",
+    ],
+}
+
+
+def run(*command: object, cwd: Path, **env: str) -> str:
+    """Stdout of a command that must succeed."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from it, of a copy of the tree."""
+    tree = tmp_path_factory.mktemp("tree")
+    skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=skip, dirs_exist_ok=True)
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, cwd=tree)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (found,) = dist.glob("tallyroll-*.whl")
+    return found
+
+
+def source_files() -> set[str]:
+    """Every file that the wheel must hold, by its path there."""
+    files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
+    return {
+        f"tallyroll/{path.relative_to(ROOT)}"
+        for path in files
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+
+
+def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    code = {name for name in names if ".dist-info/" not in name}
+    assert code == source_files()
+    assert {"tallyroll/collector/py.typed", "tallyroll/storage/py.typed"} <= code
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_holds_what_the_gate_needs(dist: Path) -> None:
+    (sdist,) = dist.glob("tallyroll-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"check.sh", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md"} <= names
+    assert {"tests/conftest.py", "tests/support/oracles.py", "collector/py.typed"} <= names
+
+
+def test_the_wheel_lives_beside_a_users_storage_and_collector(wheel: Path, tmp_path: Path) -> None:
+    site, user = tmp_path / "site", tmp_path / "user"
+    user.mkdir()
+    for name in FOLDERS:
+        (user / f"{name}.py").write_text("WHOSE = 'the user'\n")
+    (user / "main.py").write_text(
+        "import collector, storage, tallyroll.collector, tallyroll.storage\n"
+        "print(collector.WHOSE, storage.WHOSE, sep='\\n')\n"
+        "print(tallyroll.collector.__file__, tallyroll.storage.__file__, sep='\\n')\n"
+    )
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--target", site, wheel, cwd=tmp_path)
+    lines = run(sys.executable, "main.py", cwd=user, PYTHONPATH=str(site)).split("\n")
+    assert lines[:2] == ["the user"] * 2
+    assert lines[2:4] == [str(site / "tallyroll" / name / "__init__.py") for name in FOLDERS]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_pinned(package: str) -> None:
+    module = __import__(package, fromlist=["*"])
+    assert list(module.__all__) == PUBLIC[package]
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, f"{package}.{name} has no docstring"
+
+
+def imported_modules(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def test_storage_never_imports_collector() -> None:
+    for path in (ROOT / "storage").rglob("*.py"):
+        assert not any(n.startswith("tallyroll.collector") for n in imported_modules(path)), path
+
+
+def test_the_command_says_what_it_does() -> None:
+    tallyroll = Path(sys.executable).parent / "tallyroll"
+    assert "collect" in run(tallyroll, "--help", cwd=ROOT)
+
+
+def test_each_public_name_is_what_it_says() -> None:
+    told = run(
+        sys.executable,
+        "-c",
+        "import tallyroll.collector as c, tallyroll.storage as s\n"
+        "from tallyroll.collector import *\n"
+        "print(all(callable(getattr(m, n)) for m in (c, s) for n in m.__all__))",
+        cwd=ROOT,
+    )
+    assert told.strip() == "True"

@@ -1,0 +1,78 @@
+"""What the README shows is what happens, and the benchmarks run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tallyroll.storage import open_storage
+
+ROOT = Path(__file__).resolve().parents[2]
+SHM = Path("/dev/shm")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(*command: object, cwd: Path, scratch: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env={**os.environ, "TMPDIR": str(scratch or cwd)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(BLOCKS[0], encoding="utf-8")
+    told = run("example.py", cwd=tmp_path)
+    assert told.count("torch.Size([1000])") == 10
+    assert "torch.Size([1]) " in told
+    assert "'stored': 10001" in told
+    assert "torch.Size([256, 4])" in told
+
+
+def test_the_example_with_workers_runs(tmp_path: Path) -> None:
+    """On an environment that needs no extra, and on fewer processes."""
+    block = BLOCKS[1]
+    for there, here in (("HalfCheetah-v5", "CartPole-v1"), ("=4,", "=2,"), ("1_000_000", "8200")):
+        assert block.count(there) == 1
+        block = block.replace(there, here)
+    (tmp_path / "example.py").write_text(block, encoding="utf-8")
+    told = run("example.py", cwd=tmp_path)
+    assert told.count("torch.Size([4096])") == 2
+    assert "torch.Size([8]) " in told
+    with open_storage(tmp_path / "data" / "cheetah") as storage:
+        assert len(storage) == 8200
+
+
+def test_no_other_block_is_a_script() -> None:
+    assert len(BLOCKS) == 2
+
+
+def test_the_files_that_it_names_are_there() -> None:
+    named = re.findall(r"`((?:examples|benchmarks)/[\w./]*)`", README)
+    named += [f"examples/{name}" for name in re.findall(r"`(\w+\.py)`", README)]
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["collect", "split", "memory", "profile_loop", "storage", "storage_slices", "workers"],
+)
+def test_each_benchmark_runs(script: str, tmp_path: Path) -> None:
+    # Some make and delete hundreds of storages, which takes minutes on a slow disk.
+    with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else tmp_path) as scratch:
+        command = "-W", "ignore", ROOT / f"benchmarks/{script}.py", "--quick"
+        told = run(*command, cwd=tmp_path, scratch=Path(scratch))
+    assert "us / vector step" in told or "us / call" in told or "MiB" in told

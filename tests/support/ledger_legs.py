@@ -1,0 +1,73 @@
+"""Legs of a run, each a process of its own; small enough for it to import."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tallyroll.collector import SyncCollector
+from tallyroll.storage import MemmapStorage
+
+from collect_kit import ByObservation
+from worker_kit import LANES, factory
+
+RUN: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 90}
+
+
+@dataclass(frozen=True)
+class Leg:
+    """So many batches, from the `start` to the `end`.
+
+    `start`: "new", "append" (another run, in the same storage), "resume", "load" (append, and load
+    the state that was saved last), "elsewhere" (load it in a new storage); `older`: the one that
+    was saved before. `end`: "kill" or "close"; with None batches the run goes on to its end.
+    """
+
+    start: str
+    batches: int | None
+    end: str = "kill"
+    older: bool = False
+
+
+def lead(leg: Leg, source: str, path: Path, state: Any, connection: Connection) -> None:
+    """In a process of its own: tell the ledger once it stands, and at every batch."""
+    torch.set_num_threads(1)
+    resumes = leg.start == "resume"
+    storage: Any = path if resumes else MemmapStorage(
+        path, mode="append" if leg.start in ("load", "append") else "create"
+    )  # fmt: skip
+    collector = SyncCollector(
+        factory(source, 0, LANES),
+        ByObservation(),
+        storage=storage,
+        seed=None if resumes else 5,
+        resume=resumes,
+        **RUN,
+    )
+    if state is not None:
+        collector.load_state_dict(state)
+
+    def tell(rows: int, ends: int) -> None:
+        connection.send((collector.ledger.counts(), rows, ends, collector.state_dict()))
+        connection.recv()
+
+    tell(0, 0)
+    if leg.batches != 0:
+        for number, batch in enumerate(collector, start=1):
+            ends = batch["next", "done"].reshape(-1) & ~batch["collector", "cut"]
+            tell(len(batch), int(ends.sum()))
+            if number == leg.batches:
+                break
+    if leg.end == "kill" and leg.batches is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    collector.shutdown()
+    connection.send(collector.ledger.counts())
+    connection.recv()
+    if not resumes:
+        storage.close()

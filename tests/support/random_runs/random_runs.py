@@ -1,0 +1,284 @@
+"""A configuration is run: collectors are made, their batches taken, and what was stored read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector.run_loop import Collector
+from tallyroll.storage import MemmapStorage, ZarrStorage, open_storage
+
+from random_configurations import Configuration
+from random_environments import close, make_env
+from random_lanes import Event, World
+from random_policies import make_policy
+from worker_kit import QUICK, in_threads, shares, start
+
+RING = 32
+
+
+@dataclass
+class Run:
+    """One collector's life."""
+
+    number: int
+    batches: list[TensorDictBase] = field(default_factory=list)
+    copies: list[TensorDictBase] = field(default_factory=list)
+    """The batches as they were when they came."""
+    error: BaseException | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    updated_at: int | None = None
+    """Rows that were there when the policy got new weights."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that were yielded, padding left out."""
+        return sum(count_of(batch) for batch in self.copies)
+
+
+@dataclass
+class Outcome:
+    """What came of a configuration."""
+
+    runs: list[Run]
+    journals: dict[tuple[int, int], list[list[Event]]]
+    stored: list[TensorDictBase]
+    """What the storages hold, one for each."""
+    paths: list[Path]
+    buffer: TensorDictBase | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The one that ended it."""
+        return self.runs[-1].error
+
+
+def count_of(batch: TensorDictBase) -> int:
+    """Rows of a batch of any layout."""
+    mask = batch.get(("collector", "mask"), None)
+    return int(batch.numel() if mask is None else mask.sum())
+
+
+def identity(batch: TensorDictBase) -> TensorDictBase:
+    """Changes nothing."""
+    return batch
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What TorchRL and Gymnasium warn of is not the matter here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def carry_out(config: Configuration, folder: Path) -> Outcome:
+    """Run ``config``, with its files in ``folder``."""
+    journals = folder / "journals"
+    journals.mkdir()
+    world = World(str(folder), str(journals) if config.uses_files else None)
+    threads = config.workers and config.threads
+    with quiet(), in_threads() if threads else nullcontext():
+        try:
+            return _Runner(config, folder, world).outcome()
+        finally:
+            world.forget()
+
+
+class _Runner:
+    def __init__(self, config: Configuration, folder: Path, world: World) -> None:
+        self.config, self.folder, self.world = config, folder, world
+        self.paths: list[Path] = []
+        self.buffer: ReplayBuffer | None = None
+        self.to_close: list[Any] = []
+        self.runs: list[Run] = []
+
+    def outcome(self) -> Outcome:
+        try:
+            self._phases()
+        finally:
+            for each in self.to_close:
+                close(each)
+        stored = []
+        for path in self.paths:
+            if path.exists():
+                with open_storage(path) as storage:
+                    rows = torch.from_numpy(storage.slots_of(np.array(storage.span, np.int64)))
+                    stored.append(storage.get(rows).clone())
+        memory = None
+        if self.buffer is not None and len(self.buffer):
+            memory = self.buffer.storage.get(slice(0, len(self.buffer))).clone()
+        return Outcome(self.runs, self.world.read(), stored, self.paths, memory)
+
+    # --- phases -----------------------------------------------------------------------------------
+
+    def _phases(self) -> None:
+        config = self.config
+        phase, after = config.phase, config.phase_after
+        if phase not in ("resume", "state", "append"):
+            self._run(0, config.seed)
+            return
+        state: dict[str, Any] = {}
+        if phase == "state":
+            self._run(
+                0, config.seed, leave=after, at_leaving=lambda c: state.update(c.state_dict())
+            )
+        else:
+            self._run(0, config.seed, leave=after)
+        if self.runs[-1].error is not None or (phase == "state" and not state):
+            return
+        if phase == "resume":
+            self._run(1, None, resume=True)
+        elif phase == "append":
+            self._run(1, config.seed + 1, append=True)
+        else:
+            self._run(1, config.seed, another=True, at_start=lambda c: c.load_state_dict(state))
+
+    def _run(
+        self,
+        number: int,
+        seed: int | None,
+        *,
+        leave: int = 0,
+        at_leaving: Callable[[Collector], Any] | None = None,
+        at_start: Callable[[Collector], Any] | None = None,
+        **sink: bool,
+    ) -> None:
+        """Collect: to the end, or until so many batches came."""
+        run = Run(number)
+        self.runs.append(run)
+        collector: Collector | None = None
+        storage: Any = None
+        try:
+            given = self._sinks(**sink)
+            storage = given.get("storage")
+            collector = self._collector(number, seed=seed, **given)
+            with collector:
+                if at_start is not None:
+                    at_start(collector)
+                self._iterate(run, collector, leave)
+                if at_leaving is not None and run.batches:
+                    at_leaving(collector)
+        except Exception as error:  # noqa: BLE001  it is judged
+            run.error = error
+        finally:
+            if collector is not None and hasattr(collector, "ledger"):
+                run.counts = collector.ledger.counts()
+            if hasattr(storage, "close"):
+                storage.close()
+
+    def _iterate(self, run: Run, collector: Collector, leave: int) -> None:
+        config = self.config
+        for batch in collector:
+            collector.ledger.check()
+            run.batches.append(batch)
+            run.copies.append(batch.clone())
+            if len(run.batches) == leave:
+                break
+            if len(run.batches) == config.phase_after:
+                if config.phase == "stop":
+                    collector.stop()
+                elif config.phase == "weights":
+                    collector.update_policy_weights_()
+                    run.updated_at = run.rows
+                elif config.phase == "seed":
+                    collector.set_seed(config.seed // 2)
+
+    # --- what a collector is made of --------------------------------------------------------------
+
+    def _sinks(
+        self, *, resume: bool = False, append: bool = False, another: bool = False
+    ) -> dict[str, Any]:
+        sink = self.config.sink
+        suffix = {"h5": ".h5", "zarr": ".zarr"}.get(sink, "")
+        path = self.folder / f"data{2 if another else 1}{suffix}"
+        if sink == "":
+            return {}
+        buffer = None
+        if sink in ("buffer", "memory and disk"):
+            buffer = ReplayBuffer(storage=LazyTensorStorage(2000))
+        if sink != "buffer" and path not in self.paths:
+            self.paths.append(path)
+        if sink == "buffer":
+            self.buffer = buffer
+            return {"replay_buffer": buffer}
+        if sink == "buffer on disk":
+            storage = MemmapStorage(path)
+            return {"replay_buffer": ReplayBuffer(storage=storage), "storage": storage}
+        if sink == "memory and disk":
+            self.buffer = buffer
+            return {"storage": path, "replay_buffer": buffer}
+        if sink == "ring":
+            return {"storage": MemmapStorage(path, max_size=RING)}
+        if append:
+            kind = ZarrStorage if sink == "zarr" else MemmapStorage
+            return {"storage": kind(path, mode="append")}
+        return {"storage": path} | ({"resume": True} if resume else {})
+
+    def _collector(self, number: int, **given: Any) -> Collector:
+        config = self.config
+        policy = make_policy(config.policy, config.env.lane, config.policy_keys)
+        options: dict[str, Any] = {
+            name: getattr(config, name)
+            for name in (
+                "frames_per_batch",
+                "total_frames",
+                "total_episodes",
+                "layout",
+                "surplus",
+                "init_random_frames",
+                "max_frames_per_traj",
+                "reset_at_each_iter",
+                "validate",
+                "yield_large",
+            )
+        }
+        options |= given
+        if config.postproc:
+            options["postproc"] = identity
+        options |= config.settling
+        of_vector: dict[str, Any] = {"info_keys": config.infos} if config.infos else {}
+        if "rename" in options:
+            of_vector["rename"] = options.pop("rename")
+        if config.env.is_vector:
+            options["reset_slots"] = config.reset_slots
+        if not config.env.adapter:
+            options |= of_vector
+        make = partial(make_env, config.env, self.world, number, of_vector)
+        if not config.workers:
+            env: Any = make
+            if config.given == "object":
+                env = make()
+                self.to_close.append(env)
+            return SyncCollector(env, policy, **options)
+        factories = [
+            partial(make, first=first, lanes=lanes)
+            for first, lanes in shares(config.env.lanes, config.workers)
+        ]
+        if config.threads:
+            return MultiprocessCollector(factories, policy, mode=config.mode, **QUICK, **options)
+        return start(factories, policy, mode=config.mode, **options)
+
+
+def flat(batch: TensorDictBase) -> TensorDictBase:
+    """The rows of a batch of any layout, lane by lane and in time within a lane."""
+    rows = batch.reshape(-1)
+    mask = rows.get(("collector", "mask"), None)
+    if mask is not None:
+        rows = rows[mask.reshape(-1)].exclude(("collector", "mask"))
+    keys = [rows["collector", name].numpy() for name in ("step", "traj_ids", "lane")]
+    order = np.lexsort(keys)
+    if np.array_equal(order, np.arange(len(order))):
+        return rows
+    return rows[torch.from_numpy(order)]

@@ -1,0 +1,491 @@
+"""Environments and policies that travel to workers, and runs through any number of them.
+
+Small enough for a worker to import. Most tests start real processes; where hundreds of runs are
+wanted (`in_threads`), the same workers answer the same messages over the same kind of pipe from
+threads of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import Pipe, forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import cloudpickle
+import numpy as np
+import psutil
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from tensordict.nn import TensorDictSequential as Sequential
+from torchrl.envs import EnvBase, SerialEnv
+
+from tallyroll.collector import (
+    GymnasiumVectorEnv,
+    MultiprocessCollector,
+    SyncCollector,
+    multiprocess,
+)
+from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.workers import messages, worker
+from tallyroll.collector.workers.processes import Crew, Member
+from tallyroll.collector.workers.worker import Worker, raised
+
+from collect_kit import Batches, ByObservation, OwnTicks, assert_same
+from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, Rows, length_of, make_oracle_vec
+
+LENGTHS = [[3, 1, 4], [1, 1, 2], [5], [2, 7], [1, 9, 1]]
+LANES = 5
+QUICK = {"mp_start_method": "forkserver", "threads_per_worker": 1}
+
+Env = EnvBase | VectorEnv
+Counts = dict[str, int]
+
+
+# --- environments of lanes first, first + 1, … --------------------------------------------------
+
+
+class FurtherVectorEnv(OracleVectorEnv):
+    """A native vector whose first lane is another than 0."""
+
+    def __init__(self, first_lane: int, num_envs: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(num_envs, *args, **kwargs)
+        for lane, env in enumerate(self.lanes):
+            env.lane = first_lane + lane
+
+
+def _vec(mode: AutoresetMode, first: int, lanes: int, **kwargs: Any) -> Env:
+    lengths = kwargs.pop("lengths", LENGTHS)
+    return make_oracle_vec(lanes, lengths, mode=mode, first_lane=first, **kwargs)
+
+
+def _avoided(first: int, lanes: int, **kwargs: Any) -> Env:
+    vector = _vec(AutoresetMode.NEXT_STEP, first, lanes, **kwargs)
+    return GymnasiumVectorEnv(vector, reset_slots="avoid")
+
+
+def _native(first: int, lanes: int, **kwargs: Any) -> Env:
+    return FurtherVectorEnv(first, lanes, kwargs.pop("lengths", LENGTHS), **kwargs)
+
+
+def _torch(first: int, lanes: int | None, **kwargs: Any) -> Env:
+    return OracleTorchEnv(lanes, kwargs.pop("lengths", LENGTHS), first_lane=first, **kwargs)
+
+
+def _serial(first: int, lanes: int, **kwargs: Any) -> Env:
+    return SerialEnv(
+        lanes, [partial(_torch, first + lane, None, **kwargs) for lane in range(lanes)]
+    )
+
+
+def _single(first: int, lanes: int, **kwargs: Any) -> Env:
+    assert lanes == 1
+    return _torch(first, None, **kwargs)
+
+
+SOURCES: dict[str, Callable[..., Env]] = {
+    **{mode.value: partial(_vec, mode) for mode in AutoresetMode},
+    "avoided": _avoided,
+    "native": _native,
+    "torch": _torch,
+    "serial": _serial,
+    "single": _single,
+}
+DISABLED, NEXT, SAME = (
+    mode.value
+    for mode in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+)
+RESET_SLOTS = (NEXT, "native")
+"""Sources that spend a slot on each reset."""
+
+
+def make(source: str, first: int, lanes: int, **kwargs: Any) -> Env:
+    """An environment of that source; kwargs go to the oracle, whose ends are mixed."""
+    env = SOURCES[source](first, lanes, **{"ends": "mixed", **kwargs})
+    MADE.append(env)
+    return env
+
+
+MADE: list[Env] = []
+"""All that :func:`make` made in this process since workers are threads."""
+
+
+def steps_and_resets() -> tuple[int, int]:
+    """What all lanes of `MADE` did."""
+    lanes = [lane for env in MADE for lane in _lanes_of(env)]
+    return sum(lane[0] for lane in lanes), sum(lane[1] for lane in lanes)
+
+
+def _lanes_of(env: Any) -> Iterator[tuple[int, int]]:
+    vector = env.vector_env if isinstance(env, GymnasiumVectorEnv) else env
+    if isinstance(vector, SyncVectorEnv):
+        yield from ((each.steps_taken, each.resets_done) for each in vector.envs)
+    else:
+        yield from zip(vector.steps_taken, vector.resets_done, strict=True)
+
+
+def factory(source: str, first: int, lanes: int, **kwargs: Any) -> Callable[[], Env]:
+    """Makes it where it is called."""
+    return partial(make, source, first, lanes, **kwargs)
+
+
+def shares(lanes: int, workers: int) -> list[tuple[int, int]]:
+    """First lane and number of lanes of each worker, the first ones having one more."""
+    sizes = [lanes // workers + (worker < lanes % workers) for worker in range(workers)]
+    return [(sum(sizes[:worker]), size) for worker, size in enumerate(sizes)]
+
+
+def factories(source: str, workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
+    """One a worker."""
+    return [factory(source, first, own, **kwargs) for first, own in shares(lanes, workers)]
+
+
+# --- policies -----------------------------------------------------------------------------------
+
+
+class Telling(ByObservation):
+    """Writes a column of its own, made of what it sees."""
+
+    def __init__(self, kind: Any = "float") -> None:
+        super().__init__(kind)
+        self.out_keys = ["action", "told", ("deep", "told")]
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action and the columns."""
+        td = super().forward(td)
+        told = td["observation"][..., :2].double() + 0.25
+        return td.set("told", told).set(("deep", "told"), told.sum(-1).int())
+
+
+class Dawdling(ByObservation):
+    """Takes now no time and now some, so that workers overtake each other."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Wait, and write the action."""
+        time.sleep(random.choice((0, 0, 0.0002, 0.001)))
+        return super().forward(td)
+
+
+class Versioned(TensorDictModuleBase):
+    """Its weights are all one number, which its action encodes and its columns show.
+
+    `weight` is large, so that half of it may be new and half old; `mark` is a buffer.
+    """
+
+    def __init__(self, entries: int = 7) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["observation"], ["action", "low", "high", "mark"]
+        self.weight = torch.nn.Parameter(torch.zeros(entries))
+        self.register_buffer("seen_mark", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("fleeting", torch.zeros(3), persistent=False)
+
+    def set_to(self, number: int) -> Versioned:
+        """Every weight and buffer becomes `number`."""
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(number)
+        return self
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action and what the weights are."""
+        low, high = self.weight.min().item(), self.weight.max().item()
+        total = td["observation"].long().sum(-1) + int(low)
+        each = torch.ones(td.batch_size)
+        marks = torch.stack([each * self.seen_mark, each * self.fleeting[1]], -1)
+        td.set("low", each * low).set("high", each * high).set("mark", marks)
+        return td.set("action", total % 2)
+
+
+def chosen_by(rows: TensorDictBase, number: torch.Tensor) -> torch.Tensor:
+    """The actions of `Versioned` with these weights, a number a row."""
+    return (rows["observation"].long().sum(-1) + number) % 2
+
+
+def drawing(td: TensorDictBase) -> TensorDictBase:
+    """A stochastic policy: torch's generator."""
+    return td.set("action", torch.randint(0, 2, td.batch_size))
+
+
+def linear() -> Sequential:
+    """A greedy linear policy."""
+    logits = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"])
+    return Sequential(logits, TensorDictModule(_argmax, in_keys=["logits"], out_keys=["action"]))
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+# --- environments that take their time ----------------------------------------------------------
+
+
+class Slow(OracleEnv):
+    """Each step of the lanes `slow` (by default all) takes `seconds`; tells when it was made."""
+
+    def __init__(
+        self, lane: int, *args: Any, seconds: float = 0.0, slow: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(lane, *args, **kwargs)
+        self.seconds = seconds if slow is None or lane in slow else 0.0
+
+    def step(self, action: Any) -> Any:
+        """Wait, and step."""
+        if self.seconds:
+            time.sleep(self.seconds)
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "made_at": time.time()}
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Begin the next episode."""
+        observation, info = super().reset(**kwargs)
+        return observation, {**info, "made_at": time.time()}
+
+
+class Spoilt(OracleEnv):
+    """The transition `at` of lane `bad` is wrong: `what` says how."""
+
+    def __init__(self, *args: Any, bad: int, at: int, what: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bad, self.at, self.what = bad, at, what
+
+    def step(self, action: Any) -> Any:
+        """Step, and spoil it."""
+        observation, reward, *rest = super().step(action)
+        if self.lane == self.bad and self.steps_taken == self.at + 1:
+            if self.what == "nan":
+                observation = np.full_like(observation, np.nan)
+            elif self.what == "range":
+                observation = observation - 1e5
+            else:
+                reward = float("nan")
+        return observation, reward, *rest
+
+
+def _spoilt(first: int, lanes: int, **kwargs: Any) -> Env:
+    each = range(first, first + lanes)
+    makes = [partial(Spoilt, lane, LENGTHS, ends="mixed", **kwargs) for lane in each]
+    return SyncVectorEnv(makes, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def spoilt_vec(first: int, lanes: int, *, what: str, lane: int, at: int) -> Callable[[], Env]:
+    """A factory of lanes of which one is `Spoilt`."""
+    return partial(_spoilt, first, lanes, bad=lane, at=at, what=what)
+
+
+def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> Env:
+    """Lanes that are `Slow`, autoreset disabled."""
+    makes = [
+        partial(Slow, lane, lengths, **{"ends": "mixed", **kwargs})
+        for lane in range(first, first + lanes)
+    ]
+    return SyncVectorEnv(makes, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def slow_factories(workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
+    """One a worker."""
+    return [partial(slow_vec, first, own, **kwargs) for first, own in shares(lanes, workers)]
+
+
+def ticking(first: int, lanes: int, mode: AutoresetMode) -> Env:
+    """Lanes whose infos count ticks from each reset on."""
+    makes = [
+        partial(OwnTicks, lane, LENGTHS, ends="mixed", frame_skip=4, noops=3)
+        for lane in range(first, first + lanes)
+    ]
+    return SyncVectorEnv(makes, autoreset_mode=mode)
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What came of a run, and its ledger at every yield and at the end."""
+
+    batches: Batches
+    counts: list[Counts]
+    collector: Collector
+    episodes: list[Any] = field(default_factory=list)
+
+
+def through(collector: Collector, batches: int | None = None) -> Run:
+    """Iterate to the end, or for so many batches, and shut down."""
+    run = Run([], [], collector)
+    with collector:
+        for batch in collector:
+            collector.ledger.check()
+            run.batches.append(batch)
+            run.counts.append(collector.ledger.counts())
+            if len(run.batches) == batches:
+                break
+    collector.ledger.check()
+    run.counts.append(collector.ledger.counts())
+    run.episodes = list(collector.episodes)
+    if isinstance(collector, MultiprocessCollector):
+        assert_gone(collector.worker_pids)
+    return run
+
+
+def assert_gone(pids: Sequence[int]) -> None:
+    """Within five seconds none of these processes is there."""
+    until = time.monotonic() + 5
+    while any(map(_alive, pids)):
+        assert time.monotonic() < until, f"processes {pids} are left"
+        time.sleep(0.005)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def alone(source: str, policy: Any = None, lanes: int = LANES, **kwargs: Any) -> SyncCollector:
+    """The collector of one process."""
+    own = kwargs.pop("oracle", {})
+    return SyncCollector(factory(source, 0, lanes, **own), policy, **kwargs)
+
+
+def start(create: Any, policy: Any = None, **kwargs: Any) -> MultiprocessCollector:
+    """A collector whose workers start quickly."""
+    warm_fork_server()
+    return MultiprocessCollector(create, policy, **{**QUICK, **kwargs})
+
+
+def spread(
+    source: str, workers: int, policy: Any = None, lanes: int = LANES, **kwargs: Any
+) -> MultiprocessCollector:
+    """The collector of so many processes; the same lanes as :func:`alone`."""
+    own = kwargs.pop("oracle", {})
+    return start(factories(source, workers, lanes, **own), policy, **kwargs)
+
+
+def warm_fork_server() -> None:
+    """A fork server that has imported this module, whoever started one before."""
+    server: Any = forkserver._forkserver
+    if __name__ in server._preload_modules and server._forkserver_pid is not None:
+        return
+    server._stop()
+    server.set_forkserver_preload([*server._preload_modules, Worker.__module__, __name__])
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
+        server.ensure_running()
+
+
+def assert_alike(one: Run, other: Run) -> None:
+    """Batches, bit by bit, the ledger at every yield, and the log of episodes."""
+    assert [len(batch) for batch in other.batches] == [len(batch) for batch in one.batches]
+    for mine, theirs in zip(one.batches, other.batches, strict=True):
+        assert mine.batch_size == theirs.batch_size
+        assert_same(mine, theirs)
+    assert other.counts == one.counts
+    assert other.episodes == one.episodes
+
+
+def as_stored(batches: Batches) -> TensorDict:
+    """Rows of batches of any layout but "rows", lane by lane within each batch."""
+    parts = []
+    for batch in batches:
+        rows = batch
+        if ("collector", "mask") in batch.keys(True, True):
+            rows = batch[batch["collector", "mask"].reshape(batch.batch_size)]
+        parts.append(rows)
+    joined = torch.cat(parts)
+    assert isinstance(joined, TensorDict)
+    return joined
+
+
+def assert_first_started(
+    checked: Rows, lanes: range, lengths: Any, *, resets: bool = False
+) -> None:
+    """The episodes of the lanes of one worker are whole, and the first that it started.
+
+    `resets`: each reset takes a slot. `checked` is of all rows, in the order of each lane.
+    """
+    whole: dict[int, int] = {}
+    for lane in lanes:
+        at = checked.lane == lane
+        whole[lane] = int(checked.ended[at].sum())
+        wanted = sum(length_of(lengths, lane, episode) for episode in range(whole[lane]))
+        assert at.sum() == wanted, f"lane {lane}: an episode was cut or left out"
+    taken = sum(whole.values())
+    starts = []
+    for lane in lanes:
+        slot = 0
+        for episode in range(taken + 1):
+            starts.append((slot, lane, episode))
+            slot += length_of(lengths, lane, episode) + resets
+    first = {(lane, episode) for _, lane, episode in sorted(starts)[:taken]}
+    assert first == {(lane, episode) for lane in lanes for episode in range(whole[lane])}
+
+
+# --- workers in threads -------------------------------------------------------------------------
+
+
+class WorkerThread:
+    """What a crew asks of a process, of a thread of this one."""
+
+    pid = 2**30  # there is no such process: to kill it does nothing
+    exitcode = None
+
+    def __init__(self, connection: Connection, job: bytes) -> None:
+        self.sentinel, self._end = os.pipe()
+        self._closed = weakref.finalize(self, os.close, self.sentinel)
+        self._thread = threading.Thread(target=self._serve, args=(connection, job), daemon=True)
+        self._thread.start()
+
+    def _serve(self, connection: Connection, job: bytes) -> None:
+        """As `worker.main` does, without what is for a process."""
+        served = None
+        try:
+            served = Worker(cloudpickle.loads(job))
+            messages.send(connection, served.made())
+            served.serve(connection)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # noqa: BLE001  the parent raises it
+            messages.send(connection, raised(error, "making the environment"))
+        finally:
+            if served is not None:
+                served.env.close(raise_if_closed=False)
+            connection.close()
+            os.close(self._end)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        self._thread.join(timeout)
+
+
+class ThreadCrew(Crew):
+    """A crew whose workers are threads."""
+
+    def __init__(self, jobs: Sequence[bytes], **kwargs: Any) -> None:
+        self._plain = list(jobs)
+        super().__init__(jobs, **{**kwargs, "start_method": "spawn"})
+
+    def _started(self, index: int) -> Member:
+        ours, theirs = Pipe()
+        process = WorkerThread(theirs, self._plain[index])
+        alive = os.open(os.devnull, os.O_RDONLY)
+        return Member(index, process, ours, alive, asked=1, since=time.monotonic())
+
+
+@contextmanager
+def in_threads() -> Iterator[None]:
+    """Collectors that are made inside have threads for workers."""
+    MADE.clear()
+    with patch.object(multiprocess, "Crew", ThreadCrew), patch.object(worker, "gc"):
+        yield

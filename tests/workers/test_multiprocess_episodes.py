@@ -1,0 +1,143 @@
+"""A budget in episodes: exactly that many, whole, those that started first, however long."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collect_kit import ByObservation, joined
+from oracles import Rows, check_rows
+from worker_kit import (
+    DISABLED,
+    LANES,
+    NEXT,
+    RESET_SLOTS,
+    SAME,
+    Dawdling,
+    assert_first_started,
+    factories,
+    in_threads,
+    shares,
+    slow_factories,
+    spread,
+    start,
+    through,
+)
+
+SHORT, LONG = 1, 40
+MIXED = [[1, 1, 30, 2], [25, 1, 1], [3, 50, 1], [2], [1, 1, 1, 1, 80]]
+
+
+def collected(source: str, workers: int, lengths: Any, episodes: int, **kwargs: Any) -> Any:
+    """The collector, shut down, and its rows, checked."""
+    lanes = kwargs.pop("lanes", LANES)
+    run = through(
+        spread(
+            source,
+            workers,
+            kwargs.pop("policy", ByObservation()),
+            lanes,
+            mode="async",
+            frames_per_batch=kwargs.pop("frames_per_batch", 17),
+            total_episodes=episodes,
+            oracle={"lengths": lengths},
+            **kwargs,
+        )
+    )
+    rows = joined(run.batches)
+    checked = check_rows(rows, lengths, ends="mixed", from_start=True)
+    assert_whole(run, checked, episodes)
+    for first, own in shares(lanes, workers):
+        of = range(first, first + own)
+        assert_first_started(checked, of, lengths, resets=source in RESET_SLOTS)
+    return run.collector, checked
+
+
+def assert_whole(run: Any, checked: Rows, episodes: int) -> None:
+    """So many ends, and nothing that was left open."""
+    ledger = run.collector.ledger
+    assert ledger.episodes_complete == episodes == checked.ended.sum() == len(run.episodes)
+    assert (ledger.episodes_cut, ledger.carried, ledger.lost) == (0, 0, 0)
+    assert ledger.stored == len(checked.lane)
+    assert {len(batch) for batch in run.batches[:-1]} <= {17}
+
+
+@pytest.mark.parametrize("episodes", [1, 4, 23])
+@pytest.mark.parametrize(
+    ("source", "workers"), [(DISABLED, 1), (NEXT, 3), (SAME, 2), ("native", 2), ("serial", 2)]
+)
+def test_episodes_are_whole_and_those_that_their_worker_started_first(
+    source: str, workers: int, episodes: int
+) -> None:
+    collected(source, workers, MIXED, episodes)
+
+
+def test_environments_of_one_lane() -> None:
+    collected("single", 3, MIXED, 20, lanes=3)
+
+
+def test_only_the_lanes_that_are_needed_are_stepped() -> None:
+    collector, _ = collected(DISABLED, 2, MIXED, 20, surplus="never_step")
+    assert collector.ledger.discarded < 2 * 80 * LANES
+
+
+def test_what_is_stepped_for_nothing_is_what_runs_beside_the_last_episodes() -> None:
+    """No lane starts an episode that it has no ticket for, but beside the last ones."""
+    collector, _ = collected(DISABLED, 2, [[30], [29], [28], [31]], 40, lanes=4)
+    assert collector.ledger.discarded <= 4 * 31
+
+
+def test_a_fast_worker_completes_more() -> None:
+    makes = slow_factories(2, lengths=[[4]], seconds=0.01, slow=range(3))
+    options: dict[str, Any] = {"frames_per_batch": 17, "total_episodes": 60}
+    run = through(start(makes, ByObservation(), mode="async", **options))
+    checked = check_rows(joined(run.batches), [[4]], ends="mixed", from_start=True)
+    assert_whole(run, checked, 60)
+    lane = checked.lane[checked.ended]
+    assert (lane >= 3).sum() > (lane < 3).sum() > 0
+
+
+def coin(run: int, lane: int, episode: int) -> int:
+    """A length, of which half are short."""
+    return random.Random(f"{run} {lane} {episode}").choice((SHORT, LONG))
+
+
+def first_ended(run: int, lanes: int, episodes: int) -> list[int]:
+    """Lengths of the episodes that end first: what a careless collector would deliver."""
+    ends = []
+    for lane in range(lanes):
+        slot = 0
+        for episode in range(episodes):
+            length = coin(run, lane, episode)
+            slot += length
+            ends.append((slot, lane, length))
+    return [length for *_, length in sorted(ends)[:episodes]]
+
+
+def test_long_episodes_come_as_often_as_they_are_started() -> None:
+    """480 episodes, half of them long: within 4.5 standard deviations, a tenth, of a half.
+
+    Of those that end first it is a quarter.
+    """
+    runs, lanes, episodes = 40, 8, 12
+    lengths: list[int] = []
+    careless: list[int] = []
+    with in_threads():
+        for run in range(runs):
+            collector = start(
+                factories(SAME, 2, lanes, lengths=partial(coin, run)),
+                Dawdling(),
+                mode="async",
+                frames_per_batch=50,
+                total_episodes=episodes,
+            )
+            lengths += [episode.length for episode in through(collector).episodes]
+            careless += first_ended(run, lanes, episodes)
+    assert len(lengths) == runs * episodes
+    assert np.mean(np.array(careless) == LONG) < 0.3
+    deviation = 0.5 / np.sqrt(len(lengths))
+    assert abs(np.mean(np.array(lengths) == LONG) - 0.5) < 4.5 * deviation

@@ -1,0 +1,166 @@
+"""A worker that cannot be started leaves nothing half-built: no process, no pipe, no file."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+from tallyroll.collector import MultiprocessCollector
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.workers import processes as crew
+from tallyroll.storage import open_storage, verify
+
+from collect_kit import ByObservation
+from oracles import check_rows
+from worker_kit import (
+    DISABLED,
+    LENGTHS,
+    QUICK,
+    assert_gone,
+    factories,
+    start,
+    warm_fork_server,
+)
+
+RUN: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 200, "seed": 1}
+ERRORS = [OSError(errno.EIO, "no luck"), KeyboardInterrupt(), OSError(errno.EAGAIN, "too many")]
+
+
+def hang() -> Any:
+    """A factory that is never done: who waits for it, or forgets it, is found out."""
+    time.sleep(600)
+
+
+class Failing:
+    """Stands for `real`; from call `at` on, counted from 0, raises in its place or `after` it."""
+
+    def __init__(
+        self, real: Callable[..., Any], at: int, error: BaseException, after: bool
+    ) -> None:
+        self.real, self.at, self.error, self.after = real, at, error, after
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Do it, or raise."""
+        fails, self.calls = self.calls >= self.at, self.calls + 1
+        if fails and not self.after:
+            raise self.error
+        done = self.real(*args)
+        if fails:
+            raise self.error
+        return done
+
+
+@contextmanager
+def failing(stage: str, at: int, error: BaseException) -> Iterator[list[int]]:
+    """Workers from `at` on cannot be started; gives the ids of all that were."""
+    pids: list[int] = []
+    process = crew.get_context(QUICK["mp_start_method"]).Process
+    begin = process.start
+
+    def started(self: Any) -> None:
+        begin(self)
+        pids.append(self.pid)
+
+    watch: Any = started
+    if stage in ("start", "started"):
+        fails = Failing(started, at, error, after=stage == "started")
+        watch = lambda self: fails(self)  # noqa: E731  a function is bound, an object is not
+    with patch.object(process, "start", watch):
+        if stage == "watch":
+            with patch.object(
+                crew, "kill_when_closed", Failing(crew.kill_when_closed, at, error, False)
+            ):
+                yield pids
+        else:
+            yield pids
+
+
+def open_files() -> int:
+    multiprocessing.active_children()  # of those that ended it lets go
+    gc.collect()
+    return psutil.Process().num_fds()
+
+
+def assert_as_before(files: int, held: set[int]) -> None:
+    """No more open files; the fork server tells of an end in its own time."""
+    assert crew._held == held
+    until = time.monotonic() + 5
+    while open_files() != files:
+        assert time.monotonic() < until, f"{open_files()} open files, {files} before"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["EIO", "Ctrl-C", "EAGAIN"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("stage", ["start", "started", "watch"])
+def test_nothing_is_left_of_a_crew_that_cannot_be_started(
+    stage: str, at: int, error: BaseException, tmp_path: Path
+) -> None:
+    warm_fork_server()
+    files, held = open_files(), set(crew._held)
+    wanted = ArgumentError if getattr(error, "errno", 0) == errno.EAGAIN else type(error)
+    with failing(stage, at, error) as pids, pytest.raises(wanted):
+        MultiprocessCollector([hang] * 4, storage=tmp_path / "s", **QUICK, **RUN)
+    assert len(pids) == at + (stage != "start")
+    assert_gone(pids)
+    error.__traceback__ = None  # it holds what it went through
+    assert_as_before(files, held)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("stage", ["start", "watch"])
+def test_a_worker_that_cannot_be_replaced_ends_the_run(
+    stage: str, mode: Any, tmp_path: Path
+) -> None:
+    """What was complete is stored, and who was in its place is gone."""
+    warm_fork_server()
+    files, held = open_files(), set(crew._held)
+    error = OSError(errno.EIO, "no luck")
+    options = {**RUN, "storage": tmp_path / "s", "mode": mode, "on_worker_death": "respawn"}
+    with failing(stage, 3, error) as pids:
+        makes = factories(DISABLED, 3, 6)
+        with start(makes, ByObservation(), **options) as collector:
+            batches = iter(collector)
+            next(batches)
+            os.kill(collector.worker_pids[1], signal.SIGKILL)
+            with pytest.raises(OSError, match="no luck") as raised:
+                list(batches)
+            assert list(batches) == []
+            collector.ledger.check()
+        counts = collector.ledger.counts()
+    assert raised.value is error
+    assert_gone(pids)
+    with open_storage(tmp_path / "s") as storage:
+        rows = storage.get(slice(None)).clone()
+    assert len(rows) == counts["stored"] >= 10
+    assert counts["carried"] == 0
+    check_rows(rows, LENGTHS, ends="mixed", from_start=True)
+    assert verify(tmp_path / "s").sound
+    error.__traceback__ = None
+    del collector, batches, raised, storage
+    assert_as_before(files, held)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_crew_can_be_started_after_one_that_could_not(at: int, tmp_path: Path) -> None:
+    make = partial(start, factories(DISABLED, 2, 4), ByObservation(), **RUN, storage=tmp_path / "s")
+    with failing("watch", at, OSError(errno.EIO, "no luck")), pytest.raises(OSError, match="luck"):
+        make()
+    with make() as collector:
+        assert sum(map(len, collector)) == 200
+    assert_gone(collector.worker_pids)
