@@ -41,13 +41,13 @@ from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
 from tallyroll.collector.workers.limits import limits_named
-from tallyroll.collector.workers.lockstep import RemoteDriver
+from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.main_guard import in_bootstrap, require_guard
 from tallyroll.collector.workers.messages import Job
-from tallyroll.collector.workers.processes import Crew
+from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
-from tallyroll.collector.workers.startup import Muster
+from tallyroll.collector.workers.startup import WorkerStartup
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
@@ -183,7 +183,7 @@ class MultiprocessCollector(Collector):
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
             with limits_named(self.num_workers):
-                self._crew = Crew(
+                self._worker_pool = WorkerPool(
                     pickled,
                     start_method=mp_start_method,
                     threads=threads,
@@ -191,7 +191,7 @@ class MultiprocessCollector(Collector):
                     start_timeout=seconds("start_timeout", start_timeout) or 120.0,
                 )
         except BaseException:
-            self._sink.close()
+            self._writer.close()
             raise
         try:
             self._prepare(policy, respawns if on_worker_death == "respawn" else 0)
@@ -200,19 +200,19 @@ class MultiprocessCollector(Collector):
             raise
 
     def _prepare(self, policy: PolicyFn | None, respawns: int) -> None:
-        self._muster = Muster(self._crew, respawns)
-        description = self._muster.made()
-        seed = self._begin_run(sum(self._muster.lanes))
-        self._muster.ledger = self.ledger
+        self._startup = WorkerStartup(self._worker_pool, respawns)
+        description = self._startup.made()
+        seed = self._begin_run(sum(self._startup.lanes))
+        self._startup.ledger = self.ledger
         self._seed_everything(seed)
-        plan = self._muster.planned.plan
+        plan = self._startup.planned.plan
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
-        self._states = [member.state for member in self._crew.members]
+        self._states = [member.state for member in self._worker_pool.members]
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,
             RowSource.of(plan),
-            self._muster.ranges,
+            self._startup.ranges,
             description,
             policy,
             num_workers=self.num_workers,
@@ -221,7 +221,7 @@ class MultiprocessCollector(Collector):
 
     def _carve(self, slots: int, segments: int) -> tuple[Blocks, Share]:
         """Shared memory of slabs with so many slots, known to the workers."""
-        plan, share = self._muster.planned.plan, Share(self._muster.lanes, slots, segments)
+        plan, share = self._startup.planned.plan, Share(self._startup.lanes, slots, segments)
         module = self._module
         measure = Measure()
         Blocks(measure, share, plan, module)
@@ -234,8 +234,8 @@ class MultiprocessCollector(Collector):
         blocks = Blocks(arena, share, plan, module)
         self._weights = blocks.weights
         self._publish()
-        self._muster.bind(arena, share, blocks)
-        self._crew.show_actions(blocks, plan.layout)
+        self._startup.bind(arena, share, blocks)
+        self._worker_pool.show_actions(blocks, plan.layout)
         return blocks, share
 
     @property
@@ -244,16 +244,16 @@ class MultiprocessCollector(Collector):
         return module if isinstance(module, nn.Module) else None
 
     def _workers_rollout(self) -> Source:
-        planned, plan = self._muster.planned, self._muster.planned.plan
+        planned, plan = self._startup.planned, self._startup.planned.plan
         blocks, _ = self._carve(plan.slots(self.lanes, self.frames_per_batch), 0)
         draws = all_drawn(planned.actions, self.lanes) if planned.drawn_ahead else None
-        driver = RemoteDriver(
-            self._crew,
+        driver = LockstepDriver(
+            self._worker_pool,
             blocks.slab_of_all(),
             plan,
             draws=draws,
             rng=self._rng,
-            replace=self._muster,
+            replace=self._startup,
         )
         return Rollout(
             driver,
@@ -266,14 +266,14 @@ class MultiprocessCollector(Collector):
         )
 
     def _leases(self) -> Source:
-        plan, most = self._muster.planned.plan, max(self._muster.lanes)
+        plan, most = self._startup.planned.plan, max(self._startup.lanes)
         frames = frames_of_a_lease(self.frames_per_batch, self.num_workers)
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
         blocks, share = self._carve(slots, _SEGMENTS)
         episodes = self._options.total_episodes
         return Leases(
-            self._crew,
-            self._muster,
+            self._worker_pool,
+            self._startup,
             blocks,
             share,
             plan,
@@ -290,10 +290,10 @@ class MultiprocessCollector(Collector):
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [member.process.pid for member in self._crew.members]
+        return [member.process.pid for member in self._worker_pool.members]
 
     def _close_source(self) -> None:
-        self._crew.close()
+        self._worker_pool.close()
 
     def update_policy_weights_(self, weights: Weights = None) -> None:
         """Use new weights, and count the version up.
@@ -334,17 +334,17 @@ class MultiprocessCollector(Collector):
         # The driver holds this generator: replace its state, not the object.
         fresh = np.random.default_rng(driver_seed(seed, incarnation))
         self._rng.bit_generator.state = fresh.bit_generator.state
-        self._lane_seeds = self._muster.seed(seed, incarnation)
+        self._lane_seeds = self._startup.seed(seed, incarnation)
 
     def _env_state(self) -> Any:
         return [
             None if member.state is None else cloudpickle.loads(member.state)
-            for member in self._crew.members
+            for member in self._worker_pool.members
         ]
 
     def _load_env_state(self, state: Any) -> None:
         states = state if isinstance(state, list) else [state]
-        self._muster.load([None if not each else cloudpickle.dumps(each) for each in states])
+        self._startup.load([None if not each else cloudpickle.dumps(each) for each in states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before iterating.

@@ -10,8 +10,8 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.slab.info import Info, infos_of
-from tallyroll.collector.slab.keys import Key
 from tallyroll.collector.slab.names import Rename, checked_rename, split
+from tallyroll.storage.rows.keys import Key
 
 Layout = Literal["rows", "lanes", "trajectories"]
 Surplus = Literal["carry", "discard", "never_step"]

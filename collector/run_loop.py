@@ -16,12 +16,12 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.final_checks import FinalsWatch
-from tallyroll.collector.batches.output import Delivery
+from tallyroll.collector.batches.output import BatchOutput
 from tallyroll.collector.batches.provenance import run_provenance, versions
 from tallyroll.collector.batches.rows import Part, Rows, RowSource
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
-from tallyroll.collector.batches.writer import ClosedFirstWarning, Sink, StorageLike
-from tallyroll.collector.counting.episode_budget import EpisodeGate
+from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState, Numbers, lane_seed
@@ -29,11 +29,11 @@ from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, 
 from tallyroll.collector.options import Options, positive, seed_of
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.rollout import Block, Source
-from tallyroll.collector.rollout.signals import held
-from tallyroll.collector.slab.keys import POLICY_VERSION, RANDOM_VERSION, TERMINATED, Key
+from tallyroll.collector.rollout.signals import deferred
 from tallyroll.collector.slab.names import new_name, spelled_rename, split
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, TERMINATED, Key
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -73,11 +73,11 @@ class Collector(ABC):
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
         self._budget = Budget(options.total_frames)
-        self._sink = Sink(
+        self._writer = BatchWriter(
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
-        if not options.yield_large and not self._sink.stores_alone:
-            self._sink.close()
+        if not options.yield_large and not self._writer.stores_alone:
+            self._writer.close()
             raise ArgumentError(
                 "yield_large=False wants a storage (storage=), which alone gets large columns; a "
                 "replay buffer gets what is yielded"
@@ -88,7 +88,7 @@ class Collector(ABC):
         """A ledger, a gate and numbers for ``lanes`` lanes; returns the seed, None to draw one."""
         self.lanes = lanes
         seed = self._options.seed
-        resumed = self._sink.resumed()
+        resumed = self._writer.resumed()
         if resumed is not None and seed is not None and seed != resumed.seed:
             raise StateError(
                 f"the run to be continued has the seed {resumed.seed}, got {seed}; leave it out"
@@ -99,10 +99,10 @@ class Collector(ABC):
             self.ledger.load({**resumed.counts, "incarnation": resumed.incarnation})
         self._gate = None
         if self._options.total_episodes is not None:
-            self._gate = EpisodeGate(self._options.total_episodes, lanes)
+            self._gate = EpisodeBudget(self._options.total_episodes, lanes)
             self._gate.restart(self.ledger.episodes_complete)
         self._rng = np.random.default_rng()
-        self._state = LaneState.fresh(lanes, self._sink.next_id())
+        self._state = LaneState.fresh(lanes, self._writer.next_id())
         return seed
 
     @property
@@ -148,8 +148,8 @@ class Collector(ABC):
         }
         if source.unobserved:
             self._call["unobserved"] = [list(key) for key in source.unobserved]
-        self._delivery = Delivery(
-            self._sink,
+        self._output = BatchOutput(
+            self._writer,
             source,
             self.lanes,
             self.ledger,
@@ -210,7 +210,7 @@ class Collector(ABC):
     @contextmanager
     def _undivided(self) -> Iterator[None]:
         """What is done inside is done as a whole; else the run is over, and nothing is stored."""
-        with held():
+        with deferred():
             try:
                 yield
             except BaseException as error:
@@ -219,12 +219,12 @@ class Collector(ABC):
                 raise
 
     def _batch(self) -> TensorDictBase | None:
-        self._sink.require_open()
+        self._writer.require_open()
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
         rollout = self._rollout
         parts: list[Part] = []
         have = 0
-        if self._options.reset_at_each_iter and self._delivery.batches:
+        if self._options.reset_at_each_iter and self._output.batches:
             # What was carried belongs to the trajectories that the reset cuts: it comes first.
             have += self._take(min(size, rollout.held), size, parts)
             if not rollout.held:
@@ -253,7 +253,7 @@ class Collector(ABC):
         before = self.ledger.stored
         try:
             self._finals.require_true(self._committed)
-            batch = self._delivery.deliver(parts, int(self._state.open.sum()))
+            batch = self._output.deliver(parts, int(self._state.open.sum()))
         except BaseException as error:
             self._in_hand -= self.ledger.stored - before  # of a large batch some may be committed
             self._finish_after(error)
@@ -264,7 +264,7 @@ class Collector(ABC):
 
     def _committed(self) -> str:
         """Which rows of this run are stored, and how many ends are in them, as a sentence."""
-        return f"{self._sink.committed}, with {self.ledger.episodes_complete:,} ends of episodes"
+        return f"{self._writer.committed}, with {self.ledger.episodes_complete:,} ends of episodes"
 
     def _fill(self, want: int, parts: list[Part]) -> Block:
         """Take a block, and check it; on an error, what is complete is stored first."""
@@ -352,14 +352,14 @@ class Collector(ABC):
         Where they are not true, the ledger does not balance, or the storage was closed, nothing
         is, and that is a note: ``error`` is raised.
         """
-        with held():
+        with deferred():
             try:
                 self._store_rest(parts)
             except (LedgerError, SilentReset, StorageClosed) as again:
                 error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
     def _store_rest(self, parts: list[Part]) -> None:
-        if not self._sink.stores:  # nobody would get them
+        if not self._writer.stores:  # nobody would get them
             self._finish()
             return
         parts = list(parts)
@@ -390,7 +390,7 @@ class Collector(ABC):
         self._in_hand = 0
         ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
         ledger.balance(self._rollout.held)
-        self._sink.finish(ledger, ledger.discarded - before)
+        self._writer.finish(ledger, ledger.discarded - before)
 
     def _finish_after(self, error: BaseException) -> None:
         """End the run because of ``error``, which is raised: what else goes wrong is its note."""
@@ -411,7 +411,7 @@ class Collector(ABC):
 
         Of a storage of yours that is closed already, what could not be written is a warning.
         """
-        with held():
+        with deferred():
             try:
                 if hasattr(self, "_rollout") and not self._over:
                     self._finish()
@@ -421,7 +421,7 @@ class Collector(ABC):
                 try:
                     self._close_source()
                 finally:
-                    self._sink.close()
+                    self._writer.close()
 
     @abstractmethod
     def _close_source(self) -> None:
@@ -532,7 +532,9 @@ class Collector(ABC):
         ledger.carried = 0
         ledger.episodes_cut += state["open"]
         ledger.check()
-        self._state = LaneState.fresh(self.lanes, max(int(state["next_id"]), self._sink.next_id()))
+        self._state = LaneState.fresh(
+            self.lanes, max(int(state["next_id"]), self._writer.next_id())
+        )
         self._seed_everything(int(state["seed"]))
         self._load_env_state(state["env"])
         if self._policy is not None:
@@ -541,7 +543,7 @@ class Collector(ABC):
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes()
-        self._delivery.goes_on_from(self._provenance(), self._state.base)
+        self._output.goes_on_from(self._provenance(), self._state.base)
         self._over = self._budget.remaining(ledger.stored) == 0
 
 

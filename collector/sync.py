@@ -172,7 +172,7 @@ class SyncCollector(Collector):
                 rename=options.rename,
             )
         except BaseException:
-            self._sink.close()
+            self._writer.close()
             raise
         self._owns_env = made.owned
         self.env: EnvBase = made.env

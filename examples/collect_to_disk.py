@@ -55,7 +55,7 @@ def parse() -> Args:
 
 def show(rows: TensorDictBase) -> None:
     for key, value in sorted(rows.items(True, True), key=str):
-        name = key if isinstance(key, str) else ".".join(key)
+        name = key if isinstance(key, str) else "/".join(key)
         print(f"  {name:<26} {value.dtype!s:<14} {list(value.shape)}")
 
 

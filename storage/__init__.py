@@ -66,17 +66,17 @@ _HOMES = {
 moved_modules(
     __name__,
     {
-        "base": "storages",
-        "checkpoint": "replay.checkpoint",
-        "findings": "verification.findings",
-        "hdf5": "storages",
-        "keys": "rows.keys",
-        "manifest": "files.manifest",
-        "memmap": "storages",
-        "schema": "rows.schema",
-        "store": "row_store",
-        "torchrl_face": "replay.buffers",
-        "zarr_store": "storages",
+        "base": "tallyroll.storage.storages",
+        "checkpoint": "tallyroll.storage.replay.checkpoint",
+        "findings": "tallyroll.storage.verification.findings",
+        "hdf5": "tallyroll.storage.storages",
+        "keys": "tallyroll.storage.rows.keys",
+        "manifest": "tallyroll.storage.files.manifest",
+        "memmap": "tallyroll.storage.storages",
+        "schema": "tallyroll.storage.rows.schema",
+        "store": "tallyroll.storage.row_store",
+        "torchrl_face": "tallyroll.storage.replay.buffers",
+        "zarr_store": "tallyroll.storage.storages",
     },
 )
 

@@ -16,9 +16,7 @@ __all__ = ["moved_modules", "moved_names"]
 
 def moved_modules(package: str, table: Mapping[str, str]) -> None:
     """Find modules of ``package`` by the names that they had, the keys of ``table``."""
-    sys.meta_path.append(
-        _Finder({f"{package}.{old}": f"{package}.{new}" for old, new in table.items()})
-    )
+    sys.meta_path.append(_Finder({f"{package}.{old}": new for old, new in table.items()}))
 
 
 def moved_names(package: str, module: str, *names: str) -> Callable[[str], Any]:

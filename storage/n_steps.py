@@ -13,8 +13,16 @@ from tensordict import TensorDict, TensorDictBase
 from tallyroll.storage.engine.ring import rows_in, slots_at
 from tallyroll.storage.errors import ColumnsMissing, Overrun
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import CUT, NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import (
+    CUT,
+    NEXT,
+    NEXT_VALID,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    spell,
+)
 
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine

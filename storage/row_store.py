@@ -33,7 +33,7 @@ from tallyroll.storage.errors import (
     StorageFull,
 )
 from tallyroll.storage.files.checksums import Progress, checksums
-from tallyroll.storage.files.header import check_record
+from tallyroll.storage.files.header import check_record_size
 from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.manifest import Manifest, run_of
 from tallyroll.storage.files.paths import told
@@ -41,10 +41,10 @@ from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import TRAJ_IDS
-from tallyroll.storage.rows.nesting import Key, Nest, array_of, leaves, require_rows, spell
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.nesting import Nest, array_of, leaves, require_rows
 from tallyroll.storage.rows.schema import Column, Schema
-from tallyroll.storage.trajectories.id_checks import Ids, IdWatch, renumbered
+from tallyroll.storage.trajectories.id_checks import IdChecks, Ids, renumbered
 from tallyroll.storage.trajectories.index import TrajectoryIndex, says_whose
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -436,7 +436,7 @@ class RowStore:
             RecordTooLarge: beyond its slot.
         """
         self._require_open()
-        check_record(payload)
+        check_record_size(payload)
         self._staged = bytes(payload)
 
     def _write(
@@ -461,13 +461,13 @@ class RowStore:
             tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
             watch = None
             if engine is not None and ids != "fresh":
-                watch = self._id_watch
+                watch = self._id_checks
             if tensors and engine is not None:
                 span = engine.append_tensors(rows, record, without, watch)
             if span is None:
                 arrays = self._arrays(rows, without)
                 if engine is None and ids != "fresh":
-                    watch = self._id_watch
+                    watch = self._id_checks
                 span = self._running().append(arrays, record, watch)
             if watch is not None:
                 watch.settle(span.stop)
@@ -511,16 +511,16 @@ class RowStore:
             )
 
     @cached_property
-    def _id_watch(self) -> IdWatch | None:
-        """Looks at ids that are written; None where rows have none."""
+    def _id_checks(self) -> IdChecks | None:
+        """TensorGuard at ids that are written; None where rows have none."""
         schema = self.schema
-        return IdWatch(schema, self.path) if says_whose(schema) else None
+        return IdChecks(schema, self.path) if says_whose(schema) else None
 
     def _renumbered(self, rows: Any) -> Any:
         """The rows with ids behind those that are stored or were given away."""
         tensors = isinstance(rows, TensorDictBase)
         found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
-        nobodys = self._engine is not None and self._id_watch is None
+        nobodys = self._engine is not None and self._id_checks is None
         if found is None or not _whole(found) or nobodys:
             raise ColumnsMissing(
                 f'ids="renumber" changes whole numbers in the column {spell(TRAJ_IDS)}, which '
@@ -528,8 +528,8 @@ class RowStore:
             )
         record = RunRecord.parse(self.record)
         base = max(0, record.next_id) if record is not None and is_count(record.next_id) else 0
-        if self._engine is not None and self._id_watch is not None:
-            base = max(base, self._id_watch.largest(self._engine) + 1)
+        if self._engine is not None and self._id_checks is not None:
+            base = max(base, self._id_checks.largest(self._engine) + 1)
         ids = renumbered(found.numpy(force=True) if tensors else np.asarray(found), base)
         if not tensors:
             return {**rows, TRAJ_IDS: ids}

@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from tallyroll.storage.engine.ring import index_at
 from tallyroll.storage.errors import SlotsMayChange
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.mapping import _check_positive, done_places, draw, slice_marks
 

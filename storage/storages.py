@@ -18,11 +18,11 @@ from tallyroll.storage.errors import NotAnAppend, NotPicklable, StateMismatch
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.formats.zarr.format import ZarrFormat
-from tallyroll.storage.replay import buffers as face
+from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.row_store import Mode, RowStore
 from tallyroll.storage.rows.indexing import consecutive
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.trajectories.id_checks import Ids
 
 __all__ = ["DiskStorage", "H5Storage", "MemmapStorage", "ZarrStorage"]
@@ -121,7 +121,7 @@ class DiskStorage(RowStore, Storage):
             raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
         span = self._write(rows, record, None, ids)
         if self._attached_entities_list:
-            face.tell_buffers(self, span)
+            buffers.tell_buffers(self, span)
         return span
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -135,18 +135,18 @@ class DiskStorage(RowStore, Storage):
         self._require_open()
         try:
             rows = consecutive(cursor, self.ring)
-            face.check_cursor(self, rows, set_cursor)
-            data = face.as_batch(data, single=isinstance(cursor, int))
+            buffers.check_cursor(self, rows, set_cursor)
+            data = buffers.as_batch(data, single=isinstance(cursor, int))
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
             ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
-            self._write(data, None, face.writers_index(self), ids)
+            self._write(data, None, buffers.writers_index(self), ids)
         except BaseException:
             # TorchRL's writers count before they write.
-            face.seat_writers(self)
+            buffers.seat_writers(self)
             raise
         if len(self._attached_entities_list) > 1:
-            face.seat_writers(self)
+            buffers.seat_writers(self)
 
     @contextmanager
     def fresh_ids(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class DiskStorage(RowStore, Storage):
     def attach(self, buffer: Any) -> None:
         """Join a replay buffer: its writer goes on behind the last row."""
         super().attach(buffer)
-        face.join(self, buffer)
+        buffers.join(self, buffer)
 
     def contains(self, item: Any) -> Any:
         """Whether there is a row of that number; for a tensor, one bool for each."""
@@ -196,7 +196,7 @@ class DiskStorage(RowStore, Storage):
 
     def _empty(self) -> None:
         if self.head:
-            face.seat_writers(self)
+            buffers.seat_writers(self)
             raise NotAnAppend(
                 f"{self.path} holds {self.head} rows, and a storage on disk is not emptied. Delete "
                 "it, or create another one."

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.slab.keys import CUT, DONE, STEP, TRAJ_IDS, Key
+from tallyroll.storage.rows.keys import CUT, DONE, STEP, TRAJ_IDS, Key, spell
 
 Rows = dict[Key, torch.Tensor]
 
@@ -45,7 +45,7 @@ class OwnFlags:
                 continue
             if column.shape[1:] != own.shape[1:]:
                 raise ArgumentError(
-                    f"postproc: expected {'.'.join(key)} of shape {list(own.shape[1:])} a row, got "
+                    f"postproc: expected {spell(key)} of shape {list(own.shape[1:])} a row, got "
                     f"{list(column.shape[1:])}; write the other form under another name"
                 )
             if at is None:
@@ -66,7 +66,7 @@ class OwnFlags:
                 places[own] = order
                 return places[self.at]
         raise ArgumentError(
-            "postproc: expected each row's collector.traj_ids and collector.step kept, got others, "
+            "postproc: expected each row's collector/traj_ids and collector/step kept, got others, "
             "so that the done flags of agents cannot be stored as the environment gave them; keep "
             "these two columns"
         )

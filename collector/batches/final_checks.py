@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.errors import SilentReset
-from tallyroll.collector.slab.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
-from tallyroll.storage.rows.row_refs import Gathered
+from tallyroll.storage.rows.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
+from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.verification.self_resets import Ends, SelfResets, Verdict, digests, joined
 
 """What is known of the observations that episodes end with.
@@ -107,7 +107,7 @@ _WAY_OUT = (
     "observation from step and leave resets to the caller (with an environment that resets "
     "itself, copy the observation before its reset), or let Gymnasium do it: a vector with "
     'AutoresetMode.DISABLED over an environment that does not reset itself; or pass finals="lost", '
-    "which stores collector.next_valid False at ends, so that no learner bootstraps from them. If "
+    "which stores collector/next_valid False at ends, so that no learner bootstraps from them. If "
     'a reset of this task keeps the state, these are right: pass finals="kept"'
 )
 _UNCERTAIN = (
@@ -129,16 +129,16 @@ def _digests_of(part: Part, keys: tuple[Key, ...], rows: NDArray[np.intp]) -> ND
 
 
 def _column_digests(part: Part, key: Key, rows: NDArray[np.intp]) -> NDArray[np.uint64]:
-    column: torch.Tensor | Gathered = part.large[key] if key in part.large else part.rows[key]
+    column: torch.Tensor | RowRefs = part.large[key] if key in part.large else part.rows[key]
     nbytes = column.nbytes // max(1, len(column))
     found: NDArray[np.uint64] = digests(partial(_taken, column), rows, nbytes)
     return found
 
 
-def _taken(column: torch.Tensor | Gathered, rows: NDArray[np.intp]) -> NDArray[Any]:
-    if isinstance(column, Gathered):
+def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[Any]:
+    if isinstance(column, RowRefs):
         origin = None if column.origin is None else column.origin[rows]
-        return np.asarray(Gathered(column.sources, column.index[rows], origin))
+        return np.asarray(RowRefs(column.sources, column.index[rows], origin))
     if column.device.type == "cpu" and column.dtype is not torch.bfloat16:
         taken: NDArray[Any] = column.numpy().take(rows, axis=0)
         return taken

@@ -9,8 +9,17 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.slab.keys import CUT, DONE, LANE, MASK, STEP, TRAJ_IDS, as_key, dotted
-from tallyroll.storage.rows.keys import is_done
+from tallyroll.storage.rows.keys import (
+    CUT,
+    DONE,
+    LANE,
+    MASK,
+    STEP,
+    TRAJ_IDS,
+    as_key,
+    is_done,
+    spell,
+)
 
 Int = NDArray[np.int64]
 
@@ -134,8 +143,8 @@ def stable_order(*keys: Int) -> NDArray[np.intp]:
 def _flat(rows: TensorDictBase) -> TensorDictBase:
     if rows.get(TRAJ_IDS, None) is None:
         raise ArgumentError(
-            f"wanted rows with {dotted(TRAJ_IDS)}, got the keys "
-            f"{sorted(dotted(key) for key in rows.keys(True, True))}"
+            f"wanted rows with {spell(TRAJ_IDS)}, got the keys "
+            f"{sorted(spell(key) for key in rows.keys(True, True))}"
         )
     flat = rows if rows.ndim == 1 else rows.reshape(-1)
     mask = flat.get(MASK, None)

@@ -16,12 +16,16 @@ from tallyroll.collector.batches.rows import (
     behind_rows,
     merge,
 )
-from tallyroll.collector.batches.writer import Columns, Sink, columns_of
+from tallyroll.collector.batches.writer import BatchWriter, Columns, columns_of
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Layout, Postproc
 from tallyroll.collector.rollout.signals import admitted
-from tallyroll.collector.slab.keys import (
+from tallyroll.collector.slab.slab import SlabColumn
+from tallyroll.storage.engine.pool import BufferPool
+from tallyroll.storage.rows.batch_dims import batch_dims_of
+from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
     LANE,
@@ -31,14 +35,11 @@ from tallyroll.collector.slab.keys import (
     STEP,
     TRAJ_IDS,
     Key,
-    dotted,
+    spell,
 )
-from tallyroll.collector.slab.slab import Column, numpy_dtype
-from tallyroll.storage.engine.pool import BufferPool
-from tallyroll.storage.rows.batch_dims import batch_dims_of
 
 
-class Delivery:
+class BatchOutput:
     """Takes the parts of a batch and returns what is yielded.
 
     Args:
@@ -58,7 +59,7 @@ class Delivery:
 
     def __init__(
         self,
-        sink: Sink,
+        sink: BatchWriter,
         source: RowSource,
         lanes: int,
         ledger: Ledger,
@@ -72,7 +73,7 @@ class Delivery:
         frame_skip: int | Key,
         count_random: bool,
     ) -> None:
-        self._sink, self._lanes, self._ledger, self._held = sink, lanes, ledger, held
+        self._writer, self._lanes, self._ledger, self._held = sink, lanes, ledger, held
         self._provenance, self._layout = provenance, layout
         self._postproc, self._device = postproc, device
         self._frame_skip, self._count_random = frame_skip, count_random
@@ -83,7 +84,7 @@ class Delivery:
         large = [source.layout[key] for key in self._large] if yield_large else []
         # What NumPy has no dtype for was copied as small columns are.
         self._pool = BufferPool(
-            [(numpy_dtype(c.dtype), c.shape) for c in large if c.dtype is not torch.bfloat16]
+            [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
         self.batches = 0
         if postproc is None:
@@ -95,7 +96,7 @@ class Delivery:
         Its trajectories have ids from ``next_id`` on.
         """
         self._provenance = provenance
-        self._sink.goes_on_from(self._ledger, provenance, next_id)
+        self._writer.goes_on_from(self._ledger, provenance, next_id)
 
     def deliver(self, parts: Sequence[Part], open_lanes: int) -> TensorDictBase:
         """Store the rows of ``parts``, which follow one another in time, as one batch.
@@ -108,16 +109,16 @@ class Delivery:
         """
         part = merge(parts)
         rows, large = self._parted(part)
-        before, head = self._ledger.counts(), self._sink.head
+        before, head = self._ledger.counts(), self._writer.head
         try:
             self._count(rows)
             if self._postproc is None:
-                self._sink.write(rows, len(rows[STEP]), self._ledger, open_lanes, large)
+                self._writer.write(rows, len(rows[STEP]), self._ledger, open_lanes, large)
                 batch: TensorDictBase = self._as_batch(rows)
             else:
                 batch = self._postprocessed(rows, self._postproc, open_lanes)
         except BaseException:
-            committed = self._sink.head - head
+            committed = self._writer.head - head
             if committed < len(rows[STEP]):  # else it was raised behind the commit
                 self._ledger.load(before)
                 self._add({key: column[:committed] for key, column in rows.items()})
@@ -150,23 +151,23 @@ class Delivery:
         return as_tensordict(with_cuts(rows, self._dones), self._device, self._behind)
 
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
-        own = own_flags(rows, self._dones) if self._sink.stores else None
+        own = own_flags(rows, self._dones) if self._writer.stores else None
         with admitted():
             batch = postproc(self._as_batch(rows))
         count = len(rows[STEP])
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
             got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
             raise ArgumentError(f"postproc: wanted a TensorDict of batch size [{count}], got {got}")
-        missing = [dotted(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
+        missing = [spell(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
         if missing:
             raise ArgumentError(f"postproc: wanted the columns {missing} kept, they are gone")
         stored = without_cuts(columns_of(batch), own)
-        if not self._sink.ready:
+        if not self._writer.ready:
             schema = {
-                key: Column(leaf.dtype, tuple(leaf.shape[1:])) for key, leaf in stored.items()
+                key: SlabColumn(leaf.dtype, tuple(leaf.shape[1:])) for key, leaf in stored.items()
             }
-            self._sink.open(schema, self._provenance, behind_rows(schema, batch_dims_of(batch)))
-        self._sink.write(stored, count, self._ledger, open_lanes, {})
+            self._writer.open(schema, self._provenance, behind_rows(schema, batch_dims_of(batch)))
+        self._writer.write(stored, count, self._ledger, open_lanes, {})
         return batch
 
     def _count(self, rows: Rows) -> None:

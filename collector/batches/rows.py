@@ -14,7 +14,9 @@ from tensordict import TensorDict
 from tallyroll.collector.counting.numbering import LaneState, Numbers, number
 from tallyroll.collector.rollout.rollout import Block
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.keys import (
+from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
+from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
+from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
     NEXT,
@@ -26,9 +28,7 @@ from tallyroll.collector.slab.keys import (
     TRUNCATED,
     Key,
 )
-from tallyroll.collector.slab.slab import Column, Layout
-from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
-from tallyroll.storage.rows.row_refs import LARGE_NBYTES, Gathered
+from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
@@ -39,7 +39,7 @@ class Part:
     """Rows of a batch: columns that were copied, and large ones that still lie in the slab."""
 
     rows: Rows
-    large: dict[Key, Gathered]
+    large: dict[Key, RowRefs]
 
     def __len__(self) -> int:
         return len(self.rows[STEP])
@@ -48,7 +48,7 @@ class Part:
         """Copy what lies in the slab, which will be written over."""
         for key, gathered in self.large.items():
             array = np.asarray(gathered)
-            self.large[key] = Gathered([array], np.arange(len(array)))
+            self.large[key] = RowRefs([array], np.arange(len(array)))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RowSource:
     the rows.
     """
 
-    layout: Layout
+    layout: SlabColumns
     rewards: Sequence[Key]
     lost_finals: bool
     observed: tuple[Key, ...] = ()
@@ -100,15 +100,15 @@ class RowSource:
             if self.layout.get((NEXT, *key)) == column and key not in self.observed
         )
 
-    def schema(self) -> dict[Key, Column]:
+    def schema(self) -> dict[Key, SlabColumn]:
         """Dtype and shape of every column of a row, in order."""
         schema = dict(self.layout)
         for key in (DONE, TERMINATED, TRUNCATED):
-            schema[key] = Column(torch.bool, (1,))
-        schema[TRAJ_IDS] = schema[STEP] = schema[POLICY_VERSION] = Column(torch.int64, ())
-        schema[LANE] = Column(torch.int32, ())
+            schema[key] = SlabColumn(torch.bool, (1,))
+        schema[TRAJ_IDS] = schema[STEP] = schema[POLICY_VERSION] = SlabColumn(torch.int64, ())
+        schema[LANE] = SlabColumn(torch.int32, ())
         if self.lost_finals:
-            schema[NEXT_VALID] = Column(torch.bool, ())
+            schema[NEXT_VALID] = SlabColumn(torch.bool, ())
         return schema
 
     @cached_property
@@ -120,7 +120,7 @@ class RowSource:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
         slab = block.slab
         large = {
-            key: Gathered([slab.flat[key]], block.index) for key in self.large if key in slab.flat
+            key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
         }
         rows = {key: take(block, key) for key in self.layout if key not in large}
         done = _flags(rows)
@@ -173,13 +173,11 @@ def merge(parts: Sequence[Part]) -> Part:
     order = np.argsort(joined[LANE].numpy(), kind="stable")
     at = torch.from_numpy(order)
     rows = {key: column.index_select(0, at.to(column.device)) for key, column in joined.items()}
-    large = {
-        key: Gathered.joined([part.large[key] for part in parts], order) for key in first.large
-    }
+    large = {key: RowRefs.joined([part.large[key] for part in parts], order) for key in first.large}
     return Part(rows, large)
 
 
-def behind_rows(schema: Mapping[Key, Column], batch_dims: BatchDims) -> Shapes:
+def behind_rows(schema: Mapping[Key, SlabColumn], batch_dims: BatchDims) -> Shapes:
     """The batch size behind the rows of each nested TensorDict, as far as its columns have it."""
     shapes = {key: column.shape for key, column in schema.items()}
     return shapes_of(fitting(batch_dims, shapes), shapes)

@@ -14,8 +14,8 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.options import Validate
-from tallyroll.collector.slab.keys import NEXT, TERMINATED, TRUNCATED, Key, as_key, dotted
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key, as_key, spell
 
 
 class OutOfRangeWarning(UserWarning):
@@ -148,7 +148,7 @@ class RangeChecks:
         where = f" at {[int(index) for index in at]}" if at else ""
         what = "the action space" if check.by_policy else "its space"
         return kind(
-            f"{dotted(check.key)} lies outside {what} at lane {lane}, step {step} of its "
+            f"{spell(check.key)} lies outside {what} at lane {lane}, step {step} of its "
             f"trajectory: got {_exact(value[at])}{where}, wanted [{_exact(low[at])}, "
             f"{_exact(high[at])}] and no NaN; "
             'correct it, or let it pass with validate "warn" or "off"'

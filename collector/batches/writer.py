@@ -15,9 +15,8 @@ from tallyroll.collector.batches.resume import last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
-from tallyroll.collector.slab.keys import DONE, TRAJ_IDS, Key, as_key
 from tallyroll.collector.slab.names import require_storable
-from tallyroll.collector.slab.slab import Column
+from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage import Schema
 from tallyroll.storage.errors import (
     InvalidSchema,
@@ -29,7 +28,8 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.opening import storage_class
 from tallyroll.storage.rows.batch_dims import Shapes
-from tallyroll.storage.rows.row_refs import Gathered
+from tallyroll.storage.rows.keys import DONE, TRAJ_IDS, Key, as_key
+from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.storages import DiskStorage
 
 _GO_ON = (
@@ -39,7 +39,7 @@ _GO_ON = (
 )
 
 StorageLike = str | Path | DiskStorage
-Columns = Mapping[Key, torch.Tensor | Gathered]
+Columns = Mapping[Key, torch.Tensor | RowRefs]
 _MOST_IDS = 2**62  # so that those of any run fit behind them
 
 
@@ -64,7 +64,7 @@ class Handed:
     arrays: Mapping[Key, Any] | TensorDictBase | None
 
 
-class Sink:
+class BatchWriter:
     """Writes batches before they are yielded.
 
     Args:
@@ -206,7 +206,7 @@ class Sink:
         return self._next_id
 
     def open(
-        self, schema: Mapping[Key, Column], provenance: Mapping[str, Any], behind: Shapes
+        self, schema: Mapping[Key, SlabColumn], provenance: Mapping[str, Any], behind: Shapes
     ) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does.
 
@@ -446,10 +446,10 @@ def _require(where: str, rows: int, count: int) -> None:
 
 
 def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
-    tensors = {key: c for key, c in rows.items() if not isinstance(c, Gathered)}
+    tensors = {key: c for key, c in rows.items() if not isinstance(c, RowRefs)}
     if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in tensors.values()):
         copied = {
-            key: torch.from_numpy(np.asarray(c)) if isinstance(c, Gathered) else c
+            key: torch.from_numpy(np.asarray(c)) if isinstance(c, RowRefs) else c
             for key, c in rows.items()
         }
         return as_tensordict(copied, None, {})

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tallyroll.collector.cli.errors import CommandError
 from tallyroll.collector.cli.plan import (
-    Place,
+    OutputPath,
     Plan,
     Target,
     import_registry,
@@ -87,7 +87,7 @@ class Signals:
         return 128 + (self.received or signal.SIGINT)
 
 
-class Run:
+class CollectRun:
     """One ``tallyroll collect``: its plan, its storage, and what is said on the way."""
 
     def __init__(self, args: argparse.Namespace, target: Target) -> None:
@@ -408,7 +408,7 @@ def run(args: argparse.Namespace) -> int:
 def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
     work = None
     try:
-        work = Run(args, target)
+        work = CollectRun(args, target)
         status = work.collect(signals)
     except KeyboardInterrupt:
         status = signals.exit_status
@@ -426,9 +426,9 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
     return status
 
 
-def place_of(args: argparse.Namespace) -> Place:
+def place_of(args: argparse.Namespace) -> OutputPath:
     """Where a command line says that rows go."""
-    return Place(args.out, args.format, args.durability, args.max_size, args.accept_copy)
+    return OutputPath(args.out, args.format, args.durability, args.max_size, args.accept_copy)
 
 
 def _of_bytes(

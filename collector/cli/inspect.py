@@ -13,11 +13,11 @@ from rich.table import Table
 from tallyroll.collector.cli.report import plain_console, readable_bytes, text_of, times
 from tallyroll.collector.cli.scan import Scan, scan
 from tallyroll.collector.cli.streams import emit
-from tallyroll.collector.slab.keys import dotted
 from tallyroll.storage import CorruptStorage, open_storage
 from tallyroll.storage.files.checksums import rows_covered
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.storages import DiskStorage
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -60,7 +60,7 @@ def examine(storage: DiskStorage, rows: int) -> dict[str, Any]:
         "row_bytes": storage.schema.row_nbytes,
         "columns": [
             {
-                "name": dotted(column.key),
+                "name": spell(column.key),
                 "dtype": column.dtype_name,
                 "shape": list(column.shape),
                 "row_bytes": column.row_nbytes,
@@ -171,10 +171,10 @@ def _ledger(storage: DiskStorage) -> dict[str, Any] | None:
 
 
 def first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
-    """Some rows, by dotted column name."""
+    """Some rows, by spell column name."""
     slots = storage.slots_of(np.arange(rows.start, rows.stop))
     columns = {
-        dotted(c.key): storage.column(c.key)[slots].astype(_shown_as(c.dtype_name))
+        spell(c.key): storage.column(c.key)[slots].astype(_shown_as(c.dtype_name))
         for c in storage.schema.columns
     }
     return [

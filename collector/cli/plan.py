@@ -172,7 +172,7 @@ class CommandStorage(DiskStorage):
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPath:
     """Where a command writes to: ``--out`` and what belongs to it."""
 
     path: str
@@ -228,7 +228,7 @@ class Target:
             self.first_row = last_run_of([run], storage.path, self.head).first_row
 
 
-def open_target(place: Place, *, append: bool, resume: bool) -> Target:
+def open_target(place: OutputPath, *, append: bool, resume: bool) -> Target:
     """Open ``place`` as the command line says; nothing is written yet.
 
     Raises:
@@ -250,7 +250,7 @@ def open_target(place: Place, *, append: bool, resume: bool) -> Target:
         ) from error
 
 
-def _open_resumed(place: Place) -> Target:
+def _open_resumed(place: OutputPath) -> Target:
     try:
         storage = place.open("append")
     except StorageMissing:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.slab.keys import DONE, REWARD, STEP, TERMINATED, TRAJ_IDS
+from tallyroll.storage.rows.keys import DONE, REWARD, STEP, TERMINATED, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage
 
 CHUNK_ROWS = 2**18

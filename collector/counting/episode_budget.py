@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.transitions import Mask, starts
 
 
-class EpisodeGate:
+class EpisodeBudget:
     """Lets through exactly the ``total`` episodes that start first, whole.
 
     Episodes are ranked by (slot of their first transition, lane), so which ones are taken does

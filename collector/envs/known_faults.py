@@ -69,7 +69,7 @@ def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
     return (
         f"{type(env).__name__}: Procgen resets itself within step, and what TorchRL returns as an "
         'episode\'s final observation is the first one of the next; pass finals="lost", which '
-        "stores collector.next_valid False at ends (Procgen does not tell time limits from "
+        "stores collector/next_valid False at ends (Procgen does not tell time limits from "
         "termination either), or use Procgen's environments in EnvPool with an adapter of your own"
     )
 

@@ -33,8 +33,8 @@ from tallyroll.collector.errors import (
     NameRefused,
 )
 from tallyroll.collector.slab.info import Info
-from tallyroll.collector.slab.keys import Key, as_key
 from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
+from tallyroll.storage.rows.keys import Key, as_key
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | Callable[[], EnvBase | VectorEnv]
 

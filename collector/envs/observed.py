@@ -16,15 +16,14 @@ from torchrl.envs.transforms import (
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import chain
 from tallyroll.collector.options import Options
-from tallyroll.collector.slab.keys import NEXT, VALID, Key, as_key
 from tallyroll.collector.slab.names import new_name
-from tallyroll.collector.slab.slab import Layout
-from tallyroll.storage.rows.keys import COUNTERS
+from tallyroll.collector.slab.slab import SlabColumns
+from tallyroll.storage.rows.keys import COUNTERS, NEXT, VALID, Key, as_key
 
 _REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
 
 
-def observed_keys(env: EnvBase, layout: Layout, options: Options) -> tuple[Key, ...]:
+def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[Key, ...]:
     """Keys at the root of ``layout`` that tell a final observation from the first one after it.
 
     Infos and what transforms write of their own are left out: they say how long an episode has
@@ -51,7 +50,7 @@ def observed_keys(env: EnvBase, layout: Layout, options: Options) -> tuple[Key, 
     )
 
 
-def _infos(env: EnvBase, layout: Layout, options: Options) -> set[Key]:
+def _infos(env: EnvBase, layout: SlabColumns, options: Options) -> set[Key]:
     *_, base = chain(env)
     if isinstance(base, GymnasiumVectorEnv):
         return set(base.info_keys)

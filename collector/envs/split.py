@@ -9,7 +9,7 @@ from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 from tallyroll.collector.envs.make import loses_finals
 from tallyroll.collector.envs.reuse import contents, share_memory
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.slab.keys import NEXT
+from tallyroll.storage.rows.keys import NEXT
 
 WATCHED = 8
 """Slots in which an environment is watched; what it does to memory, it does from the start on."""

@@ -16,9 +16,9 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import ArgumentError, PolicyError
 from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on, same_place
-from tallyroll.collector.slab.keys import NEXT, Key, as_key, dotted
-from tallyroll.collector.slab.slab import Column
+from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import batch_dims_of
+from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
 
 PolicyFn = Callable[[TensorDictBase], TensorDictBase]
 Weights: TypeAlias = TensorDictBase | Mapping[str, Any] | nn.Module | None
@@ -154,7 +154,7 @@ def for_trial(policy: Policy) -> Policy:
     return probe
 
 
-def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Column]:
+def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, SlabColumn]:
     """Call a copy of ``policy`` once on ``td``, and check what it returns.
 
     Random generators are restored, so that the trial leaves no trace in the data.
@@ -170,7 +170,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
         with generators_restored():
             out = probe(td)
     except KeyError as error:
-        known = sorted(dotted(as_key(key)) for key in td.keys(True, True))
+        known = sorted(spell(as_key(key)) for key in td.keys(True, True))
         raise PolicyError(
             f"policy: {error.args[0]}; what it is given has the keys {known}"
         ) from error
@@ -182,7 +182,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
     policy.batch_dims = batch_dims_of(out, len(env.batch_size))
     written = [as_key(name) for name in out.keys(True, True)]
     policy.writes = tuple(k for k in written if k in actions or k not in td.keys(True))
-    extra: dict[Key, Column] = {}
+    extra: dict[Key, SlabColumn] = {}
     for name, value in out.items(True, True):
         key = as_key(name)
         if key in actions or key in td.keys(True) or not isinstance(value, torch.Tensor):
@@ -190,10 +190,10 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, Colum
         lead = len(env.batch_size)
         if value.shape[:lead] != env.batch_size:
             raise PolicyError(
-                f"policy: {dotted(key)} has shape {list(value.shape)}, wanted the batch size "
+                f"policy: {spell(key)} has shape {list(value.shape)}, wanted the batch size "
                 f"{list(env.batch_size)} in front"
             )
-        extra[key] = Column(value.dtype, tuple(value.shape[lead:]))
+        extra[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
     return extra
 
 
@@ -208,23 +208,23 @@ def no_tensordict(got: object) -> PolicyError:
 def _check_action(key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase) -> None:
     action = out.get(key, None)
     if action is None:
-        got = sorted(dotted(name) for name in out.keys(True, True) if name not in td.keys(True))
+        got = sorted(spell(name) for name in out.keys(True, True) if name not in td.keys(True))
         raise PolicyError(
-            f"policy: wanted it to write {dotted(key)}, got {got or 'no new key'}; set out_keys"
+            f"policy: wanted it to write {spell(key)}, got {got or 'no new key'}; set out_keys"
         )
-    wanted = Column(spec.dtype, tuple(spec.shape))
-    got_column = Column(action.dtype, tuple(action.shape))
+    wanted = SlabColumn(spec.dtype, tuple(spec.shape))
+    got_column = SlabColumn(action.dtype, tuple(action.shape))
     if wanted != got_column:
-        raise PolicyError(f"policy: {dotted(key)} is {got_column}, wanted {wanted}")
+        raise PolicyError(f"policy: {spell(key)} is {got_column}, wanted {wanted}")
     if spec.device is not None and action.device.type != spec.device.type:
         raise PolicyError(
-            f"policy: {dotted(key)} is on {action.device}, wanted {spec.device}; pass policy_device"
+            f"policy: {spell(key)} is on {action.device}, wanted {spec.device}; pass policy_device"
         )
     if action.is_floating_point() and not bool(torch.isfinite(action).all()):
-        raise PolicyError(f"policy: {dotted(key)} holds NaN or infinity on the first observation")
+        raise PolicyError(f"policy: {spell(key)} holds NaN or infinity on the first observation")
     if not spec.is_in(action):
         raise PolicyError(
-            f"policy: {dotted(key)} lies outside the action space on the first observation: got "
+            f"policy: {spell(key)} lies outside the action space on the first observation: got "
             f"{action.reshape(-1)[:8].tolist()}, wanted {describe(spec)}"
         )
 
@@ -240,7 +240,7 @@ def describe(spec: Any) -> str:
     return str(type(spec).__name__)
 
 
-def next_keys(columns: Mapping[Key, Column]) -> list[Key]:
+def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
     """Columns that the policy writes under ``"next"``: recurrent states."""
     return [key for key in columns if key[0] == NEXT]
 

@@ -20,7 +20,7 @@ from torchrl.data import (
 from torchrl.envs import ActionMask, Compose, EnvBase, TransformedEnv
 
 from tallyroll.collector.policies.masked_actions import pick, uniforms
-from tallyroll.collector.slab.keys import Key, as_key
+from tallyroll.storage.rows.keys import Key, as_key
 
 Array = NDArray[Any]
 Draw = Callable[[np.random.Generator, int], Array]

@@ -11,7 +11,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.policy import Policy, for_trial, generators_restored
 from tallyroll.collector.policies.random_actions import action_keys
-from tallyroll.collector.slab.keys import NEXT, Key, as_key, dotted
+from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
 
 IS_INIT = "is_init"
 
@@ -108,7 +108,7 @@ def refuse_states(policy: Policy, td: TensorDictBase, env: EnvBase, in_place: bo
     known = {as_key(key)[-1] for key in env.observation_spec.keys(True, True)}
     if not found or (IS_INIT in known and not in_place and all(key[0] != NEXT for key in found)):
         return
-    names = [dotted(key) for key in found]
+    names = [spell(key) for key in found]
     if any(key[0] == NEXT for key in found):
         raise PolicyError(
             f"the policy writes {names} and reads them in the next step, and no reset gives them "

@@ -14,7 +14,7 @@ from tallyroll.collector.envs.split import way_of
 from tallyroll.collector.policies.policy import PolicyFn, no_tensordict
 from tallyroll.collector.policies.random_actions import Ahead
 from tallyroll.collector.rollout.driver import LocalDriver, changed
-from tallyroll.collector.slab.keys import NEXT, RANDOM_VERSION, VALID, Key, as_key
+from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, VALID, Key, as_key
 
 Views = Sequence[tuple[Key, Sequence[torch.Tensor]]]
 

@@ -16,9 +16,9 @@ from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
 from tallyroll.collector.rollout.signals import admitted
-from tallyroll.collector.slab.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, dotted
 from tallyroll.collector.slab.progress import FILLED, HALT
-from tallyroll.collector.slab.slab import Array, Column, Slab
+from tallyroll.collector.slab.slab import Array, Slab, SlabColumn
+from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ def changed(key: Key, got: torch.Tensor | None, wanted: torch.Tensor | None = No
     """The error for a value that is not what the first step gave."""
     kind = TransitionError if key[0] == NEXT else PolicyError
     if got is None or wanted is None:
-        return kind(f"{dotted(key)} is missing; it was there on the first step")
+        return kind(f"{spell(key)} is missing; it was there on the first step")
     return kind(
-        f"{dotted(key)}: got {Column(got.dtype, tuple(got.shape))}, wanted "
-        f"{Column(wanted.dtype, tuple(wanted.shape))} as on the first step"
+        f"{spell(key)}: got {SlabColumn(got.dtype, tuple(got.shape))}, wanted "
+        f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
     )

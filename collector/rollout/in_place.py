@@ -10,8 +10,8 @@ from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.policies.policy import no_tensordict
 from tallyroll.collector.policies.random_actions import Ahead, all_drawn, lane_actions
 from tallyroll.collector.rollout.driver import LocalDriver, changed
-from tallyroll.collector.slab.keys import RANDOM_VERSION
 from tallyroll.collector.slab.slab import Array
+from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
 class InPlaceDriver(LocalDriver):

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tallyroll.collector.counting.episode_budget import EpisodeGate
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.transitions import Mask, first_in_slot_order, lane_major
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.slab.keys import RANDOM_VERSION, Key
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 SLOTS_AT_ONCE = 8
 """With a budget of episodes: few, for each look at it costs little beside a step."""
@@ -138,7 +138,7 @@ class Rollout:
         surplus: Surplus,
         random_frames: int,
         ledger: Ledger,
-        gate: EpisodeGate | None,
+        gate: EpisodeBudget | None,
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
         self.lanes = self.slab.lanes
@@ -293,7 +293,7 @@ class Rollout:
         finally:
             self._count(start, self.driver.used, stepped)
 
-    def _slots_at_once(self, gate: EpisodeGate) -> int:
+    def _slots_at_once(self, gate: EpisodeBudget) -> int:
         """Slots until an episode budget is looked at again."""
         return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
 

@@ -29,13 +29,13 @@ _waiting: dict[int, threading.Timer] = {}
 _again: set[int] = set()
 """Signals that were sent again."""
 _holder: int | None = None
-"""The thread, always the main one, inside of :class:`held`."""
+"""The thread, always the main one, inside of :class:`deferred`."""
 _admitting = False
 
 # Every change of these is one instruction, so that what a handler raises finds them as they are.
 
 
-class held:
+class deferred:
     """Handlers wait inside of this, and are called at its end at the latest.
 
     Handlers run in the main thread only: in another one this does nothing.

@@ -23,7 +23,9 @@ from tallyroll.collector.policies.states import refuse_states
 from tallyroll.collector.rollout.copying import CopyDriver
 from tallyroll.collector.rollout.driver import LocalDriver, ended_in
 from tallyroll.collector.rollout.in_place import InPlaceDriver
-from tallyroll.collector.slab.keys import (
+from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
+from tallyroll.storage.rows.batch_dims import batch_dims_of, levels_of
+from tallyroll.storage.rows.keys import (
     DONE,
     NEXT,
     REWARD,
@@ -32,10 +34,8 @@ from tallyroll.collector.slab.keys import (
     VALID,
     Key,
     as_key,
-    dotted,
+    spell,
 )
-from tallyroll.collector.slab.slab import Column, Layout, Slab
-from tallyroll.storage.rows.batch_dims import batch_dims_of, levels_of
 
 MOST_SLOTS = 4096
 SLAB_BYTES = 256 * 2**20
@@ -46,7 +46,7 @@ SLAB_BYTES = 256 * 2**20
 class SlabPlan:
     """What a slab of an environment and a policy looks like, and what its rows become."""
 
-    layout: Layout
+    layout: SlabColumns
     extra: tuple[Key, ...]
     """Columns that the policy writes beside the action."""
     flowing: tuple[Key, ...]
@@ -100,13 +100,13 @@ def plan_slab(
 ) -> SlabPlan:
     """Try the policy out on ``first``, what a reset returned, and lay out the columns."""
     in_place = isinstance(env, GymnasiumVectorEnv)
-    extra: dict[Key, Column] = {}
+    extra: dict[Key, SlabColumn] = {}
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
             extra = try_out(policy, first, env)
     if in_place and next_keys(extra):
         raise PolicyError(
-            f"the policy writes {[dotted(key) for key in next_keys(extra)]}, which must be carried "
+            f"the policy writes {[spell(key) for key in next_keys(extra)]}, which must be carried "
             "from step to step and reset with each lane; add its primer to the environment: "
             "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
@@ -147,36 +147,36 @@ def make_driver(
     return kind(env, policy, extra=plan.extra, slab=slab, rng=rng, board=board, run_lanes=run_lanes)
 
 
-def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, Column]:
+def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, SlabColumn]:
     """Columns that a :class:`GymnasiumVectorEnv` fills."""
-    layout: dict[Key, Column] = {}
+    layout: dict[Key, SlabColumn] = {}
     for key in env.observation_keys:
         layout[key] = _column(env.observation_spec[key], 1)
     for key in action_keys(env):
         layout[key] = _column(env.full_action_spec[key], 1)
     for key in env.observation_keys:
         layout[(NEXT, *key)] = layout[key]
-    layout[REWARD] = Column(torch.float32, (1,))
-    layout[TERMINATED] = layout[TRUNCATED] = Column(torch.bool, (1,))
+    layout[REWARD] = SlabColumn(torch.float32, (1,))
+    layout[TERMINATED] = layout[TRUNCATED] = SlabColumn(torch.bool, (1,))
     return layout
 
 
-def copied_layout(env: EnvBase) -> dict[Key, Column]:
+def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
     """Columns that any TorchRL environment returns, from its specs."""
     lead = len(env.batch_size)
     flags = {as_key(key) for key in env.done_spec.keys(True, True)}
     for name, spec in env.observation_spec.items(True, True):
         if spec.dtype is None:
             raise EnvironmentRefused(
-                f"{dotted(name)} is {type(spec).__name__}, which no column can hold; leave it out "
-                f'with TransformedEnv(env, ExcludeTransform("{dotted(name)}"))'
+                f"{spell(name)} is {type(spec).__name__}, which no column can hold; leave it out "
+                f'with TransformedEnv(env, ExcludeTransform("{spell(name)}"))'
             )
-    layout: dict[Key, Column] = {}
+    layout: dict[Key, SlabColumn] = {}
     for name, value in env.fake_tensordict().items(True, True):
         key = as_key(name)
         if key in flags or key in (VALID, (NEXT, *VALID)):
             continue
-        layout[key] = Column(value.dtype, tuple(value.shape[lead:]))
+        layout[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
     if DONE not in layout or TERMINATED not in layout:
         raise EnvironmentRefused("the environment declares no done and terminated at its root")
     return layout
@@ -189,7 +189,7 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
     return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)
 
 
-def _batch_dims(env: EnvBase, layout: Layout, policy: Policy | None) -> dict[Key, int]:
+def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dict[Key, int]:
     """What the specs say; of TensorDicts that the policy alone writes, what it gave them."""
     lead, known = len(env.batch_size), set(levels_of(layout))
     own = {} if policy is None else policy.batch_dims
@@ -197,5 +197,5 @@ def _batch_dims(env: EnvBase, layout: Layout, policy: Policy | None) -> dict[Key
     return {**batch_dims_of(env.fake_tensordict(), lead), **added}
 
 
-def _column(spec: object, lead: int) -> Column:
-    return Column(spec.dtype, tuple(spec.shape[lead:]))  # type: ignore[attr-defined]
+def _column(spec: object, lead: int) -> SlabColumn:
+    return SlabColumn(spec.dtype, tuple(spec.shape[lead:]))  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.slab.keys import Key
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.collector.slab.names import split
+from tallyroll.storage.rows.keys import Key
 
 GIVEN = "_given"
 """What the name of the column beside an info with ``fill`` ends with."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tallyroll.collector.errors import ArgumentError, NameRefused
-from tallyroll.collector.slab.keys import (
+from tallyroll.storage.rows.keys import (
     COLLECTOR,
     DONE,
     NEXT,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tallyroll.collector.slab.keys import (
+from tallyroll.storage.rows.keys import (
     NEXT,
     POLICY_VERSION,
     REWARD,
@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Column:
+class SlabColumn:
     """Dtype and shape of one column; ``shape`` excludes time and lane."""
 
     dtype: torch.dtype
@@ -39,12 +39,7 @@ class Column:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-Layout = Mapping[Key, Column]
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """NumPy's name of a dtype that it knows."""
-    return torch.empty(0, dtype=dtype).numpy().dtype
+SlabColumns = Mapping[Key, SlabColumn]
 
 
 @dataclass(slots=True)
@@ -73,7 +68,7 @@ class Cursor:
 
 
 def memory_of(
-    slots: int, lanes: int, layout: Layout, flowing: Iterable[Key], shared: bool
+    slots: int, lanes: int, layout: SlabColumns, flowing: Iterable[Key], shared: bool
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every piece of memory of a slab; its columns are views of them."""
     pieces: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -107,7 +102,7 @@ class Slab:
         self,
         slots: int,
         lanes: int,
-        layout: Layout,
+        layout: SlabColumns,
         *,
         flowing: Iterable[Key] = (),
         shared: bool = False,

@@ -22,7 +22,7 @@ _SHOWN = 16
 """Lanes whose seeds and actions a message shows."""
 
 
-def raised(member: "Member", report: Raised, action: NDArray[Any] | None) -> Exception:
+def worker_error(member: "Member", report: Raised, action: NDArray[Any] | None) -> Exception:
     """The error for an exception in a worker."""
     original = _unpickled(report.error)
     if isinstance(original, CollectorError):

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from tallyroll.collector.counting.episode_budget import EpisodeGate
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.rollout import SLOTS_AT_ONCE, Rollout
-from tallyroll.collector.slab.keys import Key
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.messages import Lease
+from tallyroll.storage.rows.keys import Key
 
 
 class LeasedRollout(Rollout):
@@ -42,7 +42,7 @@ class LeasedRollout(Rollout):
             surplus=surplus,
             random_frames=0,
             ledger=Ledger(),
-            gate=EpisodeGate(0, driver.lanes) if episodes else None,
+            gate=EpisodeBudget(0, driver.lanes) if episodes else None,
         )
 
     def lease(self, lease: Lease, slots: int) -> tuple[dict[str, int], int, int]:
@@ -61,7 +61,7 @@ class LeasedRollout(Rollout):
             driver.restart()
             self._restarting = True
             if self.gate is not None:
-                self.gate = EpisodeGate(0, self.lanes)
+                self.gate = EpisodeBudget(0, self.lanes)
         if self._restarting and not driver.stopping:
             self._restarting = False
             driver.begin()
@@ -91,7 +91,7 @@ class LeasedRollout(Rollout):
         left = self.gate.total - self.gate.started
         return self.gate.starting(self.driver.upcoming()) > left
 
-    def _slots_at_once(self, gate: EpisodeGate) -> int:
+    def _slots_at_once(self, gate: EpisodeBudget) -> int:
         """So few that no lane can start an episode for which there is no ticket."""
         return max(1, min(SLOTS_AT_ONCE, (gate.total - gate.started) // self.lanes))
 

@@ -14,13 +14,13 @@ from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.rollout.driver import ended_in
 from tallyroll.collector.rollout.rollout import Block, Sound
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.keys import RANDOM_VERSION, Key
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.processes import Crew, Member
+from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.collector.workers.shared.placement import Blocks, Share
-from tallyroll.collector.workers.startup import Muster
+from tallyroll.collector.workers.startup import WorkerStartup
+from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 @dataclass(eq=False)
@@ -96,8 +96,8 @@ class Leases:
 
     def __init__(
         self,
-        crew: Crew,
-        muster: Muster,
+        crew: WorkerPool,
+        muster: WorkerStartup,
         blocks: Blocks,
         share: Share,
         plan: SlabPlan,
@@ -110,7 +110,7 @@ class Leases:
         exact: bool,
     ) -> None:
         self._exact = exact
-        self._crew, self._muster, self._plan = crew, muster, plan
+        self._worker_pool, self._startup, self._plan = crew, muster, plan
         self._frames, self._remaining, self._episodes = frames, remaining, episodes
         self._ledger = ledger
         self._lanes = share.total
@@ -135,8 +135,8 @@ class Leases:
         self._unleased = self._remaining()
         self._pool = 0 if self._episodes is None else self._episodes()
         self._unfinished = self._pool
-        self._tallies = [Tally() for _ in self._crew.members]
-        for member in self._crew.members:
+        self._tallies = [Tally() for _ in self._worker_pool.members]
+        for member in self._worker_pool.members:
             if member.board is not None:  # leases are numbered anew
                 member.board[LEASE] = 0
 
@@ -148,7 +148,7 @@ class Leases:
             return
         rounds = max(len(segments) for segments in self._segments)
         for _ in range(rounds):  # one each, then another: nobody is left without
-            for member in self._crew.members:
+            for member in self._worker_pool.members:
                 free = [segment for segment in self._segments[member.index] if segment.free]
                 if free:
                     self._lease(member, self._tallies[member.index], free[0])
@@ -183,7 +183,7 @@ class Leases:
         tally.leases.append(Leased(tally.granted, segment, reserved, drawn))
         last = self._pool == 0
         question = m.Lease(tally.granted, segment.base, frames, drawn, tickets, last, fresh)
-        self._crew.ask(member, question)
+        self._worker_pool.ask(member, question)
 
     def _surplus_of(self, member: Member) -> int:
         return 0 if self._exact else len(member.lanes) - 1
@@ -200,7 +200,7 @@ class Leases:
 
     @property
     def _workers(self) -> int:
-        return len(self._crew.members)
+        return len(self._worker_pool.members)
 
     @property
     def _complete(self) -> bool:
@@ -219,7 +219,7 @@ class Leases:
 
     def _hear(self, limit: float | None = None) -> None:
         failed = []
-        for member, answer in self._crew.events(limit):
+        for member, answer in self._worker_pool.events(limit):
             if isinstance(answer, m.Filled):
                 self._came_back(member, answer)
             else:
@@ -254,7 +254,7 @@ class Leases:
         else:
             segment.free = True
         if self._complete:
-            self._crew.halt()
+            self._worker_pool.halt()
 
     def _failed(self, member: Member, error: Exception) -> None:
         """What the worker was filling is lost and its lease returns; others go on, or nobody."""
@@ -266,10 +266,10 @@ class Leases:
         self._pool += tally.tickets
         self._tallies[member.index] = Tally()
         try:
-            allowed = self._muster.allowed(error)
+            allowed = self._startup.allowed(error)
             self._queue.append(Cut(member.lanes))
             if not (self._stopping or self._complete):  # else nobody is going to step any more
-                self._muster.replace(member, allowed, None)
+                self._startup.replace(member, allowed, None)
         except BaseException:
             self.stop()
             raise
@@ -406,7 +406,7 @@ class Leases:
         for tally in self._tallies:
             tally.fresh = True
         if not self._stopping:
-            self._crew.go_on()
+            self._worker_pool.go_on()
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """After an error: all that came back, each worker's as far as it is ``sound``."""
@@ -440,13 +440,13 @@ class Leases:
     def stop(self) -> None:
         """End after the steps under way. Safe to call from a signal handler."""
         self._stopping = True
-        self._crew.halt()
+        self._worker_pool.halt()
 
     def _settle(self) -> None:
         """Halt, and hear of all leases."""
         if not self._out:
             return
-        for member, answer in self._crew.settle(patient=not self._stopping):
+        for member, answer in self._worker_pool.settle(patient=not self._stopping):
             if isinstance(answer, m.Filled):
                 self._came_back(member, answer)
             else:

@@ -10,15 +10,15 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.policies.random_actions import Draw
 from tallyroll.collector.rollout.driver import Account, Driver, ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.keys import RANDOM_VERSION, Key
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.processes import Crew, Member
-from tallyroll.collector.workers.startup import Muster
+from tallyroll.collector.workers.processes import Member, WorkerPool
+from tallyroll.collector.workers.startup import WorkerStartup
+from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
-class RemoteDriver(Driver):
+class LockstepDriver(Driver):
     """Asks every worker to fill its lanes of the same slots, and waits for all.
 
     Args:
@@ -32,15 +32,15 @@ class RemoteDriver(Driver):
 
     def __init__(
         self,
-        crew: Crew,
+        crew: WorkerPool,
         slab: Slab,
         plan: SlabPlan,
         *,
         draws: Mapping[Key, Draw] | None,
         rng: np.random.Generator,
-        replace: Muster,
+        replace: WorkerStartup,
     ) -> None:
-        self.slab, self._crew, self._plan = slab, crew, plan
+        self.slab, self._worker_pool, self._plan = slab, crew, plan
         self._draws, self._rng = draws, rng
         self._replace = replace
         self._pending = np.zeros(slab.lanes, np.bool_)
@@ -53,7 +53,7 @@ class RemoteDriver(Driver):
 
     @property
     def _boards(self) -> Sequence[memoryview]:
-        boards = [member.board for member in self._crew.members]
+        boards = [member.board for member in self._worker_pool.members]
         return [board for board in boards if board is not None]
 
     @property
@@ -73,7 +73,7 @@ class RemoteDriver(Driver):
 
     def stop(self) -> None:
         """End after the step under way."""
-        self._crew.halt()
+        self._worker_pool.halt()
 
     # --- asking -----------------------------------------------------------------------------------
 
@@ -86,19 +86,19 @@ class RemoteDriver(Driver):
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
         # Where all have to begin anew: at the same slot, for none is behind it.
-        self._ask([m.Begin(fresh) for _ in self._crew.members], empty=0)
+        self._ask([m.Begin(fresh) for _ in self._worker_pool.members], empty=0)
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
         for key, draw in (self._draws or {}).items():
             self.slab.array(key)[start:stop] = draw(self._rng, stop - start)
         by = "random" if self._draws is None else "given"
-        self._ask([m.Steps(start, stop, by) for _ in self._crew.members])  # type: ignore[arg-type]
+        self._ask([m.Steps(start, stop, by) for _ in self._worker_pool.members])  # type: ignore[arg-type]
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         if random_lanes is None:
-            self._ask([m.Steps(start, stop, "policy") for _ in self._crew.members])
+            self._ask([m.Steps(start, stop, "policy") for _ in self._worker_pool.members])
         else:
             self._part(start, self.slab.lanes, random_lanes)
 
@@ -116,7 +116,7 @@ class RemoteDriver(Driver):
                 for key, action in drawn.items():
                     self.slab.array(key)[at] = action
         questions = []
-        for member in self._crew.members:
+        for member in self._worker_pool.members:
             own = slice(member.lanes.start, member.lanes.stop)
             both = random_lanes is not None
             questions.append(
@@ -139,7 +139,7 @@ class RemoteDriver(Driver):
         ``empty``: slots that are left empty where nobody filled any. What a lane begins with may
         lie where the slot before has its next observation.
         """
-        crew, start = self._crew, self.used
+        crew, start = self._worker_pool, self.used
         self._died.clear()
         failed: list[tuple[Member, WorkerError]] = []
         try:
@@ -157,7 +157,7 @@ class RemoteDriver(Driver):
 
     def _mend(self, failed: Sequence[tuple[Member, WorkerError]], at_least: int) -> None:
         """Put others in the place of workers that failed; what these did in this call is lost."""
-        filled = {member.index: _filled(member) for member in self._crew.members}
+        filled = {member.index: _filled(member) for member in self._worker_pool.members}
         gone = {member.index for member, _ in failed}
         alive = [slots for index, slots in filled.items() if index not in gone]
         self._cuts = np.zeros(self.slab.lanes, np.bool_)
@@ -179,14 +179,14 @@ class RemoteDriver(Driver):
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
         """What became of the slots ``[start, stop)``."""
-        filled = [self._died.get(m.index, _filled(m)) for m in self._crew.members]
+        filled = [self._died.get(m.index, _filled(m)) for m in self._worker_pool.members]
         top = max(stop, *filled)
         if top == start:
             return Account(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
         ran = np.zeros((top - start, self.slab.lanes), np.bool_)
         gone = np.zeros(self.slab.lanes, np.bool_)
         failed = np.zeros(self.slab.lanes, np.bool_)
-        for member, slots in zip(self._crew.members, filled, strict=True):
+        for member, slots in zip(self._worker_pool.members, filled, strict=True):
             lanes = slice(member.lanes.start, member.lanes.stop)
             ran[: max(0, slots - start), lanes] = True
             gone[lanes] = member.index in self._died

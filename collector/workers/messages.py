@@ -28,8 +28,8 @@ from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.keys import Key
 from tallyroll.collector.workers.shared.placement import Share
+from tallyroll.storage.rows.keys import Key
 
 Action = NDArray[Any]
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.rollout.signals import admitted
 from tallyroll.collector.slab.progress import FILLED, HALT
-from tallyroll.collector.slab.slab import Layout
-from tallyroll.collector.workers import failures as faults
+from tallyroll.collector.slab.slab import SlabColumns
+from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.end import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.shared.placement import Blocks
@@ -75,7 +75,7 @@ Event = tuple[Member, Any]
 """A member, and its answer or the :class:`WorkerError` that says why none will come."""
 
 
-class Crew:
+class WorkerPool:
     """Starts workers, asks them, and hears their answers or their end.
 
     Nothing here waits without a limit: processes are watched by their sentinels, steps by the
@@ -204,7 +204,7 @@ class Crew:
                 member.since = time.monotonic()
                 if isinstance(answer, m.Raised):
                     member.asked = 0
-                    member.failed = faults.raised(member, answer, self._last_action(member))
+                    member.failed = failures.worker_error(member, answer, self._last_action(member))
                     return member, member.failed
                 member.state = getattr(answer, "state", None) or member.state
                 return member, answer
@@ -212,7 +212,7 @@ class Crew:
             pass
         wait([member.process.sentinel], _SETTLE_SECONDS)  # it may be about to say its status
         _end(member)
-        member.failed = faults.died(member, self._last_action(member))
+        member.failed = failures.died(member, self._last_action(member))
         return member, member.failed
 
     def _hangs(self, member: Member) -> bool:
@@ -227,7 +227,7 @@ class Crew:
     def _hung(self, member: Member) -> WorkerError:
         _end(member)
         timeout = self._step_timeout if member.ready else self.start_timeout
-        member.failed = error = faults.hung(member, timeout or 0.0, self._last_action(member))
+        member.failed = error = failures.hung(member, timeout or 0.0, self._last_action(member))
         return error
 
     def _last_action(self, member: Member) -> NDArray[Any] | None:
@@ -238,7 +238,7 @@ class Crew:
         last: NDArray[Any] = actions[min(member.board[FILLED], len(actions) - 1)].copy()
         return last
 
-    def show_actions(self, blocks: Blocks, layout: Layout) -> None:
+    def show_actions(self, blocks: Blocks, layout: SlabColumns) -> None:
         """Know where actions lie, for messages."""
         key = next((key for key in layout if key[-1] == "action"), None)
         slabs = [blocks.slab_of(member.index) for member in self.members]

@@ -7,15 +7,15 @@ from typing import Any
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
-from tallyroll.collector.slab.keys import dotted
 from tallyroll.collector.slab.progress import FILLED, LEASE
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.processes import Crew, Member
+from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena
 from tallyroll.collector.workers.shared.placement import Blocks, Share
+from tallyroll.storage.rows.keys import spell
 
 
-class Muster:
+class WorkerStartup:
     """Leads workers from their start to their first step; a new one in the same way.
 
     Args:
@@ -24,8 +24,8 @@ class Muster:
         respawns: how many workers may be replaced; 0: any that fails ends the run.
     """
 
-    def __init__(self, crew: Crew, respawns: int) -> None:
-        self._crew = crew
+    def __init__(self, crew: WorkerPool, respawns: int) -> None:
+        self._worker_pool = crew
         self._left = respawns
         self._limit = respawns
         self.ledger = Ledger()
@@ -36,9 +36,9 @@ class Muster:
 
     def made(self) -> dict[str, Any]:
         """Hear that all environments stand, number their lanes, and return what they are."""
-        answers: list[m.Made] = self._crew.answers()
+        answers: list[m.Made] = self._worker_pool.answers()
         first = 0
-        for member, answer in zip(self._crew.members, answers, strict=True):
+        for member, answer in zip(self._worker_pool.members, answers, strict=True):
             member.lanes = range(first, first + answer.lanes)
             first += answer.lanes
         return answers[0].description
@@ -46,7 +46,7 @@ class Muster:
     @property
     def lanes(self) -> tuple[int, ...]:
         """Lanes of each worker."""
-        return tuple(len(member.lanes) for member in self._crew.members)
+        return tuple(len(member.lanes) for member in self._worker_pool.members)
 
     def seed(self, seed: int, incarnation: int) -> list[int]:
         """Seed all lanes; returns their seeds, none where TorchRL chooses some.
@@ -54,10 +54,10 @@ class Muster:
         Raises:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
         """
-        answers: list[m.Planned] = self._crew.all(
-            [self._seed(member, seed, incarnation) for member in self._crew.members]
+        answers: list[m.Planned] = self._worker_pool.all(
+            [self._seed(member, seed, incarnation) for member in self._worker_pool.members]
         )
-        for member, answer in zip(self._crew.members, answers, strict=True):
+        for member, answer in zip(self._worker_pool.members, answers, strict=True):
             _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
         self._planned = replace(
@@ -79,9 +79,9 @@ class Muster:
     def bind(self, arena: Arena, share: Share, blocks: Blocks) -> None:
         """Hand the memory to all."""
         self._bound = arena, share, blocks
-        messages = [self._bind(member) for member in self._crew.members]
-        self._crew.all(messages, arena.fd)
-        for member in self._crew.members:
+        messages = [self._bind(member) for member in self._worker_pool.members]
+        self._worker_pool.all(messages, arena.fd)
+        for member in self._worker_pool.members:
             member.ready = True
 
     def _bind(self, member: Member) -> m.Bind:
@@ -92,10 +92,10 @@ class Muster:
 
     def load(self, states: Sequence[bytes | None]) -> None:
         """Hand states to the environments' transforms, over again where they are fewer."""
-        for member in self._crew.members:
+        for member in self._worker_pool.members:
             state = states[member.index % len(states)] if states else None
             if state is not None:
-                self._crew.answer(member, m.Load(state))
+                self._worker_pool.answer(member, m.Load(state))
                 member.state = state
 
     # --- one in the place of another --------------------------------------------------------------
@@ -126,7 +126,7 @@ class Muster:
                 if begin_at is not None:
                     assert member.board is not None
                     member.board[FILLED] = begin_at
-                    self._crew.answer(member, m.Begin(False))
+                    self._worker_pool.answer(member, m.Begin(False))
                 return
             except WorkerError as again:
                 error = again
@@ -134,7 +134,7 @@ class Muster:
     def _make_ready(self, member: Member) -> None:
         assert self._bound is not None
         assert self.ledger.seed is not None
-        crew, state = self._crew, member.state
+        crew, state = self._worker_pool, member.state
         crew.restart(member)
         made: m.Made = crew.hear(member)
         if made.lanes != len(member.lanes):
@@ -164,7 +164,7 @@ def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
         return
     keys = {*wanted.layout, *got.layout}
     wrong = {
-        dotted(key): (str(wanted.layout.get(key)), str(got.layout.get(key)))
+        spell(key): (str(wanted.layout.get(key)), str(got.layout.get(key)))
         for key in keys
         if wanted.layout.get(key) != got.layout.get(key)
     }
@@ -181,7 +181,7 @@ def _require_same_actions(first: m.Planned, other: m.Planned, member: Member) ->
         if other.actions[key] != spec:
             one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))
             raise EnvironmentRefused(
-                f"{member.who}: its action space differs from that of worker 0: {dotted(key)} is "
+                f"{member.who}: its action space differs from that of worker 0: {spell(key)} is "
                 f"{two} and not {one}; make the same environment in every worker"
             )
 

@@ -59,7 +59,7 @@ def work(connection: Connection, job: bytes) -> None:
     try:
         worker = Worker(cloudpickle.loads(job))
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
-        m.send(connection, raised(error, "making the environment"))
+        m.send(connection, report_of(error, "making the environment"))
         return
     try:
         m.send(connection, worker.made())
@@ -151,7 +151,7 @@ class Worker:
                     else:
                         answer = answers[type(message)](message)
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
-                    answer = raised(error, self.doing)
+                    answer = report_of(error, self.doing)
                 m.send(connection, answer)
                 if isinstance(answer, m.Raised):
                     self._wait_for_the_end(connection)
@@ -266,7 +266,7 @@ class Worker:
         return m.Filled(used, counts, self.rollout.random_frames, completed, self._state())
 
 
-def raised(error: BaseException, doing: str) -> m.Raised:
+def report_of(error: BaseException, doing: str) -> m.Raised:
     """What the parent is told of an exception."""
     frames = "".join(traceback.format_exception(error))
     pickled = None

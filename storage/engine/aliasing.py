@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["Lent"]
+__all__ = ["LentViews"]
 
 
-class Lent:
+class LentViews:
     """Maps of a ring that others may hold views of; false while there are none."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.rows.row_refs import LARGE_NBYTES, Gathered
+from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["Columns"]
@@ -17,7 +17,7 @@ _WRITE_NBYTES = 2**14
 """Arrays of this size are written through the file. Through the map every new page costs a
 fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
 _GATHER_NBYTES = 2**18
-"""Gathered rows are written through the file in pieces that stay in the processor's cache."""
+"""RowRefs rows are written through the file in pieces that stay in the processor's cache."""
 _ALONE_NBYTES = 2**14
 """While more is copied other threads may run, which costs as much as to copy a small array."""
 
@@ -74,12 +74,12 @@ class Columns:
             else:
                 self._format.write(index, slot, array)
 
-    def _copy_large(self, slot: int, arrays: Sequence[np.ndarray | Gathered], count: int) -> None:
+    def _copy_large(self, slot: int, arrays: Sequence[np.ndarray | RowRefs], count: int) -> None:
         """As `copy`, where some rows are large and may still lie elsewhere."""
         to = slice(slot, slot + count)
         for index, (column, array) in enumerate(zip(self.arrays, arrays, strict=False)):
             in_place = self.warm or array.nbytes < _WRITE_NBYTES
-            if isinstance(array, Gathered):
+            if isinstance(array, RowRefs):
                 if in_place:
                     array.copy_to(column[to])
                     continue

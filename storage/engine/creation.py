@@ -15,7 +15,7 @@ from tallyroll.storage.files.manifest import Manifest, new_manifest, schema_crc,
 from tallyroll.storage.files.paths import sync_above
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.space import require_room
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["Opened", "create_new", "manifest_of", "open_existing"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDictBase
 
-from tallyroll.storage.engine.aliasing import Lent
+from tallyroll.storage.engine.aliasing import LentViews
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
@@ -31,16 +31,16 @@ from tallyroll.storage.errors import (
     StorageLocked,
     WriterForked,
 )
-from tallyroll.storage.files.header import Header, check_record
+from tallyroll.storage.files.header import Header, check_record_size
 from tallyroll.storage.files.lock import ReaderLock, WriterLock, is_held
 from tallyroll.storage.formats.base import Access, Format
 from tallyroll.storage.formats.space import require_room
-from tallyroll.storage.rows.batch_check import Intake
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.batch_check import BatchCheck
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 
 if TYPE_CHECKING:
-    from tallyroll.storage.trajectories.id_checks import IdWatch
+    from tallyroll.storage.trajectories.id_checks import IdChecks
 
 __all__ = ["LOOK_SECONDS", "Durability", "Engine"]
 
@@ -86,9 +86,9 @@ class Engine:
         self._mutex = threading.RLock()
         self.keys = schema.keys
         """The columns' keys, in order."""
-        self._intake = Intake(schema, format.path)
+        self._batch_check = BatchCheck(schema, format.path)
         self._views: list[np.ndarray] | None = None
-        self._lent = Lent()
+        self._lent = LentViews()
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self._look_at = 0.0
@@ -174,7 +174,7 @@ class Engine:
         self,
         rows: Mapping[Key, np.ndarray],
         record: bytes | None = None,
-        watch: IdWatch | None = None,
+        watch: IdChecks | None = None,
     ) -> range:
         """Copy ``rows`` behind the last row and commit them, ``record`` with them.
 
@@ -183,7 +183,7 @@ class Engine:
         """
         self._admit(record)
         with self._mutex:
-            arrays = self._intake.arrays(rows)
+            arrays = self._batch_check.arrays(rows)
             if watch is not None:
                 watch.admit(self, arrays)
             return self._append(arrays, record)
@@ -193,7 +193,7 @@ class Engine:
         rows: TensorDictBase,
         record: bytes | None = None,
         without: Key | None = None,
-        watch: IdWatch | None = None,
+        watch: IdChecks | None = None,
     ) -> range | None:
         """As `append`, of plain tensors; None, and nothing done, if they are not.
 
@@ -201,10 +201,10 @@ class Engine:
         """
         self._admit(record)
         with self._mutex:
-            leaves = self._intake.leaves(rows, without)
+            leaves = self._batch_check.leaves(rows, without)
             if leaves is None:
                 return None
-            addresses, count = self._intake.seen.addresses(leaves), self._intake.count
+            addresses, count = self._batch_check.seen.addresses(leaves), self._batch_check.count
             start = self._header.head
             slot = slots_of(start, self.ring)
             if (
@@ -217,7 +217,7 @@ class Engine:
                 self._reserve(start, start + count)
                 self._columns.copy_memory(slot, count, addresses)
                 return self._commit(start, start + count, record)
-            arrays = self._intake.tensors(leaves)
+            arrays = self._batch_check.tensors(leaves)
             if arrays is None:
                 return None
             if watch is not None:
@@ -307,7 +307,7 @@ class Engine:
             self.require_writer()
             self._look_at = now + LOOK_SECONDS
         if record is not None:
-            check_record(record)
+            check_record_size(record)
 
     def require_writer(self) -> None:
         """Raise a `WriteError` unless this process may write."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import Key, spell
 
 __all__ = ["Mismatch", "Progress", "checksums", "mismatches", "rows_covered"]
 

@@ -44,7 +44,7 @@ __all__ = [
     "HEADER_NBYTES",
     "RECORD_LIMIT",
     "Header",
-    "check_record",
+    "check_record_size",
     "committed_counts",
     "count_of",
     "header_bytes",
@@ -310,7 +310,7 @@ class Header:
         Raises:
             RecordTooLarge: more than `RECORD_LIMIT` bytes.
         """
-        check_record(payload)
+        check_record_size(payload)
         sequence = self._sequence + 1
         start = self._slot_start(sequence % 2)
         body = start + _SLOT.size
@@ -362,7 +362,7 @@ def committed_counts(header: bytes) -> tuple[int, int]:
     return int(words[_RESERVE]) & _COUNT, int(words[_HEAD]) & _COUNT
 
 
-def check_record(payload: bytes) -> None:
+def check_record_size(payload: bytes) -> None:
     """Refuse what does not fit into a slot.
 
     Raises:

@@ -29,7 +29,7 @@ from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import MAP_NORESERVE
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.formats.tensordict_layout import META_FIELDS, encode, meta_of, place_of
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column, Schema
 
 __all__ = ["MemmapFormat"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["META_FIELDS", "encode", "meta_of", "place_of"]

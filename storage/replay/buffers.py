@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.writers import (
 )
 
 from tallyroll.storage.errors import CursorOverflow, NotAnAppend, RowsMismatch
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage

@@ -87,7 +87,7 @@ def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
     if source.ring:
         if _behind(target, source):
             target._running().replace(engine)
-            target.__dict__.pop("_id_watch", None)  # it knew other rows
+            target.__dict__.pop("_id_checks", None)  # it knew other rows
         return
     keys, columns = engine.schema.keys, engine.committed()
     step = max(1, _CHUNK_NBYTES // engine.schema.row_nbytes)

@@ -12,11 +12,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from tallyroll.storage.errors import RowsMismatch
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.rows.tensor_guard import Looks
+from tallyroll.storage.rows.tensor_guard import TensorGuard
 
-__all__ = ["Intake"]
+__all__ = ["BatchCheck"]
 
 _LOOKS = attrgetter("dtype", "shape", "requires_grad")
 """What a tensor looks like."""
@@ -31,7 +31,7 @@ class _Level(NamedTuple):
     entries: int
 
 
-class Intake:
+class BatchCheck:
     """Checks batches for a storage of ``schema`` at ``path``."""
 
     def __init__(self, schema: Schema, path: Path) -> None:
@@ -44,7 +44,7 @@ class Intake:
         """Rows of the batch that was looked at last."""
         self._shapes: list[tuple[int, ...]] = []
         self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
-        self.seen = Looks()
+        self.seen = TensorGuard()
         """Of the tensors of a batch of so many rows that became arrays."""
 
     def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
@@ -124,7 +124,7 @@ class Intake:
         self._looks = [
             (c.dtype, shape, False) for c, shape in zip(columns, self._shapes, strict=True)
         ]
-        self.seen = Looks()
+        self.seen = TensorGuard()
         self.count = count
 
     def _refuse(self, rows: Mapping[Key, Any]) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tensordict import TensorDictBase, is_non_tensor
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import Key, spell
 
 __all__ = [
     "BatchDims",

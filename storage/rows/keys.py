@@ -1,45 +1,74 @@
-"""Columns that a storage reads by name: TorchRL's, and those that collectors add."""
+"""Names of columns: where each value of a transition stands in a TensorDict.
+
+TorchRL's episode data format: observation and action at the root, what the step returned under
+``"next"``. What Tallyroll adds stands under ``"collector"``.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
-from tallyroll.storage.rows.nesting import Key
-
 __all__ = [
+    "COLLECTOR",
     "COUNTERS",
     "CUT",
     "DONE",
     "LANE",
+    "MASK",
     "NEXT",
     "NEXT_VALID",
     "POLICY_VERSION",
+    "RANDOM_VERSION",
     "REWARD",
     "STEP",
     "TERMINATED",
     "TRAJ_IDS",
     "TRUNCATED",
+    "VALID",
+    "Key",
+    "as_key",
     "is_done",
+    "spell",
 ]
 
+Key: TypeAlias = tuple[str, ...]
+"""A nested TensorDict key, always written as a tuple."""
+
 NEXT: Final = "next"
+COLLECTOR: Final = "collector"
+
 REWARD: Final[Key] = (NEXT, "reward")
 DONE: Final[Key] = (NEXT, "done")
 TERMINATED: Final[Key] = (NEXT, "terminated")
 TRUNCATED: Final[Key] = (NEXT, "truncated")
 
-TRAJ_IDS: Final[Key] = ("collector", "traj_ids")
-STEP: Final[Key] = ("collector", "step")
-LANE: Final[Key] = ("collector", "lane")
-POLICY_VERSION: Final[Key] = ("collector", "policy_version")
-NEXT_VALID: Final[Key] = ("collector", "next_valid")
-CUT: Final[Key] = ("collector", "cut")
+TRAJ_IDS: Final[Key] = (COLLECTOR, "traj_ids")
+STEP: Final[Key] = (COLLECTOR, "step")
+LANE: Final[Key] = (COLLECTOR, "lane")
+POLICY_VERSION: Final[Key] = (COLLECTOR, "policy_version")
+NEXT_VALID: Final[Key] = (COLLECTOR, "next_valid")
+VALID: Final[Key] = (COLLECTOR, "valid")
+CUT: Final[Key] = (COLLECTOR, "cut")
+MASK: Final[Key] = (COLLECTOR, "mask")
+
+RANDOM_VERSION: Final = -1
+"""``policy_version`` of a transition whose action was drawn at random."""
 
 COUNTERS: Final = frozenset({"step_count", "is_init", "episode_reward"})
 """Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
 InitTracker, RewardSum): they tell how long it has lasted, and not what was observed."""
+
+
+def as_key(key: str | tuple[str, ...]) -> Key:
+    """``key`` as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def spell(key: str | tuple[str, ...]) -> str:
+    """A key as users read and write it: ``next/observation``."""
+    return key if isinstance(key, str) else "/".join(key)
 
 
 def is_done(key: Key, dtype: torch.dtype) -> bool:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 
 from tallyroll.storage.errors import InvalidSchema, RowsMismatch
+from tallyroll.storage.rows.keys import Key, spell
 
-__all__ = ["Key", "Nest", "array_of", "leaves", "nest", "require_dense", "require_rows", "spell"]
-
-Key: TypeAlias = tuple[str, ...]
-"""A nested key: the path of names from the root."""
-
-
-def spell(key: Key) -> str:
-    """A key for messages: ``next/observation``."""
-    return "/".join(key)
+__all__ = ["Nest", "array_of", "leaves", "nest", "require_dense", "require_rows"]
 
 
 def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["LARGE_NBYTES", "Gathered"]
+__all__ = ["LARGE_NBYTES", "RowRefs"]
 
 LARGE_NBYTES = 4096
 """Rows of a column that large are worth it."""
 
 
-class Gathered:
+class RowRefs:
     """``sources[origin[i]][index[i]]`` for each row ``i``; nothing is copied before `copy_to`.
 
     Stands for an array [N, ...] of large rows among those that a storage is given. Whoever makes
@@ -34,7 +34,7 @@ class Gathered:
         self.shape = (len(index), *self.sources[0].shape[1:])
 
     @classmethod
-    def joined(cls, parts: Sequence[Gathered], order: np.ndarray) -> Gathered:
+    def joined(cls, parts: Sequence[RowRefs], order: np.ndarray) -> RowRefs:
         """The rows of ``parts``, one part behind the other, in ``order`` (intp [N])."""
         index = np.concatenate([part.index for part in parts])[order]
         origins: list[np.ndarray] = []
@@ -48,9 +48,9 @@ class Gathered:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, rows: slice) -> Gathered:
+    def __getitem__(self, rows: slice) -> RowRefs:
         origin = None if self.origin is None else self.origin[rows]
-        return Gathered(self.sources, self.index[rows], origin)
+        return RowRefs(self.sources, self.index[rows], origin)
 
     @property
     def nbytes(self) -> int:

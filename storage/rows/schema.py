@@ -22,34 +22,15 @@ from tallyroll.storage.rows.batch_dims import (
     require_fitting,
     shapes_of,
 )
-from tallyroll.storage.rows.nesting import Key, leaves, require_dense, spell
+from tallyroll.storage.rows.dtypes import NAMES, NUMPY, TORCH
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.nesting import leaves, require_dense
 
 __all__ = ["Column", "Key", "Schema"]
 
-# NumPy has no bfloat16: such columns are stored, and handed out as arrays, as
-# the 16 bits that they are.
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint64: np.dtype(np.uint64),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(np.uint16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-}
 _MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
 _MOST_ROW_NBYTES = 2**47
 """More than any machine maps."""
-_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _NUMPY}
-_TORCH = {numpy: dtype for dtype, numpy in _NUMPY.items() if dtype is not torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +48,10 @@ class Column:
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        if self.dtype not in _NUMPY:
+        if self.dtype not in NUMPY:
             raise InvalidSchema(
                 f"column {spell(self.key)} has dtype {self.dtype}; a storage holds "
-                f"{', '.join(_NAMES)}. Convert it before writing."
+                f"{', '.join(NAMES)}. Convert it before writing."
             )
         if len(self.shape) > _MOST_SIZES:
             raise InvalidSchema(
@@ -96,7 +77,7 @@ class Column:
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype of the column's arrays; ``uint16`` for bfloat16."""
-        return _NUMPY[self.dtype]
+        return NUMPY[self.dtype]
 
     @property
     def row_nbytes(self) -> int:
@@ -262,11 +243,11 @@ def _column_of_array(key: Any, array: np.ndarray) -> Column:
         raise InvalidSchema(
             f"column {key!r} must be an array [N, ...], got {type(array).__name__}."
         )
-    if array.dtype not in _TORCH:
+    if array.dtype not in TORCH:
         raise InvalidSchema(
-            f"column {spell(key)} has dtype {array.dtype}; a storage holds {', '.join(_NAMES)}."
+            f"column {spell(key)} has dtype {array.dtype}; a storage holds {', '.join(NAMES)}."
         )
-    return Column(key, _TORCH[array.dtype], tuple(array.shape[1:]))
+    return Column(key, TORCH[array.dtype], tuple(array.shape[1:]))
 
 
 def _column_to_json(column: Column, batch_dims: list[int]) -> dict[str, Any]:
@@ -276,7 +257,7 @@ def _column_to_json(column: Column, batch_dims: list[int]) -> dict[str, Any]:
 
 def _column_from_json(item: Any) -> Column:
     try:
-        key, dtype, shape = item["key"], _NAMES[item["dtype"]], item["shape"]
+        key, dtype, shape = item["key"], NAMES[item["dtype"]], item["shape"]
     except (KeyError, TypeError) as error:
         raise InvalidSchema(f"not a column with key, dtype and shape: {item!r:.200}.") from error
     if not isinstance(key, list) or not isinstance(shape, list):

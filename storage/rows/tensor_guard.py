@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Looks"]
+__all__ = ["TensorGuard"]
 
 _IS_NESTED = attrgetter("is_nested")
 
@@ -39,7 +39,7 @@ def _guards() -> Any:
 TensorGuards = _guards()
 
 
-class Looks:
+class TensorGuard:
     """How the tensors of a batch looked that are, one by one, contiguous arrays in memory."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
 
-__all__ = ["MOST_LANES", "NOBODY", "Chunk", "LaneOrder", "extended", "grown", "lane_order"]
+__all__ = ["MOST_LANES", "NOBODY", "LaneOrder", "RowChunk", "extended", "grown", "lane_order"]
 
 MOST_LANES = 2**20
 """Lanes are numbered from 0; a number beyond that is taken for damage."""
@@ -25,7 +25,7 @@ _FEW = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class RowChunk:
     """Rows that follow one another in a storage. Arrays are [n]."""
 
     start: int

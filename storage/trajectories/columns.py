@@ -17,15 +17,15 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
+    Key,
 )
-from tallyroll.storage.rows.nesting import Key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.by_lane import Chunk
+from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episodes import EpisodeRows, Episodes
 
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
-    from tallyroll.storage.trajectories.row_links import Links
+    from tallyroll.storage.trajectories.row_links import RowLinks
 
 __all__ = ["WHOSE", "RowOrder", "floats_of", "unread"]
 
@@ -36,7 +36,7 @@ _CHUNK_ROWS = 2**18
 _LOOKS = 8
 
 
-def unread(engine: Engine, reader: Links | Episodes) -> Iterator[tuple[int, int]]:
+def unread(engine: Engine, reader: RowLinks | Episodes) -> Iterator[tuple[int, int]]:
     """Rows that are there and that ``reader`` has not seen, in stretches that a ring holds at once.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is
@@ -59,7 +59,7 @@ class RowOrder:
         self._places = {column.key: at for at, column in enumerate(schema.columns)}
         self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
 
-    def chunk(self, engine: Engine, start: int, stop: int) -> Chunk:
+    def chunk(self, engine: Engine, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
         columns = engine.columns()
         numbers = [self._numbers(engine, columns, key, start, stop) for key in WHOSE]
@@ -67,7 +67,7 @@ class RowOrder:
             # A writer may have overwritten the oldest while they were copied.
             gone = min(max(0, engine.span.start - start), stop - start)
             start, numbers = start + gone, [column[gone:] for column in numbers]
-        return Chunk(start, *numbers)
+        return RowChunk(start, *numbers)
 
     def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
         """What episodes are counted from, as `chunk`."""

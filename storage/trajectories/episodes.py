@@ -29,28 +29,28 @@ import numpy as np
 from tallyroll.storage.trajectories.by_lane import (
     MOST_LANES,
     NOBODY,
-    Chunk,
     LaneOrder,
+    RowChunk,
     extended,
     grown,
     lane_order,
 )
 
 __all__ = [
-    "CUT",
+    "END_CUT",
     "END_NAMES",
-    "OPEN",
-    "TERMINATED",
-    "TRUNCATED",
+    "END_OPEN",
+    "END_TERMINATED",
+    "END_TRUNCATED",
     "EpisodeRows",
     "Episodes",
-    "Run",
+    "RunSeeds",
     "runs_of",
     "table_dtype",
     "what_is_wrong",
 ]
 
-OPEN, TERMINATED, TRUNCATED, CUT = range(4)
+END_OPEN, END_TERMINATED, END_TRUNCATED, END_CUT = range(4)
 END_NAMES: Final = ("open", "terminated", "truncated", "cut")
 """What the codes of ``end`` mean."""
 
@@ -81,7 +81,7 @@ def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
 class EpisodeRows:
     """Rows to be counted, [n] each."""
 
-    chunk: Chunk
+    chunk: RowChunk
     terminated: np.ndarray
     truncated: np.ndarray
     reward: np.ndarray
@@ -90,7 +90,7 @@ class EpisodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSeeds:
     """A run that wrote rows, from its first row on to the next run's."""
 
     first_row: int
@@ -98,9 +98,9 @@ class Run:
     """Of each lane's first reset, [lanes] or empty."""
 
 
-def runs_of(entries: Sequence[Mapping[str, Any]]) -> list[Run]:
+def runs_of(entries: Sequence[Mapping[str, Any]]) -> list[RunSeeds]:
     """The runs in a manifest. Seeds that are not whole numbers of 64 bits are left out."""
-    return [Run(entry["first_row"], _seeds_of(entry.get("lane_seeds"))) for entry in entries]
+    return [RunSeeds(entry["first_row"], _seeds_of(entry.get("lane_seeds"))) for entry in entries]
 
 
 def _seeds_of(seeds: Any) -> np.ndarray:
@@ -150,7 +150,7 @@ class Episodes:
         self.seen = int(lines["last_row"].max(initial=-1)) + 1
         self._since = self.seen if self._ring else 0
 
-    def extend(self, rows: EpisodeRows, runs: Sequence[Run] = ()) -> None:
+    def extend(self, rows: EpisodeRows, runs: Sequence[RunSeeds] = ()) -> None:
         """Count the rows behind those seen.
 
         If some were left out, for they are overwritten, all begins anew.
@@ -173,7 +173,7 @@ class Episodes:
         self._count, self._since = 0, since
         self._tail[:] = -1
 
-    def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[Run]) -> None:
+    def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[RunSeeds]) -> None:
         """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
         chunk, at, own = rows.chunk, order.at, order.own
         self._know_lanes(int(own[-1]) + 1)
@@ -203,15 +203,17 @@ class Episodes:
         lines["last_row"][line] = last + chunk.start
         lines["version_last"][line] = rows.version[last]
         lines["end"][line] = np.where(
-            rows.terminated[last], TERMINATED, np.where(rows.truncated[last], TRUNCATED, OPEN)
+            rows.terminated[last],
+            END_TERMINATED,
+            np.where(rows.truncated[last], END_TRUNCATED, END_OPEN),
         )
         superseded = before[fresh]
         superseded = superseded[superseded >= 0]
-        lines["end"][superseded[lines["end"][superseded] == OPEN]] = CUT
+        lines["end"][superseded[lines["end"][superseded] == END_OPEN]] = END_CUT
         self._tail[own] = line[np.append(of_lane[1:], len(line)) - 1]
         self._seed(line[fresh], before[fresh], runs)
 
-    def _new_lines(self, chunk: Chunk, at: np.ndarray, version: np.ndarray) -> np.ndarray:
+    def _new_lines(self, chunk: RowChunk, at: np.ndarray, version: np.ndarray) -> np.ndarray:
         """Begin lines at the rows ``at`` of the chunk; returns their numbers."""
         self._make_room(len(at), chunk.stop)
         number = np.empty(len(at), np.int64)
@@ -246,7 +248,7 @@ class Episodes:
     def _know_lanes(self, lanes: int) -> None:
         self._tail = extended(self._tail, lanes, -1)
 
-    def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[Run]) -> None:
+    def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
         """Give the first trajectory of every lane in a run the lane's seed.
 
         Args:
@@ -278,9 +280,9 @@ class Episodes:
         """
         table = self._lines[: self._count].copy()
         current = self._tail[self._tail >= 0]
-        current = current[np.isin(table["end"][current], (OPEN, CUT))]
+        current = current[np.isin(table["end"][current], (END_OPEN, END_CUT))]
         goes_on = active_from is not None and table["last_row"][current] >= active_from
-        table["end"][current] = np.where(goes_on, OPEN, CUT)
+        table["end"][current] = np.where(goes_on, END_OPEN, END_CUT)
         return table[table["last_row"] >= first] if first else table
 
 
@@ -293,7 +295,8 @@ def what_is_wrong(table: np.ndarray, head: int) -> str | None:
         "a trajectory ends before it begins": last < first,
         "a length does not fit the rows": (length < 1) | (length > last - first + 1),
         "a lane cannot be": (table["lane"] < 0) | (table["lane"] >= MOST_LANES),
-        "an end is none of those that there are": (table["end"] < OPEN) | (table["end"] > CUT),
+        "an end is none of those that there are": (table["end"] < END_OPEN)
+        | (table["end"] > END_CUT),
         f"there are rows beyond the {head} that are stored": last >= head,
     }
     return next((what for what, wrong in checks.items() if wrong.any()), None)

@@ -24,7 +24,7 @@ from tallyroll.storage.trajectories.columns import RowOrder
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
 
-__all__ = ["IdWatch", "Ids", "Runs", "renumbered"]
+__all__ = ["IdChecks", "Ids", "Runs", "renumbered"]
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
@@ -97,7 +97,7 @@ class Runs:
             )
 
 
-class IdWatch:
+class IdChecks:
     """Knows the ids of a storage well enough to tell whether a batch's are its own.
 
     Most batches are told by one comparison: all ids are larger than any that is stored, or each

@@ -14,13 +14,12 @@ from tensordict import TensorDictBase
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage, DamagedTable
 from tallyroll.storage.files.lock import is_held
-from tallyroll.storage.rows.keys import REWARD, TERMINATED
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, unread
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
-from tallyroll.storage.trajectories.row_links import Links
+from tallyroll.storage.trajectories.row_links import RowLinks
 
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
@@ -30,7 +29,7 @@ __all__ = ["TrajectoryIndex", "says_whose"]
 
 
 class TrajectoryIndex:
-    """Links between rows and the table of episodes: each once somebody needs it, none before.
+    """RowLinks between rows and the table of episodes: each once somebody needs it, none before.
 
     A storage owns it, and it holds no storage, so that both go when nobody uses them.
     Hold `lock` while using what it returns.
@@ -39,11 +38,11 @@ class TrajectoryIndex:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._order: RowOrder | None = None
-        self._links: Links | None = None
+        self._links: RowLinks | None = None
         self._episodes: Episodes | None = None
         self._in_file = -1
 
-    def links(self, store: RowStore) -> Links:
+    def links(self, store: RowStore) -> RowLinks:
         """The links of all rows that are committed.
 
         Raises:
@@ -54,7 +53,7 @@ class TrajectoryIndex:
             engine = store._running()
             if self._links is None:
                 _require(store, WHOSE)
-                self._links = Links(engine.ring)
+                self._links = RowLinks(engine.ring)
             links = self._links
             if engine.head > links.seen:
                 order = self._order_of(engine)

@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.errors import NoSlices, Overrun, UnknownTrajectory
-from tallyroll.storage.rows.keys import CUT, DONE, is_done
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 

@@ -14,17 +14,17 @@ import numpy as np
 
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import NoSlices
-from tallyroll.storage.trajectories.by_lane import NOBODY, Chunk, extended, grown, lane_order
+from tallyroll.storage.trajectories.by_lane import NOBODY, RowChunk, extended, grown, lane_order
 
-__all__ = ["Links"]
+__all__ = ["RowLinks"]
 
 _FIRST_ROOM = 1024
 _ROUNDS = 16
 _INT32 = np.iinfo(np.int32).max
 
 
-class Links:
-    """Links between the rows of a storage.
+class RowLinks:
+    """RowLinks between the rows of a storage.
 
     A row is linked to the row that is stored before it in its trajectory, and to the one
     after it if that is the next step. Where it is not, some in between were never stored:
@@ -48,7 +48,7 @@ class Links:
         self._tail_id, self._tail_step, self._tail_base = (np.empty(0, np.int64) for _ in range(3))
         self._ends: dict[int, _Ends] = {}
 
-    def extend(self, chunk: Chunk) -> None:
+    def extend(self, chunk: RowChunk) -> None:
         """Link the rows behind those seen; in a ring no more at once than it has slots.
 
         Rows left out between ``seen`` and the chunk are taken for overwritten.
@@ -63,7 +63,7 @@ class Links:
                 ends.add(chunk.start + np.flatnonzero(self._depths(chunk) >= length - 1))
         self.seen = chunk.stop
 
-    def _link(self, chunk: Chunk) -> None:
+    def _link(self, chunk: RowChunk) -> None:
         # Commits of few rows are frequent: `take` and `put` cost a fraction of indexing there.
         order = lane_order(chunk.lane, chunk.start)
         at, own = order.at, order.own
@@ -105,7 +105,7 @@ class Links:
             self._tail_step = extended(self._tail_step, lanes, 0)
             self._tail_base = extended(self._tail_base, lanes, 0)
 
-    def _depths(self, rows: Chunk | range) -> np.ndarray:
+    def _depths(self, rows: RowChunk | range) -> np.ndarray:
         """How many rows lie before each row without a gap, [n], rows in the order of numbers."""
         begin, stop = slots_of(rows.start, self._ring), slots_of(rows.stop, self._ring)
         if begin < stop or rows.start == rows.stop:

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.trajectories.episodes import CUT, END_NAMES, OPEN, EpisodeRows, Episodes, Run
+from tallyroll.storage.trajectories.episodes import (
+    END_CUT,
+    END_NAMES,
+    END_OPEN,
+    EpisodeRows,
+    Episodes,
+    RunSeeds,
+)
 from tallyroll.storage.verification.findings import Findings, Place
 
 __all__ = ["EpisodeChecks"]
@@ -35,7 +42,7 @@ class EpisodeChecks:
     def __init__(
         self,
         table: np.ndarray,
-        runs: Sequence[Run],
+        runs: Sequence[RunSeeds],
         *,
         ring: int,
         first: int,
@@ -120,4 +127,4 @@ def _part(rows: EpisodeRows, count: int) -> EpisodeRows:
 
 def _ends(table: np.ndarray) -> np.ndarray:
     """How trajectories ended; whether an unfinished one goes on is not for a line to know."""
-    return np.where(table["end"] == CUT, OPEN, table["end"])
+    return np.where(table["end"] == END_CUT, END_OPEN, table["end"])

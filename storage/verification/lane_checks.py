@@ -10,7 +10,7 @@ import numpy as np
 from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, lane_order
 from tallyroll.storage.verification.findings import Findings, Place
 
-__all__ = ["Chunk", "LaneChecks", "Links"]
+__all__ = ["CheckedRows", "LaneChecks", "RowPairs"]
 
 _NONE = -1
 """No row came before in this lane."""
@@ -19,7 +19,7 @@ _VAGUE = -2
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class CheckedRows:
     """Rows that follow one another: the collector's columns, each [n]."""
 
     start: int
@@ -63,7 +63,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class RowPairs:
     """Rows of one trajectory, ``after[i]`` right behind ``before[i]``, by number."""
 
     before: np.ndarray
@@ -74,7 +74,7 @@ class Links:
 class _Series:
     """The rows of a chunk in the order of their lanes. All arrays are [n]."""
 
-    chunk: Chunk
+    chunk: CheckedRows
     order: LaneOrder
     vague: np.ndarray
     """The row names two lanes: it stands in both, and what follows it is not judged by it."""
@@ -120,7 +120,7 @@ class LaneChecks:
         self._tails = _Before(none, none, none, np.empty(0, np.bool_), none)
         self._grow(lanes or 0)
 
-    def advance(self, chunk: Chunk, findings: Findings) -> Links:
+    def advance(self, chunk: CheckedRows, findings: Findings) -> RowPairs:
         """Check the rows of ``chunk`` against one another and against those before them."""
         lanes = self._lanes_of(chunk)
         usable = self._check_owners(chunk, lanes, findings)
@@ -143,7 +143,7 @@ class LaneChecks:
             lambda i: Place(trajectory=int(twice[i]), what=f"begins {counts[counts > 1][i]} times"),
         )  # fmt: skip
 
-    def _lanes_of(self, chunk: Chunk) -> int:
+    def _lanes_of(self, chunk: CheckedRows) -> int:
         if self._declared is None:
             inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
             self._grow(int(inside.max(initial=-1)) + 1)
@@ -162,7 +162,7 @@ class LaneChecks:
 
     # --- row by row -------------------------------------------------------------------------------
 
-    def _check_owners(self, chunk: Chunk, lanes: int, findings: Findings) -> np.ndarray:
+    def _check_owners(self, chunk: CheckedRows, lanes: int, findings: Findings) -> np.ndarray:
         """Which rows [n] have a lane, and an id that is this lane's."""
         lane, ids = chunk.lane, chunk.ids
         inside: np.ndarray = (lane >= 0) & (lane < lanes)
@@ -190,7 +190,7 @@ class LaneChecks:
         votes[(self._floor + 1) % lanes] += 0.5
         return int(votes.argmax())
 
-    def _check_floor(self, chunk: Chunk, findings: Findings) -> None:
+    def _check_floor(self, chunk: CheckedRows, findings: Findings) -> None:
         floor = self._floor
         chunk.report(
             findings, "ids", "an id that is negative or was used by an earlier run",
@@ -200,7 +200,7 @@ class LaneChecks:
     # --- row behind row ---------------------------------------------------------------------------
 
     def _in_order(
-        self, chunk: Chunk, usable: np.ndarray, lanes: int
+        self, chunk: CheckedRows, usable: np.ndarray, lanes: int
     ) -> tuple[LaneOrder, np.ndarray]:
         """The rows by lane and time, and which of them are vague."""
         if usable.all():
@@ -232,7 +232,7 @@ class LaneChecks:
         tails.steps[own], tails.ended[own] = series.steps[last], series.ended[last]
         tails.version[own] = series.version[last]
 
-    def _follow(self, series: _Series, before: _Before, findings: Findings) -> Links:
+    def _follow(self, series: _Series, before: _Before, findings: Findings) -> RowPairs:
         known = (before.row >= 0) & ~series.vague
         same: np.ndarray = known & (series.ids == before.ids)
         series.chunk.report(
@@ -249,10 +249,10 @@ class LaneChecks:
         over = same & before.ended
         _check_over(series, before, over, findings)
         linked = same & ~over & (series.steps == before.steps + 1)
-        return Links(before.row[linked], series.row[linked])
+        return RowPairs(before.row[linked], series.row[linked])
 
 
-def _series(chunk: Chunk, order: LaneOrder, vague: np.ndarray) -> _Series:
+def _series(chunk: CheckedRows, order: LaneOrder, vague: np.ndarray) -> _Series:
     at = order.at
     return _Series(
         chunk,

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from tallyroll.storage.engine.ring import slots_of
-from tallyroll.storage.rows.keys import NEXT
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.verification.findings import Findings, Place
-from tallyroll.storage.verification.lane_checks import Chunk, Links
+from tallyroll.storage.verification.lane_checks import CheckedRows, RowPairs
 from tallyroll.storage.verification.value_checks import batches, words, zero_rows
 
 __all__ = ["ObservationChecks", "observations_of"]
@@ -109,7 +108,7 @@ class ObservationChecks:
         """Some episode comes to a state in which all is zero, or leaves it."""
         self._zeros = Findings()
 
-    def check_links(self, chunk: Chunk, links: Links, findings: Findings) -> None:
+    def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> None:
         """Compare rows that follow one another; the later ones are in ``chunk``."""
         before, after = slots_of(links.before, self._ring), slots_of(links.after, self._ring)
         for each in self._observations:
@@ -121,7 +120,11 @@ class ObservationChecks:
 
     @staticmethod
     def _report(
-        each: _Observation, chunk: Chunk, links: Links, where: np.ndarray, findings: Findings
+        each: _Observation,
+        chunk: CheckedRows,
+        links: RowPairs,
+        where: np.ndarray,
+        findings: Findings,
     ) -> None:
         here, next = spell(each.key), spell((NEXT, *each.key))
 
@@ -133,7 +136,7 @@ class ObservationChecks:
         message = f"{next} is not the {here} of the row that follows in the trajectory"
         findings.add_rows("observations", message, links.after[where], place_of)
 
-    def check_zeros(self, chunk: Chunk, links: Links, valid: np.ndarray | None) -> None:
+    def check_zeros(self, chunk: CheckedRows, links: RowPairs, valid: np.ndarray | None) -> None:
         """Look for zeros in a chunk, whose rows lie in consecutive slots.
 
         Args:
@@ -186,7 +189,7 @@ def _is_whole(column: Column) -> bool:
 
 
 def _turns_at_ends(
-    each: _Observation, chunk: Chunk, here: np.ndarray, next: np.ndarray, final: np.ndarray
+    each: _Observation, chunk: CheckedRows, here: np.ndarray, next: np.ndarray, final: np.ndarray
 ) -> np.ndarray:
     """Where the observation is zero at the end of an episode only, [n]."""
     turns: np.ndarray = next & ~here
@@ -196,14 +199,16 @@ def _turns_at_ends(
     return turned
 
 
-def _report_ends(findings: Findings, each: _Observation, chunk: Chunk, where: np.ndarray) -> None:
+def _report_ends(
+    findings: Findings, each: _Observation, chunk: CheckedRows, where: np.ndarray
+) -> None:
     if where.any():
         name = spell((NEXT, *each.key))
         message = f"{name} is all zero at ends of episodes, and nowhere else"
         chunk.report(findings, "finals", message, where, lambda at: "was it lost?")
 
 
-def _comes_or_goes(chunk: Chunk, links: Links, here: np.ndarray, next: np.ndarray) -> bool:
+def _comes_or_goes(chunk: CheckedRows, links: RowPairs, here: np.ndarray, next: np.ndarray) -> bool:
     """Some episode comes to zero or leaves it, and the row before or behind agrees."""
     inside = links.before >= chunk.start
     before, after = links.before[inside] - chunk.start, links.after[inside] - chunk.start

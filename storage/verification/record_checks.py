@@ -9,7 +9,7 @@ from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
 
-__all__ = ["Run", "check_ledger", "check_record", "check_runs"]
+__all__ = ["RunEntry", "check_ledger", "check_record", "check_runs"]
 
 _SUMS = {
     "slots": ("executed", "reset_slots"),
@@ -19,7 +19,7 @@ _COUNTED = {"episodes_complete", *_SUMS, *(part for parts in _SUMS.values() for 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunEntry:
     """A run's entry in the manifest: the rows from ``first_row`` up to the next entry's."""
 
     first_row: int
@@ -33,9 +33,9 @@ class Run:
     """Columns that look like observations and are none."""
 
 
-def check_runs(entries: list[Any], head: int, findings: Findings) -> list[Run]:
+def check_runs(entries: list[Any], head: int, findings: Findings) -> list[RunEntry]:
     """The runs that ``entries`` describe, in the order of their rows; wrong ones are left out."""
-    runs: list[Run] = []
+    runs: list[RunEntry] = []
     if not entries:
         findings.add("runs", "the manifest names no run")
     for number, entry in enumerate(entries):
@@ -50,7 +50,7 @@ def check_runs(entries: list[Any], head: int, findings: Findings) -> list[Run]:
             call = entry.get("call")
             call = call if isinstance(call, dict) else {}
             runs.append(
-                Run(
+                RunEntry(
                     entry["first_row"],
                     lanes,
                     origin,
@@ -89,7 +89,7 @@ def _problem_of(entry: Any, least: int, head: int) -> str | None:
 
 def check_record(
     record: tuple[int, bytes] | None,
-    runs: list[Run],
+    runs: list[RunEntry],
     head: int,
     findings: Findings,
     *,

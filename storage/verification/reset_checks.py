@@ -8,14 +8,13 @@ from functools import partial
 import numpy as np
 
 from tallyroll.storage.engine.ring import slots_of
-from tallyroll.storage.rows.keys import COUNTERS, NEXT
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import COUNTERS, NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
-from tallyroll.storage.verification.lane_checks import Chunk
+from tallyroll.storage.verification.lane_checks import CheckedRows
 from tallyroll.storage.verification.observation_checks import observations_of
-from tallyroll.storage.verification.record_checks import Run
+from tallyroll.storage.verification.record_checks import RunEntry
 from tallyroll.storage.verification.self_resets import Ends, SelfResets, Verdict, digests, joined
 
 __all__ = ["ResetChecks"]
@@ -41,7 +40,7 @@ class ResetChecks:
         """One more than the last row that was looked at."""
 
     def look(
-        self, run: Run, chunk: Chunk, valid: np.ndarray | None, terminated: np.ndarray
+        self, run: RunEntry, chunk: CheckedRows, valid: np.ndarray | None, terminated: np.ndarray
     ) -> None:
         """Compare the rows of ``chunk``, of ``run``.
 
@@ -71,7 +70,7 @@ class ResetChecks:
             )
         )
 
-    def _of(self, run: Run, chunk: Chunk) -> SelfResets:
+    def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
         """What is known of the run, a continued one included, that ``run`` belongs to."""
         origin = run.first_row if run.origin is None else run.origin
         lanes = run.lanes

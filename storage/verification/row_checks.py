@@ -23,16 +23,17 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
+    Key,
+    spell,
 )
-from tallyroll.storage.rows.nesting import Key, spell
-from tallyroll.storage.trajectories import by_lane as lane_order
+from tallyroll.storage.trajectories import by_lane
 from tallyroll.storage.trajectories.columns import floats_of
 from tallyroll.storage.trajectories.episodes import EpisodeRows, runs_of
 from tallyroll.storage.verification.episode_checks import EpisodeChecks
 from tallyroll.storage.verification.findings import Findings, Place
-from tallyroll.storage.verification.lane_checks import Chunk, LaneChecks
+from tallyroll.storage.verification.lane_checks import CheckedRows, LaneChecks
 from tallyroll.storage.verification.observation_checks import ObservationChecks, observations_of
-from tallyroll.storage.verification.record_checks import Run
+from tallyroll.storage.verification.record_checks import RunEntry
 from tallyroll.storage.verification.reset_checks import ResetChecks
 from tallyroll.storage.verification.value_checks import (
     UnwrittenRows,
@@ -67,7 +68,7 @@ class RowChecks:
     def __init__(
         self,
         storage: DiskStorage,
-        runs: Sequence[Run],
+        runs: Sequence[RunEntry],
         *,
         nan: bool = True,
         table: np.ndarray | None = None,
@@ -163,9 +164,9 @@ class RowChecks:
         if self._episodes is not None:
             self._episodes.finish(findings)
 
-    def _parts(self) -> Iterator[tuple[Run, range]]:
+    def _parts(self) -> Iterator[tuple[RunEntry, range]]:
         """Each run with its valid rows."""
-        runs = self._runs or [Run(0)]
+        runs = self._runs or [RunEntry(0)]
         stops = [*(run.first_row for run in runs[1:]), self.span.stop]
         for run, stop in zip(runs, stops, strict=True):
             rows = range(max(run.first_row, self.span.start), min(stop, self.span.stop))
@@ -183,7 +184,9 @@ class RowChecks:
             yield start, stop
             start = stop
 
-    def _check(self, run: Run, start: int, stop: int, lanes: LaneChecks, findings: Findings) -> int:
+    def _check(
+        self, run: RunEntry, start: int, stop: int, lanes: LaneChecks, findings: Findings
+    ) -> int:
         """Check rows; returns the oldest row that was looked at."""
         first = slots_of(start, self._storage.ring)
         slots = slice(first, first + stop - start)
@@ -212,20 +215,20 @@ class RowChecks:
     def _scalar(self, key: Key, slots: slice) -> np.ndarray:
         return self._arrays[key][slots].reshape(-1)
 
-    def _chunk(self, start: int, slots: slice, ended: np.ndarray) -> Chunk:
+    def _chunk(self, start: int, slots: slice, ended: np.ndarray) -> CheckedRows:
         ids, steps, lane = (self._scalar(key, slots).astype(np.int64) for key in _NUMBERS)
         if self._is_scalar(POLICY_VERSION):
-            return Chunk(start, ids, steps, lane, ended, self._scalar(POLICY_VERSION, slots))
-        return Chunk(start, ids, steps, lane, ended, np.full(len(ids), -1))
+            return CheckedRows(start, ids, steps, lane, ended, self._scalar(POLICY_VERSION, slots))
+        return CheckedRows(start, ids, steps, lane, ended, np.full(len(ids), -1))
 
-    def _episode_rows(self, chunk: Chunk, slots: slice) -> EpisodeRows:
+    def _episode_rows(self, chunk: CheckedRows, slots: slice) -> EpisodeRows:
         reward = self._arrays[REWARD][slots]
         if self._columns[REWARD].dtype is torch.bfloat16:
             reward = floats_of(reward)
         if math.prod(reward.shape[1:]) == 1:
             reward = reward.reshape(-1)
         return EpisodeRows(
-            lane_order.Chunk(chunk.start, chunk.ids, chunk.steps, chunk.lane),
+            by_lane.RowChunk(chunk.start, chunk.ids, chunk.steps, chunk.lane),
             self._scalar(TERMINATED, slots),
             self._scalar(TRUNCATED, slots),
             reward,
@@ -275,7 +278,7 @@ def _place(start: int, at: int, what: str, column: str | None) -> Place:
     return Place(row=start + at, column=column, what=what)
 
 
-def _check_own(chunk: Chunk, valid: np.ndarray | None, findings: Findings) -> None:
+def _check_own(chunk: CheckedRows, valid: np.ndarray | None, findings: Findings) -> None:
     """Check what a row says of itself."""
     version = chunk.version
     chunk.report(

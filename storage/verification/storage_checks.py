@@ -13,8 +13,7 @@ from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrar
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.opening import open_storage
-from tallyroll.storage.rows.keys import REWARD
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import REWARD, spell
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.verification.findings import Findings, Place
 

@@ -13,7 +13,7 @@ from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.rollout import slab_plan as drive
+from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import open_storage, verify
 
 from collect_kit import ByObservation, assert_same, joined
@@ -103,7 +103,7 @@ def run_to(path: Path | None, workers: int, **kwargs: Any) -> Run:
 def test_every_number_is_the_one_of_its_row(
     mode: str, workers: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drive, "MOST_SLOTS", slots)
+    monkeypatch.setattr(slab_plan, "MOST_SLOTS", slots)
     options = {"mode": mode} if workers else {}
     run = run_to(tmp_path / "s", workers, **options)
     assert_same(bits(joined(run.batches)), bits(stored(tmp_path / "s")))

@@ -237,8 +237,8 @@ def flattened(batch: TensorDictBase) -> TensorDictBase:
 @pytest.mark.parametrize(
     ("postproc", "match"),
     [
-        (renumbered, r"postproc: expected each row's collector.traj_ids and collector.step kept"),
-        (flattened, r"expected next.agents.done of shape \[2, 1\] a row, got \[2\]; write"),
+        (renumbered, r"postproc: expected each row's collector/traj_ids and collector/step kept"),
+        (flattened, r"expected next/agents/done of shape \[2, 1\] a row, got \[2\]; write"),
     ],
 )
 def test_a_postproc_that_leaves_no_place_for_them_is_refused(

@@ -20,7 +20,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, Unbounded
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.errors import ArgumentError, TransitionError, WorkerRaised
-from tallyroll.collector.rollout import slab_plan as drive
+from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from collect_kit import ByObservation, assert_same, joined, without_cut
@@ -50,13 +50,13 @@ LARGE = ("img", ("next", "img"))
 
 
 def policy() -> ByObservation:
-    """Looks at images too."""
+    """TensorGuard at images too."""
     return ByObservation("images")
 
 
 def few_slots(monkeypatch: pytest.MonkeyPatch, slots: int = 4) -> None:
     """A slab, or what a worker fills at a time, holds a part of a batch."""
-    monkeypatch.setattr(drive, "MOST_SLOTS", slots)
+    monkeypatch.setattr(slab_plan, "MOST_SLOTS", slots)
 
 
 def rows_in(path: Path) -> TensorDict:

@@ -779,7 +779,7 @@ def test_inspect_json(
     returns, lengths, unfinished = by_hand(collected)
     assert found["rows"] == 800
     assert found["bytes"] == 800 * found["row_bytes"]
-    assert {c["name"]: (c["dtype"], c["shape"]) for c in found["columns"]}["next.observation"] == (
+    assert {c["name"]: (c["dtype"], c["shape"]) for c in found["columns"]}["next/observation"] == (
         "float32",
         [4],
     )
@@ -799,7 +799,7 @@ def test_inspect_json(
         assert values["q50"] == pytest.approx(np.median(wanted))
     assert found["ledger"]["stored"] == 300
     assert len(found["first_rows"]) == 2
-    assert found["first_rows"][1]["collector.step"] == 1
+    assert found["first_rows"][1]["collector/step"] == 1
 
 
 def test_inspect_for_people(collected: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -807,7 +807,7 @@ def test_inspect_for_people(collected: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     for part in (
         "data: 800 rows of 75 bytes, 60.0 kB (tallyroll.memmap, created ",
-        "next.observation          float32    [4]           16",
+        "next/observation          float32    [4]           16",
         "0  CartPole-v1, 500 rows from row 0, 3 lanes, seed 0, total frames 500",
         "1  CartPole-v1, 300 rows from row 500, 1 lanes, seed 1, resumed once",
         "gymnasium ",
@@ -939,7 +939,7 @@ def test_inspect_of_a_ring(
     assert found["returns"]["mean"] == pytest.approx(np.mean(wanted))
     assert found["trajectories"]["terminated"] == len(ended)
     assert found["trajectories"]["begun_earlier"] == len(ended - begun) > 0
-    assert [row["collector.traj_ids"] for row in found["first_rows"]] == ids[:3].tolist()
+    assert [row["collector/traj_ids"] for row in found["first_rows"]] == ids[:3].tolist()
 
 
 @pytest.mark.parametrize(

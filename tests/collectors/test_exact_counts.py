@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.rollout import slab_plan as drive
+from tallyroll.collector.rollout import slab_plan
 
 from collect_kit import ByObservation, assert_same, balanced, collect, joined
 from oracles import (
@@ -148,7 +148,7 @@ def test_batches_longer_than_the_slab_are_the_same(
         "init_random_frames": random_frames,
     }
     whole, first = collect(make(driver, 3, lengths)[0], ByObservation(), **kwargs)
-    monkeypatch.setattr(drive, "MOST_SLOTS", slots)
+    monkeypatch.setattr(slab_plan, "MOST_SLOTS", slots)
     pieces, second = collect(make(driver, 3, lengths)[0], ByObservation(), **kwargs)
     assert first.ledger == second.ledger
     for one, other in zip(whole, pieces, strict=True):

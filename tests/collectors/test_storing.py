@@ -218,9 +218,9 @@ def failing(what: str, at: int, mode: AutoresetMode) -> GymnasiumVectorEnv:
 WRONG: dict[str, tuple[type[BaseException], str | None]] = {
     "raise": (ZeroDivisionError, "the simulator exploded"),
     "interrupt": (KeyboardInterrupt, None),
-    "nan": (TransitionError, r"next.observation lies outside its space at lane 1, step \d of"),
+    "nan": (TransitionError, r"next/observation lies outside its space at lane 1, step \d of"),
     "range": (TransitionError, r"lane 1, step \d of its traj.*got -9.* at .*wanted \[0, 1e\+06\]"),
-    "reward": (TransitionError, r"next.reward lies outside its space at lane 1, step \d"),
+    "reward": (TransitionError, r"next/reward lies outside its space at lane 1, step \d"),
 }
 
 
@@ -266,7 +266,7 @@ def test_values_outside_are_let_through_with_a_warning_or_silently() -> None:
 
     kwargs: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 60}
     mode = AutoresetMode.DISABLED
-    with pytest.warns(OutOfRangeWarning, match="next.observation lies outside") as caught:
+    with pytest.warns(OutOfRangeWarning, match="next/observation lies outside") as caught:
         batches, _ = collect(failing("nan", 5, mode), validate="warn", **kwargs)
     assert len(caught) == 1
     assert joined(batches)["next", "observation"].isnan().any()

@@ -18,16 +18,15 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import output as delivery
-from tallyroll.collector.batches import writer as sink
+from tallyroll.collector.batches import output, writer
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
 from tallyroll.collector.rollout.rollout import Block
 from tallyroll.collector.run_loop import Collector
-from tallyroll.collector.slab.keys import LANE
-from tallyroll.collector.workers.lockstep import RemoteDriver
+from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.rows.keys import LANE
 
 from collect_kit import ByObservation, balanced
 from oracles import OracleEnv, OracleTorchEnv
@@ -163,10 +162,10 @@ def tampered(step: Step, what: str) -> Iterator[Once]:
         if step == "source"
         else patch.object(Block, "of", wrapped(Block.of))
         if step == "block"
-        else patch.object(delivery, "merge", wrapped(delivery.merge))
+        else patch.object(output, "merge", wrapped(output.merge))
         if step == "delivery"
-        else patch.object(sink, "_pieces", wrapped(sink._pieces, list)),
-        patch.object(RemoteDriver, "account", wrapped(RemoteDriver.account))
+        else patch.object(writer, "_pieces", wrapped(writer._pieces, list)),
+        patch.object(LockstepDriver, "account", wrapped(LockstepDriver.account))
         if step == "source"
         else nullcontext(),
     ):
@@ -233,7 +232,7 @@ def test_a_storage_that_takes_fewer_rows_than_it_is_given(tmp_path: Path) -> Non
             storage=tmp_path / "rows",
         ) as collector,
     ):
-        storage = collector._sink._direct
+        storage = collector._writer._direct
         assert storage is not None
         original = storage.extend
         with (
@@ -360,9 +359,9 @@ def test_of_a_batch_that_a_ring_took_half_the_half_is_counted(tmp_path: Path) ->
                 raise OSError("the disk is full")
             return original(rows, **kwargs)
 
-        two = partial(_in_twos, sink._pieces)
+        two = partial(_in_twos, writer._pieces)
         with (
-            patch.object(sink, "_pieces", two),
+            patch.object(writer, "_pieces", two),
             patch.object(ring, "extend", full),
             pytest.raises(OSError, match="disk is full"),
         ):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tallyroll.collector.batches.layouts import stable_order
-from tallyroll.collector.counting import numbering as lanes_module
-from tallyroll.collector.counting.episode_budget import EpisodeGate
+from tallyroll.collector.counting import numbering
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import (
     LaneState,
@@ -191,7 +191,7 @@ def test_seeds_differ_and_do_not_depend_on_how_many_lanes_follow(
     seed: int, lanes: int, incarnation: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes_module, "SEED_MASK", 0xF)  # so that many are alike
+        patch.setattr(numbering, "SEED_MASK", 0xF)  # so that many are alike
         seeds = lane_seeds(seed, lanes, incarnation)
         assert len(set(seeds)) == lanes
         for fewer in range(lanes):
@@ -226,7 +226,7 @@ def test_the_gate_admits_the_first_started_in_any_pieces(
     wanted = np.array(
         [[(lane, episode[slot, lane]) in admitted for lane in range(lanes)] for slot in range(time)]
     )
-    gate = EpisodeGate(total, lanes)
+    gate = EpisodeBudget(total, lanes)
     got, slot = [], 0
     for piece in [*pieces, time]:
         part = ended[slot : slot + piece]
@@ -247,7 +247,7 @@ def test_the_gate_foresees_what_it_will_admit(
 ) -> None:
     """Slot by slot, whichever lanes step, with a slot for each reset or without."""
     lanes = len(lengths)
-    gate = EpisodeGate(total, lanes)
+    gate = EpisodeBudget(total, lanes)
     episode, left = [0] * lanes, [own[0] for own in lengths]
     resets = np.zeros(lanes, bool)
     for _ in range(25):

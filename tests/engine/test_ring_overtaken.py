@@ -18,9 +18,9 @@ from tallyroll.storage.engine.engine import Engine
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.header import Header
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories import mapping as trajectories
+from tallyroll.storage.trajectories import mapping
 from tallyroll.storage.trajectories.columns import RowOrder, unread
-from tallyroll.storage.trajectories.row_links import Links
+from tallyroll.storage.trajectories.row_links import RowLinks
 
 from lane_model import Model
 
@@ -277,7 +277,7 @@ def test_a_reader_that_comes_late_looks_at_no_row_that_is_gone(
     writer: Writer, reader: DiskStorage
 ) -> None:
     """However many there were: all that a long run ever wrote, one lap after the other."""
-    mine, links = engine_of(reader), Links(RING)
+    mine, links = engine_of(reader), RowLinks(RING)
     for _ in range(2):
         writer.write(10 * RING)
         for start, stop in unread(mine, links):
@@ -306,7 +306,7 @@ def test_slices_that_are_overwritten_while_they_are_copied_are_drawn_again(
     writer: Writer, reader: DiskStorage, laps: int, count: int
 ) -> None:
     act = times(laps, lambda: writer.write(count))
-    with after(trajectories, "draw", act):
+    with after(mapping, "draw", act):
         slices = reader.trajectories.sample_slices(40, 3)
     assert slices.batch_size == (40, 3)
     assert assert_slices(slices).min() >= writer.storage.span.start
@@ -315,10 +315,10 @@ def test_slices_that_are_overwritten_while_they_are_copied_are_drawn_again(
 def test_slices_of_a_ring_whose_writer_is_always_faster(
     writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajectories, "_PATIENCE_SECONDS", 0.001)
+    monkeypatch.setattr(mapping, "_PATIENCE_SECONDS", 0.001)
     lap = times(60, lambda: writer.write(RING, size=RING))
     wording = rf"a ring of {RING} rows, .* faster than 40 slices of 3 can be read\. Read fewer"
-    with after(trajectories, "draw", lap), pytest.raises(Overrun, match=wording):
+    with after(mapping, "draw", lap), pytest.raises(Overrun, match=wording):
         reader.trajectories.sample_slices(40, 3)
     assert_slices(reader.trajectories.sample_slices(40, 3))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import H5Storage
-from tallyroll.storage.engine.aliasing import Lent
+from tallyroll.storage.engine.aliasing import LentViews
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage
 
@@ -122,15 +122,15 @@ def test_views_of_a_ring_are_handed_out_between_writes(
     """Whoever writes looks whether rows lie in them."""
     with CASES["ring"].create(tmp_path / "rows") as storage:
         extend(storage, 0, 9)
-        engine, add = storage._engine, Lent.add
+        engine, add = storage._engine, LentViews.add
         assert engine is not None
         alone: list[bool] = []
 
-        def added(self: Lent, arrays: Sequence[np.ndarray]) -> None:
+        def added(self: LentViews, arrays: Sequence[np.ndarray]) -> None:
             alone.append(engine._mutex._is_owned())  # type: ignore[attr-defined]
             add(self, arrays)
 
-        monkeypatch.setattr(Lent, "add", added)
+        monkeypatch.setattr(LentViews, "add", added)
         storage.column("id")
         storage.get(slice(3))
         assert alone == [True, True]

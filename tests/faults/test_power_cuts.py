@@ -30,7 +30,7 @@ from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
 from tallyroll.storage.files.header import header_bytes
 from tallyroll.storage.formats.zarr import metadata as zarr_metadata
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
 
 from power_cuts import Recorder, Syncs

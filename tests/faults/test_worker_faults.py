@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
-from tallyroll.collector.workers import processes as crew
+from tallyroll.collector.workers import processes
 from tallyroll.collector.workers.end import kill_when_closed
 from tallyroll.storage import open_storage
 
@@ -184,7 +184,7 @@ def test_a_worker_is_gone_before_its_parent_looks(
             wait_until(lambda: not psutil.pid_exists(process))
         kill_when_closed(pipe, process)
 
-    monkeypatch.setattr(crew, "kill_when_closed", late)
+    monkeypatch.setattr(processes, "kill_when_closed", late)
     ended, _ = one_fault(tmp_path, Fault("factory", "exit", 2), "sync")
     assert isinstance(ended.error, WorkerDied), ended.error
     assert "before it was ready" in str(ended.error)
@@ -223,13 +223,13 @@ def test_a_module_fails_when_a_worker_imports_it(
 def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Processes that are killed, and whether the number was still theirs."""
     found = []
-    kill = crew.kill_group
+    kill = processes.kill_group
 
     def watched(pid: int) -> None:
         found.append((pid, Path(f"/proc/{pid}").exists()))
         kill(pid)
 
-    monkeypatch.setattr(crew, "kill_group", watched)
+    monkeypatch.setattr(processes, "kill_group", watched)
     return found
 
 

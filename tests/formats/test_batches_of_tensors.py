@@ -30,9 +30,8 @@ from tallyroll.storage.engine import columns
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.row_store import RowStore
-from tallyroll.storage.rows import batch_check as intake
-from tallyroll.storage.rows import tensor_guard as looks
-from tallyroll.storage.rows.schema import _NUMPY
+from tallyroll.storage.rows import batch_check, tensor_guard
+from tallyroll.storage.rows.dtypes import NUMPY
 
 BATCHES = 4
 """The third is the first that is copied by address, the second where the files are there."""
@@ -87,7 +86,7 @@ def stored(storage: MemmapStorage, key: str, start: int, stop: int) -> bytes:
 
 @pytest.mark.parametrize("count", [1, ROWS, 700])
 def test_every_dtype_arrives_bit_for_bit(storage: MemmapStorage, count: int) -> None:
-    columns = {str(dtype).removeprefix("torch."): dtype for dtype in _NUMPY}
+    columns = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
     batches = [
         TensorDict(
             {
@@ -352,12 +351,12 @@ def test_a_torch_that_compares_otherwise_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch, other: Any
 ) -> None:
     module = torch._C._dynamo.guards
-    assert looks._guards() is module.TensorGuards
+    assert tensor_guard._guards() is module.TensorGuards
     if other is None:
         monkeypatch.delattr(module, "TensorGuards")
     else:
         monkeypatch.setattr(module, "TensorGuards", other)
-    assert looks._guards() is None
+    assert tensor_guard._guards() is None
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -435,7 +434,7 @@ def test_a_batch_is_as_long_as_its_columns(storage: MemmapStorage, before: int) 
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-@pytest.mark.parametrize("where", ["intake.Looks", "columns.ctypes"])
+@pytest.mark.parametrize("where", ["intake.TensorGuard", "columns.ctypes"])
 def test_an_interrupt_leaves_nothing_half_prepared(
     storage: MemmapStorage, monkeypatch: pytest.MonkeyPatch, where: str, tensors: bool
 ) -> None:
@@ -451,8 +450,8 @@ def test_an_interrupt_leaves_nothing_half_prepared(
     for number in range(3):
         extend(number, ROWS)
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-        if where == "intake.Looks":
-            patch.setattr(intake, "Looks", interrupt)
+        if where == "intake.TensorGuard":
+            patch.setattr(batch_check, "TensorGuard", interrupt)
         else:
             patch.setattr(columns.ctypes, "c_size_t", interrupt)
         for _ in range(2):

@@ -45,7 +45,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
     newest_manifest,
     write_manifest,
 )
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 
 from storage_contract import StorageContract, arrays, assert_rows, files_of, rows
 from storage_damage import DamageContract, assert_refused, assert_told_or_harmless, damage

@@ -11,7 +11,7 @@ import pytest
 from tallyroll.storage import MemmapStorage, Schema, open_storage
 from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.opening import storage_class
-from tallyroll.storage.rows.row_refs import LARGE_NBYTES, Gathered
+from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 
 SHAPE = (37, 41, 3)
 """4,551 bytes of uint8."""
@@ -21,20 +21,20 @@ SIZES = (1, 3, 4, 57, 58, 200, 2, 115, 31)
 """Around what goes through the map (16 KiB) and what is gathered at a time (256 KiB)."""
 
 
-def gathered(rng: np.random.Generator, count: int, sources: int, large: bool = True) -> Gathered:
+def gathered(rng: np.random.Generator, count: int, sources: int, large: bool = True) -> RowRefs:
     """Random rows of random sources, in runs as a batch's lanes are."""
     shape = SHAPE if large else (2,)
     found = [
         rng.integers(0, 256, (int(rng.integers(1, 9)), *shape), np.uint8) for _ in range(sources)
     ]
     if sources == 1:
-        return Gathered(found, rng.integers(0, len(found[0]), count))
+        return RowRefs(found, rng.integers(0, len(found[0]), count))
     origin = np.repeat(rng.integers(0, sources, count), rng.integers(1, 4, count))[:count]
     index = np.array([rng.integers(0, len(found[each])) for each in origin], np.intp)
-    return Gathered(found, index, origin)
+    return RowRefs(found, index, origin)
 
 
-def plain(rows: Gathered) -> np.ndarray:
+def plain(rows: RowRefs) -> np.ndarray:
     """Row by row."""
     origin = np.zeros(len(rows), int) if rows.origin is None else rows.origin
     each = [rows.sources[o][i] for o, i in zip(origin, rows.index, strict=True)]
@@ -61,9 +61,9 @@ def test_gathered_rows_are_what_a_loop_finds(seed: int) -> None:
     ]
     every = np.concatenate([plain(part) for part in parts])
     order = rng.permutation(len(every))
-    joined = Gathered.joined(parts, order)
+    joined = RowRefs.joined(parts, order)
     assert np.array_equal(np.asarray(joined), every[order])
-    again = Gathered.joined([joined, rows], np.arange(len(joined) + count)[::-1])
+    again = RowRefs.joined([joined, rows], np.arange(len(joined) + count)[::-1])
     assert np.array_equal(np.asarray(again), np.concatenate([every[order], wanted])[::-1])
 
 
@@ -78,7 +78,7 @@ def batch(rng: np.random.Generator, count: int, contiguous: bool = True) -> dict
 
 
 def as_arrays(rows: dict[Any, Any]) -> dict[Any, np.ndarray]:
-    return {key: plain(c) if isinstance(c, Gathered) else c.copy() for key, c in rows.items()}
+    return {key: plain(c) if isinstance(c, RowRefs) else c.copy() for key, c in rows.items()}
 
 
 def schema() -> Schema:

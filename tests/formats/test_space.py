@@ -15,7 +15,7 @@ import pytest
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, Schema, StorageFull, open_storage
-from tallyroll.storage.formats import space as preflight
+from tallyroll.storage.formats import space
 from tallyroll.storage.formats.space import Footprint, estimate, require_room
 from tallyroll.storage.opening import FORMATS, storage_class
 
@@ -42,7 +42,7 @@ def small_files() -> Iterator[int]:
 def little_space(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A disk with a thousand free blocks and ten free inodes."""
     disk = SimpleNamespace(f_blocks=10**6, f_bavail=1000, f_frsize=4096, f_files=100, f_favail=10)
-    monkeypatch.setattr(preflight.os, "statvfs", lambda path: disk)
+    monkeypatch.setattr(space.os, "statvfs", lambda path: disk)
     return disk
 
 
@@ -76,7 +76,7 @@ def test_rows_that_are_there_take_nothing_more(tmp_path: Path) -> None:
 
 def test_every_limit_is_named_with_its_numbers() -> None:
     limits = {"free": 99, "free_files": 1, "largest_file": 49, "free_maps": 2}
-    made = preflight.Estimate(10, 10, Footprint(100, 2, 50, 3), 100, **limits)
+    made = space.Estimate(10, 10, Footprint(100, 2, 50, 3), 100, **limits)
     assert made.problems == [
         "they take 100 bytes more, and 99 are free",
         "the largest file would have 50 bytes, and files may have 49 there (by the file system, or "
@@ -85,28 +85,28 @@ def test_every_limit_is_named_with_its_numbers() -> None:
         "they take 3 memory maps, and a process may have 2 more (sysctl vm.max_map_count)",
     ]
     enough = {"free": 100, "free_files": 2, "largest_file": 50, "free_maps": 3}
-    assert preflight.Estimate(10, 10, made.needed, 100, **enough).problems == []
+    assert space.Estimate(10, 10, made.needed, 100, **enough).problems == []
 
 
 def test_what_the_system_says() -> None:
     here = Path(__file__)
-    assert preflight._file_system(Path("/proc")) == "proc"
-    assert preflight._file_system(here) != ""
-    assert preflight.free_bytes(here) > 0
-    assert preflight.free_bytes(Path("/proc/nothing")) == 2**63 - 1, "it does not say"
-    assert preflight.free_bytes(here / "not" / "there") == pytest.approx(
+    assert space._file_system(Path("/proc")) == "proc"
+    assert space._file_system(here) != ""
+    assert space.free_bytes(here) > 0
+    assert space.free_bytes(Path("/proc/nothing")) == 2**63 - 1, "it does not say"
+    assert space.free_bytes(here / "not" / "there") == pytest.approx(
         os.statvfs(here).f_bavail * os.statvfs(here).f_frsize, rel=0.1
     )
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     most = int(Path("/proc/sys/vm/max_map_count").read_text())
-    assert preflight._free_maps() == pytest.approx(most - maps, abs=100)
+    assert space._free_maps() == pytest.approx(most - maps, abs=100)
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("vfat", 2**32 - 1), ("ext4", 2**44)])
 def test_file_systems_have_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, limit: int
 ) -> None:
-    monkeypatch.setattr(preflight, "_file_system", lambda place: kind)
+    monkeypatch.setattr(space, "_file_system", lambda place: kind)
     found = estimate(format_at(tmp_path / "data"), SCHEMA, limit // 16 + 1)
     assert found.largest_file == limit
     assert any("the largest file would have" in each for each in found.problems)
@@ -146,7 +146,7 @@ def test_space_asked_for_later_is_refused_likewise(
     with MemmapStorage(tmp_path / "data") as storage:
         storage.extend(ROWS)
         disk = SimpleNamespace(f_blocks=10**6, f_bavail=10, f_frsize=4096, f_files=0, f_favail=0)
-        monkeypatch.setattr(preflight.os, "statvfs", lambda path: disk)
+        monkeypatch.setattr(space.os, "statvfs", lambda path: disk)
         with pytest.raises(StorageFull, match=r"no room for 10,000,000 rows"):
             storage.reserve(10_000_000)
         monkeypatch.undo()
@@ -168,7 +168,7 @@ def test_files_and_maps_are_counted(
     tmp_path: Path, little_space: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little_space.f_bavail, little_space.f_favail = 10**12, 1
-    monkeypatch.setattr(preflight, "_free_maps", lambda: 0)
+    monkeypatch.setattr(space, "_free_maps", lambda: 0)
     path = tmp_path / "data.zarr"
     with pytest.raises(StorageFull, match=r"files, and 1 are free; they take .* memory maps"):
         storage_class(path)(path, capacity=10_000).extend(ROWS)
@@ -198,7 +198,7 @@ def test_a_resumed_run_asks_for_what_is_missing(
     with SyncCollector("CartPole-v1", total_frames=1000, seed=0, **made) as collector:
         next(iter(collector))
     disk = SimpleNamespace(f_blocks=10**6, f_bavail=899 * 75, f_frsize=1, f_files=0, f_favail=0)
-    monkeypatch.setattr(preflight.os, "statvfs", lambda path: disk)
+    monkeypatch.setattr(space.os, "statvfs", lambda path: disk)
     with pytest.raises(StorageFull, match=r"rows of 75 bytes: they take 67,500 bytes more, and"):
         SyncCollector("CartPole-v1", total_frames=1000, resume=True, **made)
     disk.f_bavail += 75

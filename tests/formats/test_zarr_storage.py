@@ -32,7 +32,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.header import HEADER_NBYTES
 from tallyroll.storage.formats.mapping import PAGE_NBYTES, Region
 from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.storages import DiskStorage
 

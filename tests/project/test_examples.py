@@ -97,7 +97,7 @@ def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(tmp_path: Path
     assert "1002 executed = 1001 stored + 1 discarded" in out
     assert "rows: 1001 rows, " in out
     assert "a sample of 32:" in out
-    assert re.search(r"^  next\.observation +torch\.float32 +\[32, 4\]$", out, re.MULTILINE)
+    assert re.search(r"^  next/observation +torch\.float32 +\[32, 4\]$", out, re.MULTILINE)
 
 
 def test_ppo_trains_on_exactly_its_budget(tmp_path: Path) -> None:

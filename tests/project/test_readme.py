@@ -14,6 +14,7 @@ import pytest
 from tallyroll.storage import open_storage
 
 ROOT = Path(__file__).resolve().parents[2]
+MAP = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 SHM = Path("/dev/shm")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -30,6 +31,18 @@ def run(*command: object, cwd: Path, scratch: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_map_names_files_that_are_there() -> None:
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", MAP))
+    there = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("[cst]*/**/*")}
+    there = {path + "/" * (ROOT / path).is_dir() for path in there} | {
+        "collector/",
+        "storage/",
+        "tests/",
+    }
+    assert len(named) > 40
+    assert {name for name in named if not any(path.endswith(name) for path in there)} == set()
 
 
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tallyroll import collector as package
-from tallyroll.collector.rollout.signals import admitted, held
+from tallyroll.collector.rollout.signals import admitted, deferred
 from tallyroll.collector.run_loop import Collector
 from tallyroll.storage import open_storage
 
@@ -141,12 +141,12 @@ def test_what_is_stored_has_no_gap(name: str, error: type[BaseException], tmp_pa
 
 def test_what_is_held_waits_for_what_is_admitted() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
-        with pytest.raises(Interruption), held():  # noqa: PT012
+        with pytest.raises(Interruption), deferred():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             assert not calls
             with admitted():
                 pytest.fail("it waits no longer")
-        with pytest.raises(Interruption), held(), admitted():  # noqa: PT012
+        with pytest.raises(Interruption), deferred(), admitted():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             pytest.fail("it did not wait")
         assert len(calls) == 2
@@ -158,7 +158,7 @@ def test_at_the_end_every_signal_is_handled_and_its_handler_is_back() -> None:
     before = [signal.signal(number, lambda number, _: heard.append(number)) for number in numbers]
     try:
         ours = [signal.getsignal(number) for number in numbers]
-        with held(), held():
+        with deferred(), deferred():
             for number in numbers:
                 signal.raise_signal(number)
             assert not heard
@@ -172,7 +172,7 @@ def test_at_the_end_every_signal_is_handled_and_its_handler_is_back() -> None:
 def test_what_waited_for_a_second_is_heard_anywhere() -> None:
     began = time.monotonic()
     with handler(signal.SIGALRM, Interruption) as calls:
-        with pytest.raises(Interruption), held():  # noqa: PT012
+        with pytest.raises(Interruption), deferred():  # noqa: PT012
             signal.raise_signal(signal.SIGALRM)
             threading.Event().wait(30)
         assert 0.9 < calls[0] - began < 10
@@ -180,7 +180,7 @@ def test_what_waited_for_a_second_is_heard_anywhere() -> None:
 
 def test_what_was_heard_in_time_is_not_heard_again() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
-        with pytest.raises(Interruption), held():
+        with pytest.raises(Interruption), deferred():
             signal.raise_signal(signal.SIGINT)
         time.sleep(1.2)
         assert len(calls) == 1
@@ -191,12 +191,12 @@ def test_other_threads_neither_hold_nor_admit() -> None:
         stopped, admitting = threading.Event(), threading.Event()
 
         def admit() -> None:
-            with held(), admitted():
+            with deferred(), admitted():
                 admitting.set()
                 stopped.wait()
 
         thread = threading.Thread(target=admit)
-        with pytest.raises(Interruption), held():  # noqa: PT012
+        with pytest.raises(Interruption), deferred():  # noqa: PT012
             thread.start()
             admitting.wait()
             signal.raise_signal(signal.SIGINT)
@@ -262,7 +262,7 @@ def test_an_environment_that_limits_its_own_steps() -> None:
 
 def test_a_handler_that_calls_the_one_that_it_found() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
-        with held(), admitted():
+        with deferred(), admitted():
             found = signal.getsignal(signal.SIGINT)
             assert callable(found)
 
@@ -271,7 +271,7 @@ def test_a_handler_that_calls_the_one_that_it_found() -> None:
 
             signal.signal(signal.SIGINT, chained)
         for _ in range(3):
-            with pytest.raises(Interruption), held(), admitted():
+            with pytest.raises(Interruption), deferred(), admitted():
                 signal.raise_signal(signal.SIGINT)
         with pytest.raises(Interruption):
             signal.raise_signal(signal.SIGINT)
@@ -283,14 +283,14 @@ def test_two_that_wait_are_both_handled_once() -> None:
         handler(signal.SIGINT, Interruption) as one,
         handler(signal.SIGTERM, Interruption) as other,
     ):
-        with pytest.raises(Interruption), held():  # noqa: PT012
+        with pytest.raises(Interruption), deferred():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
         assert (len(one), len(other)) == (1, 1)
-        with pytest.raises(Interruption), held(), admitted():
+        with pytest.raises(Interruption), deferred(), admitted():
             signal.raise_signal(signal.SIGTERM)
         assert (len(one), len(other)) == (1, 2)
-        with pytest.raises(Interruption), held(), admitted(), held():  # noqa: PT012
+        with pytest.raises(Interruption), deferred(), admitted(), deferred():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
             assert len(one) == 1
         assert len(one) == 2

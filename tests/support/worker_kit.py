@@ -40,8 +40,8 @@ from tallyroll.collector import (
 )
 from tallyroll.collector.run_loop import Collector
 from tallyroll.collector.workers import messages, worker
-from tallyroll.collector.workers.processes import Crew, Member
-from tallyroll.collector.workers.worker import Worker, raised
+from tallyroll.collector.workers.processes import Member, WorkerPool
+from tallyroll.collector.workers.worker import Worker, report_of
 
 from collect_kit import Batches, ByObservation, OwnTicks, assert_same
 from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, Rows, length_of, make_oracle_vec
@@ -457,7 +457,7 @@ class WorkerThread:
         except (EOFError, OSError):
             pass
         except Exception as error:  # noqa: BLE001  the parent raises it
-            messages.send(connection, raised(error, "making the environment"))
+            messages.send(connection, report_of(error, "making the environment"))
         finally:
             if served is not None:
                 served.env.close(raise_if_closed=False)
@@ -469,7 +469,7 @@ class WorkerThread:
         self._thread.join(timeout)
 
 
-class ThreadCrew(Crew):
+class ThreadCrew(WorkerPool):
     """A crew whose workers are threads."""
 
     def __init__(self, jobs: Sequence[bytes], **kwargs: Any) -> None:
@@ -487,5 +487,5 @@ class ThreadCrew(Crew):
 def in_threads() -> Iterator[None]:
     """Collectors that are made inside have threads for workers."""
     MADE.clear()
-    with patch.object(multiprocess, "Crew", ThreadCrew), patch.object(worker, "gc"):
+    with patch.object(multiprocess, "WorkerPool", ThreadCrew), patch.object(worker, "gc"):
         yield

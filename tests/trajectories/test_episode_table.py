@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from tallyroll.storage.errors import DamagedTable, NotWritable
 from tallyroll.storage.files.inside import Inside
-from tallyroll.storage.trajectories.by_lane import Chunk
+from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import (
-    CUT,
-    OPEN,
-    TERMINATED,
-    TRUNCATED,
+    END_CUT,
+    END_OPEN,
+    END_TERMINATED,
+    END_TRUNCATED,
     EpisodeRows,
     Episodes,
-    Run,
+    RunSeeds,
     runs_of,
     table_dtype,
     what_is_wrong,
@@ -38,7 +38,7 @@ def rows_of(model: Model, start: int, stop: int) -> EpisodeRows:
     assert model.truncated is not None
     part = slice(start, stop)
     return EpisodeRows(
-        Chunk(start, model.ids[part], model.steps[part], model.lane[part]),
+        RowChunk(start, model.ids[part], model.steps[part], model.lane[part]),
         model.terminated[part],
         model.truncated[part],
         model.rewards[part],
@@ -51,7 +51,7 @@ def counted(
     sizes: Sequence[int] = (7,),
     *,
     episodes: Episodes | None = None,
-    runs: Sequence[Run] = (),
+    runs: Sequence[RunSeeds] = (),
     stop: int | None = None,
     start: int = 0,
 ) -> Episodes:
@@ -65,7 +65,7 @@ def counted(
     return episodes
 
 
-def expected(model: Model, since: int = 0, runs: Sequence[Run] = ()) -> list[dict[str, Any]]:
+def expected(model: Model, since: int = 0, runs: Sequence[RunSeeds] = ()) -> list[dict[str, Any]]:
     """The lines of the trajectories as counted from row `since` on, while nobody writes."""
     assert model.terminated is not None
     lines, seeded = [], set()
@@ -78,7 +78,7 @@ def expected(model: Model, since: int = 0, runs: Sequence[Run] = ()) -> list[dic
             seeded.add((run, lane))
             if model.steps[first] == 0 and lane < len(runs[run].lane_seeds):
                 seed = int(runs[run].lane_seeds[lane])
-        ended = TERMINATED if model.terminated[last] else TRUNCATED
+        ended = END_TERMINATED if model.terminated[last] else END_TRUNCATED
         lines.append(
             {
                 "id": id,
@@ -88,7 +88,7 @@ def expected(model: Model, since: int = 0, runs: Sequence[Run] = ()) -> list[dic
                 "last_row": last,
                 "length": len(rows),
                 "return": float(model.rewards[rows].sum()),
-                "end": ended if model.ended(last) else CUT,
+                "end": ended if model.ended(last) else END_CUT,
                 "version_first": first // 10,
                 "version_last": last // 10,
                 "reset_seed": seed,
@@ -109,7 +109,7 @@ def test_a_seed_is_given_to_no_later_trajectory_of_a_lane_that_was_forgotten() -
     steps = np.array([*range(3), *range(30), *range(2)])
     flags = np.zeros(len(ids), np.bool_)
     flags[2] = True
-    model, runs = Model(ids, steps, lane, flags, ~flags & False), [Run(0, np.array([11, 22]))]
+    model, runs = Model(ids, steps, lane, flags, ~flags & False), [RunSeeds(0, np.array([11, 22]))]
     for again in (False, True):
         episodes = Episodes(20)
         counted(model, episodes=episodes, runs=runs, stop=33)
@@ -126,7 +126,7 @@ def test_a_seed_is_given_to_no_later_trajectory_of_a_lane_that_was_forgotten() -
 def test_a_seed_is_given_to_no_trajectory_whose_first_rows_were_not_stored() -> None:
     ids, lane, flags = np.array([0, 1, 0, 1]), np.array([0, 1, 0, 1]), np.zeros(4, np.bool_)
     model = Model(ids, np.array([0, 3, 1, 4]), lane, flags, flags)
-    table = counted(model, runs=[Run(0, np.array([11, 22]))]).table()
+    table = counted(model, runs=[RunSeeds(0, np.array([11, 22]))]).table()
     assert [(line["id"], line["first_step"], line["reset_seed"]) for line in lines_of(table)] == [
         (0, 0, 11), (1, 3, -1)
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_table_is_that_of_a_plain_model(model: Model, sizes: list[int]) -> N
 def test_the_first_trajectory_of_each_lane_in_a_run_has_its_seed(
     model: Model, sizes: list[int], starts: list[int], seeds: int
 ) -> None:
-    runs = [Run(row, 100 * row + np.arange(seeds)) for row in sorted({0, *starts})]
+    runs = [RunSeeds(row, 100 * row + np.arange(seeds)) for row in sorted({0, *starts})]
     assert lines_of(counted(model, sizes, runs=runs).table()) == expected(model, runs=runs)
 
 
@@ -164,7 +164,7 @@ def test_a_ring_keeps_what_has_rows_left(model: Model, sizes: list[int], ring: i
 @settings(max_examples=40, deadline=None)
 @given(models(), st.integers(0, 150), st.integers(0, 150))
 def test_counting_begins_anew_where_rows_were_lost(model: Model, stop: int, more: int) -> None:
-    runs = [Run(0, np.arange(6)), Run(len(model) // 2, np.arange(10, 16))]
+    runs = [RunSeeds(0, np.arange(6)), RunSeeds(len(model) // 2, np.arange(10, 16))]
     stop = min(stop, len(model))
     since = min(stop + more, len(model))
     episodes = counted(model, episodes=Episodes(200), runs=runs, stop=stop)
@@ -180,7 +180,7 @@ def test_counting_begins_anew_where_rows_were_lost(model: Model, stop: int, more
 def test_it_goes_on_behind_a_table_that_was_written(
     model: Model, stop: int, sizes: list[int], active: bool
 ) -> None:
-    runs = [Run(0, np.arange(6)), Run(len(model) // 2, np.arange(10, 16))]
+    runs = [RunSeeds(0, np.arange(6)), RunSeeds(len(model) // 2, np.arange(10, 16))]
     before = counted(model, sizes, runs=runs, stop=min(stop, len(model)))
     episodes = Episodes()
     episodes.resume(before.table(active_from=0 if active else None))
@@ -200,18 +200,18 @@ def test_what_may_go_on_is_open_while_somebody_writes() -> None:
         truncated=np.zeros(5, bool),
     )
     episodes = counted(model)
-    assert episodes.table()["end"].tolist() == [TERMINATED, CUT, CUT]
-    assert episodes.table(active_from=0)["end"].tolist() == [TERMINATED, OPEN, OPEN]
-    assert episodes.table(active_from=3)["end"].tolist() == [TERMINATED, OPEN, CUT]
+    assert episodes.table()["end"].tolist() == [END_TERMINATED, END_CUT, END_CUT]
+    assert episodes.table(active_from=0)["end"].tolist() == [END_TERMINATED, END_OPEN, END_OPEN]
+    assert episodes.table(active_from=3)["end"].tolist() == [END_TERMINATED, END_OPEN, END_CUT]
 
 
 def test_both_flags_say_terminated() -> None:
     both = Model(*(np.zeros(1, int) for _ in range(3)), np.ones(1, bool), np.ones(1, bool))
-    assert counted(both).table()["end"].tolist() == [TERMINATED]
+    assert counted(both).table()["end"].tolist() == [END_TERMINATED]
 
 
 def test_several_rewards_give_several_returns() -> None:
-    chunk = Chunk(0, *(np.array(c) for c in ([5, 6, 5], [0, 0, 1], [0, 1, 0])))
+    chunk = RowChunk(0, *(np.array(c) for c in ([5, 6, 5], [0, 0, 1], [0, 1, 0])))
     flags, reward = np.zeros(3, bool), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     episodes = Episodes(reward_shape=(2,))
     episodes.extend(EpisodeRows(chunk, flags, flags, reward, np.zeros(3, int)))

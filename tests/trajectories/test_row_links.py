@@ -1,4 +1,4 @@
-"""Links between rows, against a plain model of every lane."""
+"""RowLinks between rows, against a plain model of every lane."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage.errors import CorruptStorage, NoSlices
-from tallyroll.storage.trajectories import by_lane as lane_order
-from tallyroll.storage.trajectories import row_links as links_module
-from tallyroll.storage.trajectories.by_lane import MOST_LANES, Chunk
-from tallyroll.storage.trajectories.row_links import Links
+from tallyroll.storage.trajectories import by_lane, row_links
+from tallyroll.storage.trajectories.by_lane import MOST_LANES, RowChunk
+from tallyroll.storage.trajectories.row_links import RowLinks
 
 from lane_model import Model, models
 
 
-def chunks(model: Model, sizes: Sequence[int]) -> list[Chunk]:
+def chunks(model: Model, sizes: Sequence[int]) -> list[RowChunk]:
     """The rows of `model` in chunks of the sizes in turn."""
     found, start = [], 0
     while start < len(model.ids):
         stop = start + sizes[len(found) % len(sizes)]
         part = slice(start, stop)
-        found.append(Chunk(start, model.ids[part], model.steps[part], model.lane[part]))
+        found.append(RowChunk(start, model.ids[part], model.steps[part], model.lane[part]))
         start = stop
     return found
 
 
-def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> Links:
-    links = Links(ring)
+def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> RowLinks:
+    links = RowLinks(ring)
     for chunk in chunks(model, [min(size, ring or size) for size in sizes]):
         links.extend(chunk)
     return links
@@ -69,7 +68,7 @@ def test_slices_are_those_of_a_plain_model(
     first = max(0, len(model.ids) - ring) if ring else 0
     every = set(model.slices(length, first))
     # One that looks for slices from the first row on, one that begins late.
-    early = Links(ring)
+    early = RowLinks(ring)
     early.count_slices(length)
     for chunk in chunks(model, [min(size, ring or size) for size in sizes]):
         early.extend(chunk)
@@ -122,22 +121,22 @@ def test_slices_do_not_cross_rows_that_were_never_stored() -> None:
 
 def test_rows_lost_before_they_were_seen() -> None:
     model = Model.random(np.random.default_rng(0), rows=300, lanes=4)
-    links = Links(50)
+    links = RowLinks(50)
     for start, stop in ((0, 40), (130, 170), (170, 200), (280, 300)):
         links.extend(
-            Chunk(start, model.ids[start:stop], model.steps[start:stop], model.lane[start:stop])
+            RowChunk(start, model.ids[start:stop], model.steps[start:stop], model.lane[start:stop])
         )
     every = set(model.slices(3, 280))
     assert {tuple(r) for r in links.draw(500, 3, 280, picks()).tolist()} == every
 
 
 def test_distances_beyond_32_bits() -> None:
-    links = Links(4)
+    links = RowLinks(4)
     far = 2**33
     ids, lane = np.array([7, 9]), np.array([0, 1])
-    links.extend(Chunk(0, ids, np.array([0, 0]), lane))
-    links.extend(Chunk(far, ids, np.array([1, 1]), lane))
-    links.extend(Chunk(far + 2, ids, np.array([2, 2]), lane))
+    links.extend(RowChunk(0, ids, np.array([0, 0]), lane))
+    links.extend(RowChunk(far, ids, np.array([1, 1]), lane))
+    links.extend(RowChunk(far + 2, ids, np.array([2, 2]), lane))
     assert links.back_from(far + 3, far).tolist() == [far + 1, far + 3]
     assert links.draw(2, 2, far, picks()).tolist()[0] in ([far, far + 2], [far + 1, far + 3])
     with pytest.raises(NoSlices):
@@ -148,12 +147,12 @@ def test_distances_beyond_32_bits() -> None:
 def test_a_lane_that_cannot_be_is_told(lane: int) -> None:
     one = np.zeros(3, int)
     with pytest.raises(CorruptStorage, match=f"row 12 says that it is of lane {lane}"):
-        Links().extend(Chunk(10, one, one, np.array([0, 1, lane])))
+        RowLinks().extend(RowChunk(10, one, one, np.array([0, 1, lane])))
 
 
 def test_nothing_is_linked_at_first() -> None:
-    links = Links()
-    links.extend(Chunk(0, *(np.empty(0, np.int64) for _ in range(3))))
+    links = RowLinks()
+    links.extend(RowChunk(0, *(np.empty(0, np.int64) for _ in range(3))))
     assert links.longest() == links.count_slices(1) == links.seen == 0
     with pytest.raises(NoSlices, match="has 0"):
         links.draw(1, 1, 0, picks())
@@ -214,9 +213,9 @@ def counted_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     def grow(array: np.ndarray, length: int) -> np.ndarray:
         if length > len(array):
             Counting.tally["elements"] += len(array)
-        return lane_order.grown(array, length)
+        return by_lane.grown(array, length)
 
-    monkeypatch.setattr(links_module, "grown", grow)
+    monkeypatch.setattr(row_links, "grown", grow)
 
 
 def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple[int, int]:
@@ -226,12 +225,12 @@ def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple
     step = number // lanes
     ids = step // length * lanes + lane
     Counting.tally.clear()
-    links = Links()
+    links = RowLinks()
     links.count_slices(16)
     for start in range(0, rows, per_chunk):
         part = slice(start, start + per_chunk)
         columns = (a[part].view(Counting) for a in (ids, step % length, lane))
-        links.extend(Chunk(start, *columns))
+        links.extend(RowChunk(start, *columns))
     assert links.seen == rows
     return Counting.tally["elements"], Counting.tally["calls"]
 

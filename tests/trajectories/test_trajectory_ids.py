@@ -26,7 +26,7 @@ from tallyroll.storage.errors import ColumnsMissing, RowsMismatch, TrajectoryIdT
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.nesting import nest
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories import id_checks as id_watch
+from tallyroll.storage.trajectories import id_checks
 
 import lane_model
 
@@ -330,7 +330,7 @@ def test_a_replay_buffer_is_as_safe_and_a_collector_pays_nothing(
     def never(*_: object) -> None:
         raise AssertionError("a collector's rows were looked at")
 
-    monkeypatch.setattr("tallyroll.storage.trajectories.id_checks.IdWatch.admit", never)
+    monkeypatch.setattr("tallyroll.storage.trajectories.id_checks.IdChecks.admit", never)
     for name in ("direct", "buffer"):
         storage = MemmapStorage(tmp_path / name)
         to: dict[str, Any] = {"storage": storage}
@@ -431,7 +431,7 @@ def test_a_write_that_failed_took_no_ids(tmp_path: Path, monkeypatch: pytest.Mon
 def test_ids_from_long_ago_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever among the rows that are looked through piece by piece their last row is."""
     for name, count in (("_NEAR_FIRST", 4), ("_NEAR", 8), ("_CHUNK_ROWS", 16)):
-        monkeypatch.setattr(id_watch, name, count)
+        monkeypatch.setattr(id_checks, name, count)
     model = lane_model.Model.random(np.random.default_rng(3), rows=100, lanes=3, mean_length=4.0)
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(model.rows())

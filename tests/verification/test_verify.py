@@ -25,7 +25,7 @@ from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.verification import row_checks
 from tallyroll.storage.verification.findings import PLACES, Findings
-from tallyroll.storage.verification.lane_checks import Chunk, LaneChecks
+from tallyroll.storage.verification.lane_checks import CheckedRows, LaneChecks
 from tallyroll.storage.verification.storage_checks import CHECKS
 from tallyroll.storage.verification.value_checks import zero_rows
 
@@ -320,7 +320,9 @@ def test_an_id_of_another_lane_is_not_taken_for_the_largest() -> None:
     """Else the record would be said to give ids that were used."""
     checks, findings = LaneChecks(2), Findings()
     ids = np.array([0, 1, 2**40 + 1, 2])
-    rows = Chunk(0, ids, np.zeros(4, np.int64), np.array([0, 1, 0, 0]), np.ones(4, bool), ids * 0)
+    rows = CheckedRows(
+        0, ids, np.zeros(4, np.int64), np.array([0, 1, 0, 0]), np.ones(4, bool), ids * 0
+    )
     checks.advance(rows, findings)
     assert checks.largest == 2
 

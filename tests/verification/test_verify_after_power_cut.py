@@ -22,7 +22,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import H5Storage, Report, open_storage, verify
 from tallyroll.storage.files.header import _SLOT_NBYTES, _SLOTS_AT, Header, word_of
-from tallyroll.storage.formats.hdf5.file import Places
+from tallyroll.storage.formats.hdf5.file import FilePlaces
 from tallyroll.storage.formats.hdf5.user_block import newest_manifest
 from tallyroll.storage.storages import DiskStorage
 
@@ -148,13 +148,13 @@ def torn_record(path: Path, page: int = 0, *, ahead: int = 1) -> None:
 def provenance(path: Path, content: bytes) -> None:
     with open(path, "rb") as file:
         manifest = json.loads(newest_manifest(file.fileno()) or b"")
-    damage(path, Places.from_json(manifest["places"]).provenance.at + 100, content)
+    damage(path, FilePlaces.from_json(manifest["places"]).provenance.at + 100, content)
 
 
 def rows_attribute(path: Path, rows: int) -> None:
     with open(path, "rb") as file:
         manifest = json.loads(newest_manifest(file.fileno()) or b"")
-    damage(path, Places.from_json(manifest["places"]).rows.at, struct.pack("<q", rows))
+    damage(path, FilePlaces.from_json(manifest["places"]).rows.at, struct.pack("<q", rows))
 
 
 def shown(path: Path, file: str, change: Callable[[Any], object]) -> None:

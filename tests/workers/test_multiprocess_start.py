@@ -211,7 +211,7 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         ([factory(SAME, 0, 2), factory(SAME, 2, 2, kind="uint8")],),
         {},
         EnvironmentRefused,
-        r"worker 1 .lanes 2 to 3.*: its columns differ from those of worker 0: next.observation "
+        r"worker 1 .lanes 2 to 3.*: its columns differ from those of worker 0: next/observation "
         r"is uint8 \[4, 4, 3\] and not float32 \[3\]; observation is .*same environment in every",
     ),
     "another action": (

@@ -196,7 +196,7 @@ def test_an_id_has_its_lanes_split_five_into_three_and_two(policy: Any) -> None:
     one = through(SyncCollector("CartPole-v1", policy, **kwargs))
     collector = start("CartPole-v1", policy, num_workers=2, **kwargs)
     assert (collector.lanes, collector.num_workers) == (5, 2)
-    assert [list(member.lanes) for member in collector._crew.members] == [[0, 1, 2], [3, 4]]
+    assert [list(member.lanes) for member in collector._worker_pool.members] == [[0, 1, 2], [3, 4]]
     assert_alike(one, through(collector))
 
 

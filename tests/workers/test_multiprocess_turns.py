@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import WorkerDied, WorkerHung, WorkerRaised
 from tallyroll.collector.workers import messages
-from tallyroll.collector.workers.processes import Crew, Member
+from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.storage import open_storage
 from tallyroll.storage.verification.storage_checks import verify
 
@@ -89,16 +89,16 @@ def test_a_new_worker_that_fails_as_it_begins(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the one before it never filled is no row."""
-    answer = Crew.answer
+    answer = WorkerPool.answer
 
-    def failing(self: Crew, member: Member, message: object, descriptor: Any = None) -> Any:
+    def failing(self: WorkerPool, member: Member, message: object, descriptor: Any = None) -> Any:
         if isinstance(message, messages.Begin):
             if how == "interrupted":
                 raise KeyboardInterrupt
             os.kill(member.process.pid, signal.SIGKILL)
         return answer(self, member, message, descriptor)
 
-    monkeypatch.setattr(Crew, "answer", failing)
+    monkeypatch.setattr(WorkerPool, "answer", failing)
     collector = start(
         [partial(vec, 0, 2, at=25), partial(vec, 2, 2)],
         frames_per_batch=80,

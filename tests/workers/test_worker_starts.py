@@ -20,7 +20,7 @@ import pytest
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.workers import processes as crew
+from tallyroll.collector.workers import processes
 from tallyroll.storage import open_storage, verify
 
 from collect_kit import ByObservation
@@ -68,7 +68,7 @@ class Failing:
 def failing(stage: str, at: int, error: BaseException) -> Iterator[list[int]]:
     """Workers from `at` on cannot be started; gives the ids of all that were."""
     pids: list[int] = []
-    process = crew.get_context(QUICK["mp_start_method"]).Process
+    process = processes.get_context(QUICK["mp_start_method"]).Process
     begin = process.start
 
     def started(self: Any) -> None:
@@ -82,7 +82,7 @@ def failing(stage: str, at: int, error: BaseException) -> Iterator[list[int]]:
     with patch.object(process, "start", watch):
         if stage == "watch":
             with patch.object(
-                crew, "kill_when_closed", Failing(crew.kill_when_closed, at, error, False)
+                processes, "kill_when_closed", Failing(processes.kill_when_closed, at, error, False)
             ):
                 yield pids
         else:
@@ -97,7 +97,7 @@ def open_files() -> int:
 
 def assert_as_before(files: int, held: set[int]) -> None:
     """No more open files; the fork server tells of an end in its own time."""
-    assert crew._held == held
+    assert processes._held == held
     until = time.monotonic() + 5
     while open_files() != files:
         assert time.monotonic() < until, f"{open_files()} open files, {files} before"
@@ -111,7 +111,7 @@ def test_nothing_is_left_of_a_crew_that_cannot_be_started(
     stage: str, at: int, error: BaseException, tmp_path: Path
 ) -> None:
     warm_fork_server()
-    files, held = open_files(), set(crew._held)
+    files, held = open_files(), set(processes._held)
     wanted = ArgumentError if getattr(error, "errno", 0) == errno.EAGAIN else type(error)
     with failing(stage, at, error) as pids, pytest.raises(wanted):
         MultiprocessCollector([hang] * 4, storage=tmp_path / "s", **QUICK, **RUN)
@@ -129,7 +129,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(
 ) -> None:
     """What was complete is stored, and who was in its place is gone."""
     warm_fork_server()
-    files, held = open_files(), set(crew._held)
+    files, held = open_files(), set(processes._held)
     error = OSError(errno.EIO, "no luck")
     options = {**RUN, "storage": tmp_path / "s", "mode": mode, "on_worker_death": "respawn"}
     with failing(stage, 3, error) as pids:

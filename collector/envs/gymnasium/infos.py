@@ -16,9 +16,9 @@ from tallyroll.collector.envs.gymnasium.spaces import drawn_from
 from tallyroll.collector.envs.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.slab.info import GIVEN, Info
-from tallyroll.collector.slab.keys import Key
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.collector.slab.names import Named
+from tallyroll.storage.rows.keys import Key
 
 Array = NDArray[Any]
 Mask = NDArray[np.bool_]

@@ -12,11 +12,12 @@ from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorS
 
 from tallyroll.collector.errors import SpaceError
 from tallyroll.collector.policies.random_actions import block_draw
-from tallyroll.collector.slab.keys import Key
+from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.rows.keys import Key, spell
 
 _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
-_TORCH_DTYPES = {torch.zeros(0, dtype=dtype).numpy().dtype: dtype for dtype in _SUPPORTED}
+_TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in _SUPPORTED}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _leaves(
         dtype, shape = space.dtype, space.shape
         if dtype is None or shape is None or dtype not in _TORCH_DTYPES:
             raise SpaceError(
-                f"the space {space!r} at {'.'.join(key)} has no fixed dtype and shape that a "
+                f"the space {space!r} at {spell(key)} has no fixed dtype and shape that a "
                 "column could hold; wrap the environment so that it returns arrays"
             )
         yield Leaf(key, path, _spec(space, lanes), np.dtype(dtype), (lanes, *shape))

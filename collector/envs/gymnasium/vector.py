@@ -20,10 +20,10 @@ from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_l
 from tallyroll.collector.envs.reuse import share_memory, sharing
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 from tallyroll.collector.slab.info import Info, infos_of
-from tallyroll.collector.slab.keys import VALID, Key, dotted
 from tallyroll.collector.slab.names import Named, Rename, renamed, require_names
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Array, Cursor
+from tallyroll.storage.rows.keys import VALID, Key, spell
 
 _REFUSED = {
     "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
@@ -325,7 +325,7 @@ class GymnasiumVectorEnv(EnvBase):
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape != leaf.shape or dtype != leaf.dtype:
             raise TransitionError(
-                f"{dotted(leaf.key)}: the space declares {leaf.dtype} {list(leaf.shape)}, the "
+                f"{spell(leaf.key)}: the space declares {leaf.dtype} {list(leaf.shape)}, the "
                 f"environment returned {dtype} {list(shape or ())} ({type(value).__name__}); "
                 "correct the environment's space, or cast in a wrapper"
             )

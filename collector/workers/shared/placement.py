@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.keys import Key
 from tallyroll.collector.slab.progress import BOARD_WORDS
 from tallyroll.collector.slab.slab import Slab, memory_of
 from tallyroll.collector.workers.shared.memory import Area
 from tallyroll.collector.workers.shared.weights import SharedWeights
+from tallyroll.storage.rows.keys import Key
 
 Memory = dict[Key, torch.Tensor]
 

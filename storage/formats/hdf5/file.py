@@ -19,15 +19,15 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, MissingLibrary
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
-from tallyroll.storage.rows.nesting import Key, spell
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
 __all__ = [
     "ATTRIBUTES",
     "PROVENANCE_NBYTES",
-    "Layout",
-    "Place",
-    "Places",
+    "AttributePlace",
+    "DatasetOffsets",
+    "FilePlaces",
     "foreign_names",
     "layout_of",
     "make_file",
@@ -59,7 +59,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AttributePlace:
     """Where the value of an attribute lies: its first byte, and the bytes right before it."""
 
     at: int
@@ -67,7 +67,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DatasetOffsets:
     """Where the datasets lie: the first byte of each, in the schema's order, and their rows."""
 
     offsets: tuple[int, ...] = ()
@@ -75,14 +75,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class FilePlaces:
     """What a file's manifest remembers of it."""
 
-    rows: Place
+    rows: AttributePlace
     """The value of the attribute ``rows``, an int64."""
-    provenance: Place
+    provenance: AttributePlace
     """The value of the attribute ``provenance``, of `PROVENANCE_NBYTES` bytes."""
-    layout: Layout
+    layout: DatasetOffsets
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that `from_json` reads back."""
@@ -94,7 +94,7 @@ class Places:
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Places:
+    def from_json(cls, value: Any) -> FilePlaces:
         """The places that `to_json` wrote.
 
         Raises:
@@ -102,13 +102,15 @@ class Places:
         """
         try:
             rows, provenance = (
-                Place(_whole(value[name][0], USER_BLOCK_NBYTES), bytes.fromhex(value[name][1]))
+                AttributePlace(
+                    _whole(value[name][0], USER_BLOCK_NBYTES), bytes.fromhex(value[name][1])
+                )
                 for name in ("rows", "provenance")
             )
             if any(len(place.before) != _SIGNATURE_NBYTES for place in (rows, provenance)):
                 raise ValueError(f"not {_SIGNATURE_NBYTES} bytes before an attribute")
             offsets = tuple(_whole(at, 0) for at in value["offsets"])
-            return cls(rows, provenance, Layout(offsets, _whole(value["capacity"], 0)))
+            return cls(rows, provenance, DatasetOffsets(offsets, _whole(value["capacity"], 0)))
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"not places in a file: {value!r:.200}") from error
 
@@ -136,7 +138,7 @@ def nbytes_of_file(schema: Schema, capacity: int) -> int:
     return USER_BLOCK_NBYTES + 3 * 65536 + _ALIGNMENT * (sum(aligned) + objects)
 
 
-def make_file(made: int, path: Path, schema: Schema, capacity: int) -> Places:
+def make_file(made: int, path: Path, schema: Schema, capacity: int) -> FilePlaces:
     """Make an HDF5 file with a dataset a column, [capacity, ...], and attributes.
 
     Its user block is empty, and its space is not reserved yet.
@@ -161,7 +163,7 @@ def make_file(made: int, path: Path, schema: Schema, capacity: int) -> Places:
         raise OSError(errno.EIO, f"h5py cannot make the file ({error!s:.300})") from error
     layout = layout_of(made, path, schema)
     rows, provenance = (_find(made, each, schema, layout) for each in marks.values())
-    return Places(rows, provenance, layout)
+    return FilePlaces(rows, provenance, layout)
 
 
 def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capacity: int) -> None:
@@ -206,7 +208,7 @@ def _make_dataset(h5py: Any, file: Any, column: Column, capacity: int) -> None:
     h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=plan)
 
 
-def _find(file: int, mark: bytes, schema: Schema, layout: Layout) -> Place:
+def _find(file: int, mark: bytes, schema: Schema, layout: DatasetOffsets) -> AttributePlace:
     found = []
     for start, stop in _between(file, schema, layout):
         content = os.pread(file, stop - start, start)
@@ -217,10 +219,10 @@ def _find(file: int, mark: bytes, schema: Schema, layout: Layout) -> Place:
     if len(found) != 1:
         raise OSError(f"h5py wrote an attribute {len(found)} times, which should be there once.")
     before = os.pread(file, _SIGNATURE_NBYTES, found[0] - _SIGNATURE_NBYTES)
-    return Place(found[0], before)
+    return AttributePlace(found[0], before)
 
 
-def _between(file: int, schema: Schema, layout: Layout) -> Iterator[tuple[int, int]]:
+def _between(file: int, schema: Schema, layout: DatasetOffsets) -> Iterator[tuple[int, int]]:
     """The parts of the file that are no rows."""
     start = USER_BLOCK_NBYTES
     for at, nbytes in _extents(schema, layout):
@@ -229,12 +231,12 @@ def _between(file: int, schema: Schema, layout: Layout) -> Iterator[tuple[int, i
     yield start, os.fstat(file).st_size
 
 
-def _extents(schema: Schema, layout: Layout) -> list[tuple[int, int]]:
+def _extents(schema: Schema, layout: DatasetOffsets) -> list[tuple[int, int]]:
     sizes = (column.row_nbytes * layout.capacity for column in schema.columns)
     return sorted(zip(layout.offsets, sizes, strict=True)) if layout.capacity else []
 
 
-def layout_of(file: int, path: Path, schema: Schema) -> Layout:
+def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
     """Where the datasets lie in an open file, which messages call ``path``.
 
     Raises:
@@ -250,7 +252,7 @@ def layout_of(file: int, path: Path, schema: Schema) -> Layout:
             f"the datasets in {path} have {sorted(rows)} rows, and should have equally many: it "
             "is damaged. Restore it from a copy."
         )
-    layout = Layout(tuple(offsets), rows.pop())
+    layout = DatasetOffsets(tuple(offsets), rows.pop())
     _require_apart(file, path, schema, layout)
     return layout
 
@@ -314,7 +316,7 @@ def _is_plain(h5py: Any, node: Any, column: Column) -> bool:
     return bool(contiguous and shaped and node.dtype == column.numpy_dtype.newbyteorder("<"))
 
 
-def _require_apart(file: int, path: Path, schema: Schema, layout: Layout) -> None:
+def _require_apart(file: int, path: Path, schema: Schema, layout: DatasetOffsets) -> None:
     end, size = USER_BLOCK_NBYTES, os.fstat(file).st_size
     for at, nbytes in _extents(schema, layout):
         if at < end or at + nbytes > size:

@@ -36,8 +36,8 @@ from tallyroll.storage.files.paths import failed, told
 from tallyroll.storage.formats.base import Access
 from tallyroll.storage.formats.hdf5.file import (
     PROVENANCE_NBYTES,
-    Layout,
-    Places,
+    DatasetOffsets,
+    FilePlaces,
     layout_of,
     nbytes_of_file,
     shown_attributes,
@@ -65,7 +65,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
 from tallyroll.storage.formats.mapping import MAP_NORESERVE
 from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["H5Format"]
@@ -83,17 +83,17 @@ class H5Format(OneFileFormat):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._schema: Schema | None = None
-        self._places: Places | None = None
+        self._places: FilePlaces | None = None
         self._file = -1
         self._arrays: dict[Access, list[np.ndarray]] = {}
 
     @property
-    def _known(self) -> Places:
+    def _known(self) -> FilePlaces:
         assert self._places is not None
         return self._places
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> DatasetOffsets:
         return self._known.layout
 
     def read_manifest(self) -> Manifest:
@@ -178,7 +178,7 @@ class H5Format(OneFileFormat):
         if rows != self._checked(schema).capacity:
             self._rewrite(schema, rows, rows)
 
-    def _checked(self, schema: Schema) -> Layout:
+    def _checked(self, schema: Schema) -> DatasetOffsets:
         with opened(self.path, os.O_RDONLY) as file:
             return self._layout_in(file, schema)
 
@@ -186,7 +186,7 @@ class H5Format(OneFileFormat):
         self._require_capacity(rows)
         rewrite(self.path, schema, self.read_manifest(), self._layout, rows, capacity)
 
-    def _layout_in(self, file: int, schema: Schema) -> Layout:
+    def _layout_in(self, file: int, schema: Schema) -> DatasetOffsets:
         """Where the datasets lie, if that is where they were made."""
         # By the descriptor: the path may be another file since the manifest was read.
         if (content := newest_manifest(file)) is not None:
@@ -360,9 +360,9 @@ class H5Format(OneFileFormat):
             os.close(file)
 
 
-def _places_in(manifest: Manifest, path: Path) -> Places:
+def _places_in(manifest: Manifest, path: Path) -> FilePlaces:
     try:
-        return Places.from_json(manifest.get("places"))
+        return FilePlaces.from_json(manifest.get("places"))
     except ValueError as error:
         raise CorruptStorage(
             f"the manifest in {path} does not say where rows and attributes lie: it is damaged. "

@@ -18,9 +18,9 @@ from tallyroll.storage.files.origin import moved_into
 from tallyroll.storage.files.paths import failed, space_left
 from tallyroll.storage.formats.hdf5.file import (
     PROVENANCE_NBYTES,
-    Layout,
-    Place,
-    Places,
+    AttributePlace,
+    DatasetOffsets,
+    FilePlaces,
     foreign_names,
     make_file,
     nbytes_of_file,
@@ -77,7 +77,7 @@ def open_file(path: Path, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, Places]]:
+def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, FilePlaces]]:
     """A new file for ``capacity`` rows, open; it takes the place of ``path`` at the end.
 
     Its user block is empty, its space is reserved.
@@ -122,7 +122,7 @@ def _require_space(path: Path, nbytes: int) -> None:
 
 
 def rewrite(
-    path: Path, schema: Schema, manifest: Manifest, source: Layout, rows: int, capacity: int
+    path: Path, schema: Schema, manifest: Manifest, source: DatasetOffsets, rows: int, capacity: int
 ) -> None:
     """Replace a storage's file by one for ``capacity`` rows, with its first ``rows`` rows.
 
@@ -154,7 +154,9 @@ def rewrite(
             show_rows(new, rows, places)
 
 
-def show_manifest(file: int, manifest: Manifest, places: Places, *, durable: bool = False) -> None:
+def show_manifest(
+    file: int, manifest: Manifest, places: FilePlaces, *, durable: bool = False
+) -> None:
     """Write the manifest into the user block, and the attribute ``provenance``."""
     content = json.dumps(manifest | {"places": places.to_json()}).encode()
     require_size(content)
@@ -162,12 +164,12 @@ def show_manifest(file: int, manifest: Manifest, places: Places, *, durable: boo
     write_manifest(file, content, durable=durable)  # last, for with it the storage is one
 
 
-def show_provenance(file: int, manifest: Manifest, places: Places) -> None:
+def show_provenance(file: int, manifest: Manifest, places: FilePlaces) -> None:
     """Write the attribute ``provenance``."""
     write_all(file, _provenance(manifest), places.provenance.at)
 
 
-def shows_manifest(file: int, manifest: Manifest, places: Places) -> bool:
+def shows_manifest(file: int, manifest: Manifest, places: FilePlaces) -> bool:
     """Whether the attribute ``provenance`` is that of the manifest."""
     return os.pread(file, PROVENANCE_NBYTES, places.provenance.at) == _provenance(manifest)
 
@@ -177,17 +179,17 @@ def _provenance(manifest: Manifest) -> bytes:
     return text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES)
 
 
-def show_rows(file: int, rows: int, places: Places) -> None:
+def show_rows(file: int, rows: int, places: FilePlaces) -> None:
     """Write the attribute ``rows``."""
     write_all(file, rows.to_bytes(8, "little"), places.rows.at)
 
 
-def is_at(file: int, place: Place) -> bool:
+def is_at(file: int, place: AttributePlace) -> bool:
     """Whether an attribute's value is where it was made: other programs may have moved it."""
     return os.pread(file, len(place.before), place.at - len(place.before)) == place.before
 
 
-def read_rows(file: int, places: Places) -> int:
+def read_rows(file: int, places: FilePlaces) -> int:
     """The value of the attribute ``rows``."""
     return int.from_bytes(os.pread(file, 8, places.rows.at), "little", signed=True)
 

@@ -1,6 +1,6 @@
 """The user block before an HDF5 file of ours: the header, and the manifest in two slots.
 
-HDF5 leaves the first bytes of a file to whoever makes it. Layout, offsets in bytes::
+HDF5 leaves the first bytes of a file to whoever makes it. DatasetOffsets, offsets in bytes::
 
     0               the header (see `commit`)
     HEADER_NBYTES   two manifest slots, each: magic, sequence, length, CRC, JSON

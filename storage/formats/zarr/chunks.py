@@ -14,7 +14,7 @@ from tallyroll.storage.files.inside import open_at
 from tallyroll.storage.formats.base import Access
 from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column
 
 __all__ = ["ChunkedColumn"]

@@ -55,7 +55,7 @@ from tallyroll.storage.formats.zarr.metadata import (
     header_document,
     require_names,
 )
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column, Schema
 
 __all__ = ["ZarrFormat"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.rows.nesting import spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column, Schema
 
 __all__ = [

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import StorageFull
 from tallyroll.storage.engine import engine as engine_module
-from tallyroll.storage.rows.nesting import Key
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
 
 from storage_contract import DTYPES, arrays, process, receive

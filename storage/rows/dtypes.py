@@ -1,0 +1,33 @@
+"""The dtypes that columns have, as torch, NumPy and manifests call them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+__all__ = ["NAMES", "NUMPY", "TORCH"]
+
+# NumPy has no bfloat16: such columns are stored, and handed out as arrays, as
+# the 16 bits that they are.
+NUMPY: Final[dict[torch.dtype, np.dtype[Any]]] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.uint16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+TORCH: Final = {numpy: dtype for dtype, numpy in NUMPY.items() if dtype is not torch.bfloat16}
+NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
+"""As manifests call them: ``float32``."""
