@@ -1,7 +1,6 @@
 """The collector of many processes."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -42,7 +41,7 @@ from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
 from tallyroll.collector.workers.limits import limits_named
 from tallyroll.collector.workers.lockstep import LockstepDriver
-from tallyroll.collector.workers.main_guard import in_bootstrap, require_guard
+from tallyroll.collector.workers.main_guard import require_guard
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
@@ -136,10 +135,7 @@ class MultiprocessCollector(Collector):
         start_timeout: float = 120.0,
         mp_start_method: str = "spawn",
     ) -> None:
-        if in_bootstrap():
-            # The script runs again in a worker, which lacks the guard; the parent says so.
-            sys.exit(1)
-        require_guard(sys._getframe(1))
+        require_guard()
         options = Options.checked(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,

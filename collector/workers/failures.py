@@ -13,6 +13,7 @@ from tallyroll.collector.errors import (
     WorkerHung,
     WorkerRaised,
 )
+from tallyroll.collector.workers.main_guard import UNGUARDED
 from tallyroll.collector.workers.messages import Raised
 
 if TYPE_CHECKING:
@@ -48,11 +49,16 @@ def died(member: "Member", action: NDArray[Any] | None) -> WorkerError:
         how = f"was killed by {_signal(-code)}"
     elif code is not None:
         how = f"exited with status {code}"
-    if not member.ready:
+    if code == UNGUARDED:
         text = (
-            f"{member.who} {how} before it was ready. What it wrote to stderr may say why; a "
-            'script needs `if __name__ == "__main__":` around what it runs, for workers import it'
+            'expected the collector to be made under `if __name__ == "__main__":`, because each '
+            f"worker imports the main module again; {member.who} came to it too. Write\n\n"
+            '    if __name__ == "__main__":\n'
+            "        with MultiprocessCollector(...) as collector:\n"
+            "            ..."
         )
+    elif not member.ready:
+        text = f"{member.who} {how} before it was ready. What it wrote to stderr may say why"
     else:
         text = (
             f"{member.who} {how}{_details(member, None, action)}\nWhat was committed is safe; "
