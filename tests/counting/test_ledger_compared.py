@@ -302,16 +302,18 @@ def test_unsound_transitions_are_counted_as_discarded(
 
 
 class Broken(OracleEnv):
-    """Lane 1 raises in its tenth step, and then lane 0 in its fourth."""
+    """Lane 1 raises in its tenth step, and lane 0 in its fourth, when both have come there."""
 
-    ahead = threading.Event()
+    ahead, behind = threading.Event(), threading.Event()
 
     def step(self, action: Any) -> Any:
         """Step, or raise."""
         if self.lane == 1 and self.steps_taken == 9:
             Broken.ahead.set()
+            assert Broken.behind.wait(20)
             raise RuntimeError("broken")
         if self.lane == 0 and self.steps_taken == 3:
+            Broken.behind.set()
             assert Broken.ahead.wait(20)
             raise RuntimeError("broken")
         return super().step(action)
@@ -324,6 +326,7 @@ def broken(lane: int) -> Any:
 
 def test_transitions_that_a_failed_worker_was_ahead_are_lost(tmp_path: Path) -> None:
     Broken.ahead.clear()
+    Broken.behind.clear()
     with (
         in_threads(),
         start(

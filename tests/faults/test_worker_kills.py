@@ -518,7 +518,7 @@ def test_a_parent_is_killed_while_a_spawned_worker_hangs(tmp_path: Path) -> None
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_worker_kills import {name}
 
 if __name__ == "__main__":
@@ -529,7 +529,8 @@ if __name__ == "__main__":
 def script(folder: Path, name: str, mode: str, tty: int | None) -> subprocess.Popen[bytes]:
     """A script as a shell would start it; at a terminal it is what Ctrl-C ends."""
     (folder / "tmp").mkdir(parents=True)
-    text = SCRIPT.format(tests=str(TESTS), name=name, folder=str(folder), mode=mode)
+    tests = [str(Path(__file__).parent), str(TESTS)]
+    text = SCRIPT.format(tests=tests, name=name, folder=str(folder), mode=mode)
     (folder / "script.py").write_text(text)
 
     def terminal() -> None:
