@@ -35,7 +35,7 @@ from tallyroll.collector.run_loop import Collector
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import StorageLocked
-from tallyroll.storage.formats.space import free_bytes
+from tallyroll.storage.files.paths import free_bytes
 
 _MOST_BATCH = 8192
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JSON_LIMIT", "Inside", "open_at"]
+__all__ = ["JSON_LIMIT", "Inside", "open_at", "write_all"]
 
 JSON_LIMIT = 2**25
 """The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
@@ -189,6 +189,14 @@ def open_at(directory: int, name: str, flags: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def write_all(file: int, content: bytes | memoryview, at: int) -> None:
+    """Write all of ``content`` at byte ``at``."""
+    rest = memoryview(content)
+    while len(rest):
+        written = os.pwrite(file, rest, at)
+        rest, at = rest[written:], at + written
 
 
 def _made(directory: int, name: str) -> int:

@@ -22,11 +22,12 @@ from tallyroll.storage.files.inside import Inside
 
 __all__ = [
     "failed",
+    "free_bytes",
     "make_directory",
+    "nearest",
     "opened",
     "refuse_impossible",
     "require_creatable",
-    "space_left",
     "sync_above",
     "told",
     "translated",
@@ -145,11 +146,16 @@ def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
         ) from error
 
 
-def space_left(path: Path) -> int:
-    """Bytes free for this user on the file system of ``path``, or of what is above it."""
-    place = next(place for place in (path, *path.parents) if place.exists())
-    disk = os.statvfs(place)
-    return disk.f_bavail * disk.f_frsize
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may write where ``path`` is, or would be."""
+    found = os.statvfs(nearest(path.absolute()))
+    # A file system without blocks, such as /proc, does not say.
+    return found.f_bavail * found.f_frsize if found.f_blocks else 2**63 - 1
+
+
+def nearest(path: Path) -> Path:
+    """``path``, or the nearest directory above it that there is."""
+    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
 
 
 @contextlib.contextmanager
@@ -182,7 +188,7 @@ def failed(
     """What an error of the file system means to a storage at ``path`` that wanted ``nbytes``."""
     if error.errno in _FULL:
         try:
-            free: int | str = space_left(path)
+            free: int | str = free_bytes(path)
         except OSError:
             free = "nobody knows how many"
         return StorageFull(

@@ -5,19 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 import numpy as np
 
 from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
+from tallyroll.storage.formats.mapping import Access
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["Access", "Format"]
-
-Access: TypeAlias = Literal["read", "write", "private"]
-"""How rows are mapped; what is written to a private map stays in this process."""
+__all__ = ["Format"]
 
 
 class Format(ABC):

@@ -11,12 +11,14 @@ import mmap
 import os
 import sys
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from tallyroll.storage.formats.base import Access
+__all__ = ["MAP_NORESERVE", "PAGE_NBYTES", "Access", "Region", "maps_left"]
 
-__all__ = ["MAP_NORESERVE", "PAGE_NBYTES", "Region", "maps_left"]
+Access: TypeAlias = Literal["read", "write", "private"]
+"""How rows are mapped; what is written to a private map stays in this process."""
 
 # Not named by Python 3.11. Without it Linux counts a private map against free memory.
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0

@@ -23,10 +23,10 @@ from typing import ClassVar
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
+from tallyroll.storage.files.inside import write_all
 from tallyroll.storage.files.paths import failed, opened, told
-from tallyroll.storage.formats.base import Access
 from tallyroll.storage.formats.directory import DirectoryFormat
-from tallyroll.storage.formats.mapping import MAP_NORESERVE
+from tallyroll.storage.formats.mapping import MAP_NORESERVE, Access
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.formats.tensordict_layout import META_FIELDS, encode, meta_of, place_of
 from tallyroll.storage.rows.keys import spell
@@ -187,10 +187,7 @@ class MemmapFormat(DirectoryFormat):
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the file, which the maps show at once."""
         file, at = self._files[column], row * self._columns[column].row_nbytes
-        rest = rows.reshape(-1).view(np.uint8).data
-        while len(rest):
-            written = os.pwrite(file, rest, at)
-            rest, at = rest[written:], at + written
+        write_all(file, rows.reshape(-1).view(np.uint8).data, at)
 
     def publish(self, rows: int) -> None:
         """Write tensordict's metadata for ``rows`` rows, the root last."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tallyroll.storage.errors import StorageFull
+from tallyroll.storage.files.paths import free_bytes, nearest
+from tallyroll.storage.formats.mapping import maps_left
 
 if TYPE_CHECKING:
     from tallyroll.storage.formats.base import Format
     from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["Estimate", "Footprint", "estimate", "free_bytes", "require_room"]
+__all__ = ["Estimate", "Footprint", "estimate", "require_room"]
 
 _UNLIMITED = 2**63 - 1
 # What a file may have at most, by the name that Linux has for the file system.
@@ -92,7 +94,7 @@ def estimate(
     """
     needed = format.footprint(schema, rows)
     taken = format.footprint(schema, there).nbytes if there else 0
-    place = _existing(format.path)
+    place = nearest(format.path)
     found = os.statvfs(place)
     return Estimate(
         rows=rows,
@@ -102,7 +104,7 @@ def estimate(
         free=free_bytes(format.path),
         free_files=found.f_favail if found.f_files else _UNLIMITED,
         largest_file=_largest_file(place),
-        free_maps=_free_maps(),
+        free_maps=maps_left(),
     )
 
 
@@ -125,18 +127,6 @@ def require_room(
     return found
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes that are free where ``path`` is, or would be."""
-    found = os.statvfs(_existing(path.absolute()))
-    # A file system without blocks, such as /proc, does not say.
-    return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED
-
-
-def _existing(path: Path) -> Path:
-    """``path``, or the nearest directory above it that there is."""
-    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
-
-
 def _largest_file(place: Path) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit = _UNLIMITED if soft == resource.RLIM_INFINITY else soft
@@ -155,11 +145,3 @@ def _file_system(place: Path) -> str:
             if inside and len(point) >= found[0]:
                 found = (len(point), after.split()[0])
     return found[1]
-
-
-def _free_maps() -> int:
-    try:
-        most = int(Path("/proc/sys/vm/max_map_count").read_text())
-        return max(0, most - len(Path("/proc/self/maps").read_text().splitlines()))
-    except (OSError, ValueError):
-        return _UNLIMITED

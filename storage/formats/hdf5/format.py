@@ -31,9 +31,9 @@ from tallyroll.storage.errors import (
     StorageFull,
 )
 from tallyroll.storage.files.header import HEADER_NBYTES, committed_counts, refuse_newer
+from tallyroll.storage.files.inside import write_all
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
 from tallyroll.storage.files.paths import failed, told
-from tallyroll.storage.formats.base import Access
 from tallyroll.storage.formats.hdf5.file import (
     PROVENANCE_NBYTES,
     DatasetOffsets,
@@ -60,9 +60,8 @@ from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     has_slots,
     newest_manifest,
-    write_all,
 )
-from tallyroll.storage.formats.mapping import MAP_NORESERVE
+from tallyroll.storage.formats.mapping import MAP_NORESERVE, Access
 from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tallyroll.storage.errors import ForeignContent, StorageFull
 from tallyroll.storage.files.header import HEADER_NBYTES
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.inside import Inside, write_all
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.origin import moved_into
-from tallyroll.storage.files.paths import failed, space_left
+from tallyroll.storage.files.paths import failed, free_bytes
 from tallyroll.storage.formats.hdf5.file import (
     PROVENANCE_NBYTES,
     AttributePlace,
@@ -25,7 +25,7 @@ from tallyroll.storage.formats.hdf5.file import (
     make_file,
     nbytes_of_file,
 )
-from tallyroll.storage.formats.hdf5.user_block import require_size, write_all, write_manifest
+from tallyroll.storage.formats.hdf5.user_block import require_size, write_manifest
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = [
@@ -113,7 +113,7 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, F
 
 
 def _require_space(path: Path, nbytes: int) -> None:
-    if nbytes > (free := space_left(path)):
+    if nbytes > (free := free_bytes(path)):
         beside = f" beside the {path.stat().st_size} there" if path.exists() else ""
         raise StorageFull(
             f"{path} needs {nbytes} more bytes{beside}, and {free} are free. Committed rows are "

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tallyroll.storage.errors import InvalidProvenance
 from tallyroll.storage.files.header import HEADER_NBYTES, header_bytes
+from tallyroll.storage.files.inside import write_all
 
 __all__ = [
     "MANIFEST_LIMIT",
@@ -29,7 +30,6 @@ __all__ = [
     "is_ours",
     "newest_manifest",
     "require_size",
-    "write_all",
     "write_manifest",
 ]
 
@@ -129,14 +129,6 @@ def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
     if durable:
         os.fdatasync(file)
     write_all(file, head, at)
-
-
-def write_all(file: int, content: bytes | memoryview, at: int) -> None:
-    """Write all of ``content`` at byte ``at``."""
-    rest = memoryview(content)
-    while len(rest):
-        written = os.pwrite(file, rest, at)
-        rest, at = rest[written:], at + written
 
 
 def _crc(sequence: int, content: bytes) -> int:

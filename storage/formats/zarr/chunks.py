@@ -10,9 +10,8 @@ import stat
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.inside import open_at
-from tallyroll.storage.formats.base import Access
-from tallyroll.storage.formats.mapping import Region
+from tallyroll.storage.files.inside import open_at, write_all
+from tallyroll.storage.formats.mapping import Access, Region
 from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column
@@ -143,8 +142,8 @@ class ChunkedColumn:
         while len(rest):
             number, start = divmod(at, self.chunk_nbytes)
             part = rest[: self.chunk_nbytes - start]
-            written = os.pwrite(self._file(number), part, start)
-            rest, at = rest[written:], at + written
+            write_all(self._file(number), part, start)
+            rest, at = rest[len(part) :], at + len(part)
 
     def _file(self, number: int) -> int:
         """The chunk's file; the last one stays open."""
