@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tallyroll.storage.moved import moved_modules
+from tallyroll.storage.moved_paths import moved_modules
 
 if TYPE_CHECKING:
     from tallyroll.collector.batches.layouts import split_trajectories
@@ -45,12 +45,12 @@ _HOMES = {
 moved_modules(
     __name__,
     {
-        "base": "tallyroll.collector.run_loop",
+        "base": "tallyroll.collector.batches.run_loop",
         "envs.gymnasium_vector": "tallyroll.collector.envs.gymnasium.vector",
         "envs.info": "tallyroll.collector.slab.info",
         "episodes": "tallyroll.collector.counting.episode_log",
-        "exact": "tallyroll.collector.run_loop",
-        "interrupts": "tallyroll.collector.rollout.signals",
+        "exact": "tallyroll.collector.batches.run_loop",
+        "interrupts": "tallyroll.collector.rollout.os_signals",
         "keys": "tallyroll.storage.rows.keys",
         "ledger": "tallyroll.collector.counting.ledger",
         "names": "tallyroll.collector.slab.names",

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import driver_seed
@@ -35,11 +36,9 @@ from tallyroll.collector.options import (
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_cpu
 from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.rollout.rollout import Rollout, Source
-from tallyroll.collector.run_loop import Collector
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
-from tallyroll.collector.workers.limits import limits_named
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.main_guard import require_guard
 from tallyroll.collector.workers.messages import Job
@@ -47,6 +46,7 @@ from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
 from tallyroll.collector.workers.startup import WorkerStartup
+from tallyroll.collector.workers.system_limits import limits_named
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2

@@ -17,6 +17,13 @@ Layout = Literal["rows", "lanes", "trajectories"]
 Surplus = Literal["carry", "discard", "never_step"]
 Validate = Literal["raise", "warn", "off"]
 Finals = Literal["check", "lost", "kept"]
+"""What is known of the observations that episodes end with.
+
+``"check"``: they are compared with the first observations that follow, until it is decided;
+``"lost"``: the environment resets itself and returns the next episode's first one;
+``"kept"``: they are right, also where they equal the first ones that follow, for a reset keeps
+the state.
+"""
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 
 

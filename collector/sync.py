@@ -10,6 +10,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.counting.numbering import driver_seed
@@ -25,10 +26,9 @@ from tallyroll.collector.options import (
     positive,
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn
+from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.rollout import Rollout
-from tallyroll.collector.rollout.signals import admitted
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
-from tallyroll.collector.run_loop import Collector
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.slab.progress import new_board

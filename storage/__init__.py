@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tallyroll.storage.moved import moved_modules
+from tallyroll.storage.moved_paths import moved_modules
 
 if TYPE_CHECKING:
     from tallyroll.storage.errors import (
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
         StorageMissing,
     )
     from tallyroll.storage.n_steps import n_step
-    from tallyroll.storage.opening import open_storage
     from tallyroll.storage.rows.schema import Schema
     from tallyroll.storage.samplers import TrajectorySliceSampler
-    from tallyroll.storage.storages import H5Storage, MemmapStorage, ZarrStorage
+    from tallyroll.storage.storages import H5Storage, MemmapStorage, ZarrStorage, open_storage
     from tallyroll.storage.verification.findings import Finding, Report
     from tallyroll.storage.verification.storage_checks import verify
 
@@ -59,7 +58,7 @@ _HOMES = {
     "TrajectorySliceSampler": "samplers",
     "ZarrStorage": "storages",
     "n_step": "n_steps",
-    "open_storage": "opening",
+    "open_storage": "storages",
     "verify": "verification.storage_checks",
 }
 

@@ -33,11 +33,11 @@ from tallyroll.storage.errors import (
     StorageFull,
 )
 from tallyroll.storage.files.checksums import Progress, checksums
-from tallyroll.storage.files.header import check_record_size
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.commit_header import check_record_size
 from tallyroll.storage.files.manifest import Manifest, run_of
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.run_record import RunRecord, is_count
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.indexing import resolve
@@ -512,7 +512,7 @@ class RowStore:
 
     @cached_property
     def _id_checks(self) -> IdChecks | None:
-        """TensorGuard at ids that are written; None where rows have none."""
+        """What looks at ids that are written; None where rows have none."""
         schema = self.schema
         return IdChecks(schema, self.path) if says_whose(schema) else None
 

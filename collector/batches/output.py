@@ -20,7 +20,7 @@ from tallyroll.collector.batches.writer import BatchWriter, Columns, columns_of
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Layout, Postproc
-from tallyroll.collector.rollout.signals import admitted
+from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import batch_dims_of

@@ -26,11 +26,10 @@ from tallyroll.storage.errors import (
     StorageMissing,
 )
 from tallyroll.storage.files.run_record import RunRecord
-from tallyroll.storage.opening import storage_class
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import DONE, TRAJ_IDS, Key, as_key
 from tallyroll.storage.rows.row_refs import RowRefs
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.storages import DiskStorage, storage_class
 
 _GO_ON = (
     "To go on behind them, open the storage again and give it to a collector with resume=True: it "

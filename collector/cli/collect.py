@@ -11,7 +11,9 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.cli.errors import CommandError
+from tallyroll.collector.cli.escaped_text import pasteable
 from tallyroll.collector.cli.plan import (
     OutputPath,
     Plan,
@@ -29,9 +31,7 @@ from tallyroll.collector.cli.report import (
     times,
 )
 from tallyroll.collector.cli.streams import emit, say
-from tallyroll.collector.cli.visible import pasteable
 from tallyroll.collector.multiprocess import MultiprocessCollector
-from tallyroll.collector.run_loop import Collector
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import StorageLocked

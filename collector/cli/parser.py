@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from tallyroll.collector.batches.provenance import versions
-from tallyroll.collector.cli.visible import visible
+from tallyroll.collector.cli.escaped_text import visible
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay

@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 from tallyroll.collector.batches.resume import last_run_of
 from tallyroll.collector.cli.errors import CommandError
-from tallyroll.collector.cli.visible import pasteable
+from tallyroll.collector.cli.escaped_text import pasteable
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.storage import CorruptStorage, Schema, StorageExists, StorageMissing
 from tallyroll.storage.engine.engine import Durability
 from tallyroll.storage.errors import NotAStorage
-from tallyroll.storage.opening import storage_class
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.storages import DiskStorage, storage_class
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.cli.plan import Plan
 from tallyroll.collector.cli.report import clock, readable_bytes
 from tallyroll.collector.cli.streams import say
-from tallyroll.collector.run_loop import Collector
 from tallyroll.storage.storages import DiskStorage
 
 BAR_SECONDS = 0.1

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tallyroll.collector.cli.visible import visible
-from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.cli.escaped_text import visible
 
 FILE_WIDTH = 160
 

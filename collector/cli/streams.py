@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from tallyroll.collector.cli.visible import encodable, visible
+from tallyroll.collector.cli.escaped_text import encodable, visible
 from tallyroll.collector.errors import CollectorError
 
 

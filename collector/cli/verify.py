@@ -5,9 +5,9 @@ import dataclasses
 import json
 import time
 
+from tallyroll.collector.cli.escaped_text import visible
 from tallyroll.collector.cli.progress import reading_progress
 from tallyroll.collector.cli.streams import emit
-from tallyroll.collector.cli.visible import visible
 from tallyroll.storage import Finding, Report, verify
 
 

@@ -23,6 +23,7 @@ from torchrl.envs import (
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import AutoResetEnv
 
+from tallyroll.collector.compat import resets_itself
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.throwaway import throwaway
@@ -314,7 +315,7 @@ def runs_on_cpu(env: EnvBase) -> bool:
 def loses_finals(env: EnvBase) -> bool:
     """The final observation of an episode is lost (TorchRL's ``auto_reset=True``)."""
     for each in chain(env):
-        if isinstance(each, AutoResetEnv) or each.__dict__.get("_torchrl_native_autoreset", False):
+        if isinstance(each, AutoResetEnv) or resets_itself(each):
             return True
         if isinstance(each, BatchedEnvBase):
             # What its workers do can only be seen on one of them.

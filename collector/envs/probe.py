@@ -18,9 +18,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase, ParallelEnv
+from torchrl.envs import EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase
 
+from tallyroll.collector.compat import step_mdp, steps_in_buffers
 from tallyroll.collector.envs.gymnasium.spaces import drawn_from
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.make import chain, loses_finals
@@ -113,7 +114,7 @@ def refuse_reused(env: EnvBase) -> None:
         if base.autoreset is AutoresetMode.SAME_STEP:
             _refuse_same_step(base)
     elif isinstance(base, BatchedEnvBase):
-        in_one_call = isinstance(env, ParallelEnv) and env._use_buffers is not False
+        in_one_call = steps_in_buffers(env)
         for index in distinct(base.create_env_fn, base.create_env_kwargs):
             make = partial(base.create_env_fn[index], **base.create_env_kwargs[index])
             with throwaway(make) as child:
@@ -229,7 +230,7 @@ def torchrl(env: EnvBase) -> Child:
         # A copy, so that what a step hands on of what it was given is not taken for reuse.
         stepped = env.step(act(td.clone()))
         got = stepped.get("next")
-        td = env._step_mdp(stepped)
+        td = step_mdp(env, stepped)
         return call(got, any(bool(got.get(key).any()) for key in flags))
 
     return Child(reset, step)

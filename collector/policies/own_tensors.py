@@ -3,6 +3,8 @@
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from tallyroll.storage.compat import entries_of, names_of, new_tensordict
+
 
 def own_tensors(td: TensorDictBase) -> TensorDictBase:
     """A copy of ``td`` that shares no memory with it, at every level.
@@ -16,13 +18,13 @@ def own_tensors(td: TensorDictBase) -> TensorDictBase:
     # A plain TensorDict's own dictionary: `clone` costs two thirds more.
     source = {
         name: value.clone() if isinstance(value, torch.Tensor) else own_tensors(value)
-        for name, value in td._tensordict.items()
+        for name, value in entries_of(td).items()
     }
-    return TensorDict._new_unsafe(
+    return new_tensordict(
         source=source,
         batch_size=td.batch_size,
         device=td.device,
-        names=td._td_dim_names,
+        names=names_of(td),
         nested=False,
     )
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.envs.split import way_of
+from tallyroll.collector.envs.step_then_reset import way_of
 from tallyroll.collector.policies.policy import PolicyFn, no_tensordict
 from tallyroll.collector.policies.random_actions import Ahead
 from tallyroll.collector.rollout.driver import LocalDriver, changed

@@ -15,7 +15,7 @@ from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
-from tallyroll.collector.rollout.signals import admitted
+from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Array, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell

@@ -7,9 +7,9 @@ Source: "Safe importing of main module" in the documentation of ``multiprocessin
 
 import os
 import sys
-from multiprocessing import process
 from typing import Final
 
+from tallyroll.collector.compat import is_starting
 from tallyroll.collector.errors import ArgumentError
 
 UNGUARDED: Final = 78
@@ -22,7 +22,7 @@ def require_guard() -> None:
     Raises:
         ArgumentError: workers could not import the main module, which came from stdin.
     """
-    if getattr(process.current_process(), "_inheriting", False):
+    if is_starting():
         os._exit(UNGUARDED)  # the parent says why; a fork server would make another status of it
     if getattr(sys.modules.get("__main__"), "__file__", None) == "<stdin>":
         raise ArgumentError(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd, send_handle
 from multiprocessing.util import Finalize
@@ -16,13 +16,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from tallyroll.collector.compat import preloaded_modules
 from tallyroll.collector.errors import WorkerError
-from tallyroll.collector.rollout.signals import admitted
+from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import SlabColumns
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.end import IGNORED, kill_group, kill_when_closed
+from tallyroll.collector.workers.lifetime import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.shared.placement import Blocks
 from tallyroll.collector.workers.worker import main
 
@@ -102,8 +103,8 @@ class WorkerPool:
         self._context: Any = get_context(start_method)
         if start_method == "forkserver":
             # What takes seconds to import the server imports once, beside what others asked for.
-            modules = getattr(forkserver._forkserver, "_preload_modules", [])
-            self._context.set_forkserver_preload([*dict.fromkeys([*modules, main.__module__])])
+            modules = dict.fromkeys([*preloaded_modules(), main.__module__])
+            self._context.set_forkserver_preload([*modules])
         self._step_timeout, self.start_timeout = step_timeout, start_timeout
         self.members: list[Member] = []
         self._owner = os.getpid()

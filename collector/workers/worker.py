@@ -1,6 +1,5 @@
 """A worker process: an environment, a policy, and the slab that they fill."""
 
-import atexit
 import gc
 import os
 import random
@@ -14,13 +13,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from gymnasium.vector import SyncVectorEnv
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.value_checks import ranges_of
+from tallyroll.collector.compat import lane_in, run_exit_functions
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
@@ -30,8 +29,8 @@ from tallyroll.collector.policies.random_actions import RandomActions, lane_acti
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.end import end_with_parent
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
+from tallyroll.collector.workers.lifetime import end_with_parent
 from tallyroll.collector.workers.shared.memory import Arena
 from tallyroll.collector.workers.shared.placement import Blocks
 from tallyroll.collector.workers.shared.weights import SharedWeights
@@ -48,7 +47,7 @@ def main(connection: Connection, job: bytes, alive: int) -> None:
         pass  # the parent is gone
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    atexit._run_exitfuncs()
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking the interpreter down takes seconds, for which a parent would wait
@@ -285,9 +284,7 @@ def _lane_of(error: BaseException) -> int | None:
     """The lane that a Gymnasium SyncVectorEnv was stepping or resetting when it was raised."""
     trace = error.__traceback__
     while trace is not None:
-        frame = trace.tb_frame
-        if isinstance(frame.f_locals.get("self"), SyncVectorEnv) and "i" in frame.f_locals:
-            lane = frame.f_locals["i"]
-            return lane if isinstance(lane, int) else None
+        if (lane := lane_in(trace.tb_frame)) is not None:
+            return lane
         trace = trace.tb_next
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from tallyroll.storage.engine.engine import LOOK_SECONDS, Durability, Engine
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
-from tallyroll.storage.files.header import Header, header_bytes
+from tallyroll.storage.files.commit_header import Header, header_bytes
 from tallyroll.storage.files.lock import WriterLock
 from tallyroll.storage.files.manifest import Manifest, new_manifest, schema_crc, schema_of
 from tallyroll.storage.files.paths import sync_above

@@ -31,7 +31,7 @@ from tallyroll.storage.errors import (
     StorageLocked,
     WriterForked,
 )
-from tallyroll.storage.files.header import Header, check_record_size
+from tallyroll.storage.files.commit_header import Header, check_record_size
 from tallyroll.storage.files.lock import ReaderLock, WriterLock, is_held
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.mapping import Access

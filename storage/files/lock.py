@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tallyroll.storage.errors import NotWritable, StorageLocked, UnsupportedPlatform
-from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.safe_files import Inside
 
 try:
     import fcntl
@@ -140,9 +140,9 @@ class WriterLock:
         if not self.lost:
             self._close()
 
-    def _lose(self) -> None:
-        # In a forked child: its descriptor refers to the parent's lock and would
-        # keep it held after the parent's death. Closing it leaves the parent's.
+    def lose(self) -> None:
+        """Give up the parent's lock, in a child that it forked."""
+        # Its descriptor would keep the lock held after the parent's death.
         self.lost = True
         self._close()
         if self.when_lost is not None:
@@ -188,7 +188,7 @@ _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 def _lose_all() -> None:
     for lock in list(_held):
-        lock._lose()
+        lock.lose()
     _held.clear()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, InvalidSchema, NotAStorage
-from tallyroll.storage.files.inside import JSON_LIMIT, Inside
 from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
 from tallyroll.storage.rows.schema import Schema
 

@@ -22,7 +22,7 @@ import os
 from pathlib import Path
 
 from tallyroll.storage.errors import CopyOfOpenStorage, CorruptStorage
-from tallyroll.storage.files.count_words import COUNT_BITS, count_of, word_of
+from tallyroll.storage.files.checked_counts import COUNT_BITS, count_of, word_of
 
 __all__ = ["Origin", "born_at", "moved_into"]
 

@@ -18,7 +18,7 @@ from tallyroll.storage.errors import (
     StorageFull,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.safe_files import Inside
 
 __all__ = [
     "failed",

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Access
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.schema import Schema

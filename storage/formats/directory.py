@@ -15,7 +15,7 @@ from tallyroll.storage.errors import (
     StorageExists,
     StorageMissing,
 )
-from tallyroll.storage.files.header import (
+from tallyroll.storage.files.commit_header import (
     HEADER_NBYTES,
     committed_counts,
     refuse_newer,

@@ -23,8 +23,8 @@ from typing import ClassVar
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
-from tallyroll.storage.files.inside import write_all
 from tallyroll.storage.files.paths import failed, opened, told
+from tallyroll.storage.files.safe_files import write_all
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import MAP_NORESERVE, Access
 from tallyroll.storage.formats.metadata_checks import wrong_documents

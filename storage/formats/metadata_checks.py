@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.safe_files import Inside
 
 __all__ = ["differs", "require_committed", "wrong_documents"]
 

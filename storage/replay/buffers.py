@@ -13,6 +13,16 @@ from torchrl.data.replay_buffers.writers import (
     Writer,
 )
 
+from tallyroll.storage.compat import (
+    CURSOR,
+    attached_buffers,
+    collate_of,
+    counts_in_64_bits,
+    set_collate,
+    set_writer_maker,
+    writer_maker_of,
+    writer_of,
+)
 from tallyroll.storage.errors import CursorOverflow, NotAnAppend, RowsMismatch
 from tallyroll.storage.rows.keys import Key
 
@@ -31,20 +41,20 @@ def join(storage: DiskStorage, buffer: Any) -> None:
     A buffer attaches to its storage before it makes its writer and chooses its
     collate function, for which it knows TorchRL's own storages only.
     """
-    writer = getattr(buffer, "_writer", None)
+    writer = writer_of(buffer)
     if writer is not None:
         _seat(writer, storage)
         return
-    maker = getattr(buffer, "_init_writer", None)
+    maker = writer_maker_of(buffer)
 
     def make() -> Writer:
         made = maker if isinstance(maker, Writer) else maker() if maker else RoundRobinWriter()
         _seat(made, storage)
         return made
 
-    buffer._init_writer = make
-    if getattr(buffer, "_init_collate_fn", None) is None:
-        buffer._init_collate_fn = as_it_is
+    set_writer_maker(buffer, make)
+    if collate_of(buffer) is None:
+        set_collate(buffer, as_it_is)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -57,14 +67,14 @@ def seat_writers(storage: DiskStorage) -> None:
     at = _next_slot(storage)
     for writer in _writers(storage):
         if at <= _limit(writer):
-            writer._cursor = at
+            setattr(writer, CURSOR, at)
 
 
 def tell_buffers(storage: DiskStorage, rows: range) -> None:
     """Let attached buffers know of rows that did not come through them."""
     seat_writers(storage)
     index = torch.from_numpy(storage.slots_of(np.arange(rows.start, rows.stop)))
-    for buffer in storage._attached_entities_list:
+    for buffer in attached_buffers(storage):
         if rows and hasattr(buffer, "mark_update"):
             buffer.mark_update(index)
 
@@ -126,13 +136,12 @@ def _next_slot(storage: DiskStorage) -> int:
 
 
 def _writers(storage: DiskStorage) -> list[Any]:
-    buffers = storage._attached_entities_list
-    found = [getattr(buffer, "_writer", None) for buffer in buffers]
+    found = map(writer_of, attached_buffers(storage))
     return [writer for writer in found if isinstance(writer, RoundRobinWriter)]
 
 
 def _limit(writer: Any) -> int:
-    return torch.iinfo(torch.int64).max if writer._compilable else _CURSOR_LIMIT
+    return torch.iinfo(torch.int64).max if counts_in_64_bits(writer) else _CURSOR_LIMIT
 
 
 def _seat(writer: Any, storage: DiskStorage) -> None:
@@ -143,4 +152,4 @@ def _seat(writer: Any, storage: DiskStorage) -> None:
             f"TorchRL's writers count rows in 32 bits, up to {_CURSOR_LIMIT}, and {storage.path} "
             f"has {at}. Give the buffer a writer made with compilable=True."
         )
-    writer._cursor = at
+    setattr(writer, CURSOR, at)

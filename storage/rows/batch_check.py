@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from tallyroll.storage.compat import entries_of
 from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
@@ -82,11 +83,10 @@ class BatchCheck:
                 self._prepare(rows.batch_size[0])
             for parent, name, leaves, wanted in self._levels:
                 level = levels[parent][name] if levels else rows
-                # A plain TensorDict's own dictionary: another one costs as much as ten lookups.
                 plain = type(level) is TensorDict
                 if not plain and isinstance(level, LazyStackedTensorDict):
                     return None  # keys that only some rows have are not among its own
-                entries = level._tensordict if plain else dict(level.items())
+                entries = entries_of(level) if plain else dict(level.items())
                 if len(entries) != wanted and not _extra(entries, wanted, without, levels):
                     return None
                 levels.append(entries)

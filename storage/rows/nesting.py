@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 
+from tallyroll.storage.compat import new_tensordict
 from tallyroll.storage.errors import InvalidSchema, RowsMismatch
 from tallyroll.storage.rows.keys import Key, spell
 
@@ -161,8 +162,7 @@ def _filled(level: _Level, tensors: list[torch.Tensor], batch: torch.Size) -> Te
         for name, it in level.entries.items()
     }
     size = torch.Size((*batch, *level.behind)) if level.behind else batch
-    # The shapes are known: a check of each would cost five times as much as the rest.
-    return TensorDict._new_unsafe(source=source, batch_size=size, nested=False)
+    return new_tensordict(source=source, batch_size=size, nested=False)
 
 
 def nest(columns: Iterable[tuple[Key, torch.Tensor]], batch_size: Iterable[int]) -> TensorDict:

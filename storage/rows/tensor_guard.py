@@ -9,34 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
+
+from tallyroll.storage.compat import tensor_guards
 
 __all__ = ["TensorGuard"]
 
 _IS_NESTED = attrgetter("is_nested")
 
 
-def _guards() -> Any:
-    """What compares the looks of tensors for torch's compiler, if it does what we rely on.
-
-    torch promises neither that nor that it stays. Without it every batch is made arrays.
-    """
-    try:
-        from torch._C._dynamo import guards
-
-        kind: Any = guards.TensorGuards
-        one = torch.zeros(2, 2, device="cpu")
-        same = kind(one, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        others = (one[:1], one.T, one.double(), one.to("meta"), one.clone().requires_grad_())
-        return kind if same(one.clone()) and not any(map(same, others)) else None
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        return None
-
-
-TensorGuards = _guards()
+TensorGuards = tensor_guards()
 
 
 class TensorGuard:

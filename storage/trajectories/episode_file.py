@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.errors import DamagedTable
-from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories.episodes import what_is_wrong
 
 __all__ = ["read_table", "write_table"]

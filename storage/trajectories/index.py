@@ -29,7 +29,7 @@ __all__ = ["TrajectoryIndex", "says_whose"]
 
 
 class TrajectoryIndex:
-    """RowLinks between rows and the table of episodes: each once somebody needs it, none before.
+    """Links between rows and the table of episodes: each once somebody needs it, none before.
 
     A storage owns it, and it holds no storage, so that both go when nobody uses them.
     Hold `lock` while using what it returns.

@@ -24,7 +24,7 @@ _INT32 = np.iinfo(np.int32).max
 
 
 class RowLinks:
-    """RowLinks between the rows of a storage.
+    """Links between the rows of a storage.
 
     A row is linked to the row that is stored before it in its trajectory, and to the one
     after it if that is the next step. Where it is not, some in between were never stored:

@@ -12,8 +12,8 @@ from tallyroll.storage.engine.ring import rows_in
 from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.paths import translated
-from tallyroll.storage.opening import open_storage
 from tallyroll.storage.rows.keys import REWARD, spell
+from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report

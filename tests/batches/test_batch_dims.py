@@ -20,8 +20,8 @@ from tallyroll.collector import SyncCollector, split_trajectories
 from tallyroll.storage import MemmapStorage, Schema, TrajectorySliceSampler, n_step, verify
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, RowsMismatch
 from tallyroll.storage.files.manifest import schema_crc, sealed
-from tallyroll.storage.opening import storage_class
 from tallyroll.storage.rows.batch_dims import batch_dims_of, fitting, from_counts, shapes_of
+from tallyroll.storage.storages import storage_class
 
 from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv
 from collect_kit import LENGTHS, assert_same, collect

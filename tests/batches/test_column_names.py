@@ -266,7 +266,7 @@ def test_what_was_renamed_is_what_is_checked_and_what_the_policy_sees() -> None:
         return td.set("action", torch.ones(1, dtype=torch.int64))
 
     env = SyncVectorEnv([partial(Wrong, group("action"))], autoreset_mode=SAME)
-    with pytest.raises(TransitionError, match=r"next\.before lies outside its space at lane 0, st"):
+    with pytest.raises(TransitionError, match=r"next/before lies outside its space at lane 0, st"):
         collect(env, policy, rename={"action": "before"}, **BUDGET)
     assert seen[-1] == ["before"]
 

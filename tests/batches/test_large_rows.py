@@ -50,7 +50,7 @@ LARGE = ("img", ("next", "img"))
 
 
 def policy() -> ByObservation:
-    """TensorGuard at images too."""
+    """Looks at images too."""
     return ByObservation("images")
 
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main, verify
+from tallyroll.collector.cli.escaped_text import encodable, pasteable, visible
 from tallyroll.collector.cli.report import plain_console, text_of
-from tallyroll.collector.cli.visible import encodable, pasteable, visible
 from tallyroll.storage import MemmapStorage
 
 from formats_kit import KINDS

@@ -203,7 +203,7 @@ class WithSpaces(OracleEnv):
         ),
         (
             {"observation": gym.spaces.Dict(a=gym.spaces.Dict(b=gym.spaces.Text(5)))},
-            r"at a\.b has no fixed dtype and shape",
+            r"at a/b has no fixed dtype and shape",
         ),
         (
             {"observation": gym.spaces.Sequence(gym.spaces.Discrete(2))},

@@ -18,8 +18,8 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import ClosedFirstWarning
-from tallyroll.collector.run_loop import Collector
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage

@@ -20,10 +20,10 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches import output, writer
 from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
 from tallyroll.collector.rollout.rollout import Block
-from tallyroll.collector.run_loop import Collector
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.rows.keys import LANE

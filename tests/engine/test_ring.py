@@ -27,7 +27,7 @@ from tallyroll.storage.errors import (
     StorageLocked,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.header import word_of
+from tallyroll.storage.files.commit_header import word_of
 
 from storage_contract import arrays, rows
 

@@ -16,7 +16,7 @@ from tallyroll.storage import MemmapStorage, n_step, n_steps, open_storage
 from tallyroll.storage.engine import engine
 from tallyroll.storage.engine.engine import Engine
 from tallyroll.storage.errors import Overrun
-from tallyroll.storage.files.header import Header
+from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories import mapping
 from tallyroll.storage.trajectories.columns import RowOrder, unread

@@ -16,7 +16,7 @@ from torchrl.envs import StepCounter, TransformedEnv
 from tallyroll.collector import GymnasiumVectorEnv
 from tallyroll.collector.envs.probe import Call, Child, overwrites, refuse_reused
 from tallyroll.collector.envs.reuse import contents, share_memory, sharing
-from tallyroll.collector.envs.split import SplitStep, splits, way_of
+from tallyroll.collector.envs.step_then_reset import SplitStep, splits, way_of
 from tallyroll.collector.envs.throwaway import distinct, throwaway
 
 from collect_kit import LENGTHS

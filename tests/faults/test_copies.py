@@ -23,7 +23,7 @@ import pytest
 from tallyroll.collector.cli import main
 from tallyroll.storage import CorruptStorage, StorageError, StorageFull, open_storage, verify
 from tallyroll.storage.errors import CopyOfOpenStorage
-from tallyroll.storage.files.header import word_of
+from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.files.origin import born_at
 from tallyroll.storage.storages import DiskStorage
 

@@ -23,7 +23,7 @@ import pytest
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.header import word_of
+from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     newest_manifest,

@@ -23,8 +23,8 @@ from tallyroll.storage import (
     ZarrStorage,
 )
 from tallyroll.storage.errors import DiskFailed, NotWritable, UnsupportedPlatform
-from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats import memmap
 from tallyroll.storage.formats.hdf5 import format as hdf5
 from tallyroll.storage.formats.hdf5 import replace as hdf5_replace

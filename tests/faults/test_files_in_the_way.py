@@ -106,7 +106,7 @@ def test_no_room_for_the_manifest_of_a_finalized_storage(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("tallyroll.storage.files.inside.Inside.write_aside", full)
+        patch.setattr("tallyroll.storage.files.safe_files.Inside.write_aside", full)
         with pytest.raises(StorageFull, match="Committed rows are intact"):
             storage.finalize()
     with pytest.raises(StorageClosed):

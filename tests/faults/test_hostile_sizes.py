@@ -23,8 +23,8 @@ import pytest
 
 from tallyroll.storage import MemmapStorage, Schema, ZarrStorage, open_storage, verify
 from tallyroll.storage.errors import CorruptStorage, DamagedTable, InvalidSchema, StorageError
-from tallyroll.storage.files.header import HEADER_NBYTES, word_of
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, word_of
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.hdf5.user_block import newest_manifest, write_manifest
 from tallyroll.storage.formats.zarr.metadata import documents
 from tallyroll.storage.trajectories.episode_file import read_table

@@ -33,9 +33,9 @@ from tallyroll.storage import (
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.engine import LOOK_SECONDS
 from tallyroll.storage.errors import DiskFailed, WriterForked
-from tallyroll.storage.files.header import Header
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
 
@@ -270,7 +270,7 @@ def test_the_last_good_record_is_never_written_over(
             with pytest.raises(KeyboardInterrupt):
                 storage.extend(oracle(3, 3), record=b"never committed")
         with monkeypatch.context() as patch:
-            patch.setattr("tallyroll.storage.files.header._SEQUENCE", Interrupting)
+            patch.setattr("tallyroll.storage.files.commit_header._SEQUENCE", Interrupting)
             with pytest.raises(KeyboardInterrupt):
                 storage.put_record(b"torn")
         assert storage.record == (3, record_of(3))

@@ -29,7 +29,7 @@ from tallyroll.storage.errors import (
     StorageError,
     StorageMissing,
 )
-from tallyroll.storage.files.header import HEADER_NBYTES
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 
 from hostile_kit import KINDS, collect

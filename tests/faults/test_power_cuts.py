@@ -27,7 +27,7 @@ from tallyroll.storage import H5Storage, MemmapStorage, Schema, StorageMissing, 
 from tallyroll.storage.engine import engine
 from tallyroll.storage.engine.engine import Durability, Engine
 from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
-from tallyroll.storage.files.header import header_bytes
+from tallyroll.storage.files.commit_header import header_bytes
 from tallyroll.storage.formats.zarr import metadata as zarr_metadata
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.rows.keys import Key

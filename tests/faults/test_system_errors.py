@@ -100,8 +100,8 @@ class FailingDisk:
             for name in names:
                 patch.setattr(module, name, self._wrapped(name, getattr(module, name)))
         for module in (
-            *("files.inside", "formats.directory"),
-            *("formats.hdf5.file", "formats.hdf5.user_block"),
+            *("files.safe_files", "formats.directory"),
+            *("formats.hdf5.datasets", "formats.hdf5.user_block"),
         ):
             patch.setattr(f"tallyroll.storage.{module}.open", self._open, raising=False)
 

@@ -31,9 +31,8 @@ from tallyroll.collector import Ledger, MultiprocessCollector
 from tallyroll.storage import open_storage
 from tallyroll.storage.engine.engine import Durability
 from tallyroll.storage.errors import NotAStorage, StorageMissing
-from tallyroll.storage.opening import storage_class
 from tallyroll.storage.row_store import Mode
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.storages import DiskStorage, storage_class
 
 from collect_kit import balanced
 from worker_faults_kit import (

@@ -26,11 +26,12 @@ from torch.autograd import forward_ad
 from torchrl.data import TensorDictReplayBuffer
 
 from tallyroll.storage import MemmapStorage, RowsMismatch
+from tallyroll.storage.compat import tensor_guards
 from tallyroll.storage.engine import columns
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.row_store import RowStore
-from tallyroll.storage.rows import batch_check, tensor_guard
+from tallyroll.storage.rows import batch_check
 from tallyroll.storage.rows.dtypes import NUMPY
 
 BATCHES = 4
@@ -351,12 +352,12 @@ def test_a_torch_that_compares_otherwise_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch, other: Any
 ) -> None:
     module = torch._C._dynamo.guards
-    assert tensor_guard._guards() is module.TensorGuards
+    assert tensor_guards() is module.TensorGuards
     if other is None:
         monkeypatch.delattr(module, "TensorGuards")
     else:
         monkeypatch.setattr(module, "TensorGuards", other)
-    assert tensor_guard._guards() is None
+    assert tensor_guards() is None
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from tallyroll.storage import (
     verify,
 )
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage
-from tallyroll.storage.files.header import HEADER_NBYTES
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import sealed
 from tallyroll.storage.files.versions import FORMAT_VERSION
 from tallyroll.storage.formats.hdf5.user_block import (

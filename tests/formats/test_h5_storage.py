@@ -39,7 +39,7 @@ from tallyroll.storage.errors import (
     PathIsFile,
     PathIsTaken,
 )
-from tallyroll.storage.files.header import HEADER_NBYTES, word_of
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, word_of
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     newest_manifest,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.safe_files import Inside
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tallyroll.storage.errors import (
     PathIsFile,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.header import HEADER_NBYTES
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 
 from storage_contract import (
     GrowingStorageContract,
@@ -124,7 +124,7 @@ def test_a_refresh_without_disk_space_does_not_fail_the_commit(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("tallyroll.storage.files.inside.Inside.write_aside", full)
+            patch.setattr("tallyroll.storage.files.safe_files.Inside.write_aside", full)
             patch.setattr("tallyroll.storage.engine.engine.time.monotonic", lambda: 1e12)
             storage.extend(rows(1, 1))
             with pytest.raises(StorageFull, match="more bytes"):

@@ -10,8 +10,8 @@ import pytest
 
 from tallyroll.storage import MemmapStorage, Schema, open_storage
 from tallyroll.storage.errors import RowsMismatch
-from tallyroll.storage.opening import storage_class
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
+from tallyroll.storage.storages import storage_class
 
 SHAPE = (37, 41, 3)
 """4,551 bytes of uint8."""

@@ -17,7 +17,7 @@ from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, Schema, StorageFull, open_storage
 from tallyroll.storage.formats import space
 from tallyroll.storage.formats.space import Footprint, estimate, require_room
-from tallyroll.storage.opening import FORMATS, storage_class
+from tallyroll.storage.storages import FORMATS, storage_class
 
 ROWS = {("x",): np.zeros((3, 4), np.float32), ("y",): np.zeros(3, np.int64)}
 SCHEMA = Schema.of(ROWS)

@@ -23,7 +23,7 @@ from torchrl.envs import CatFrames, Compose, MultiStepTransform, Transform
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import TrajectorySliceSampler, open_storage
-from tallyroll.storage.opening import FORMATS
+from tallyroll.storage.storages import FORMATS
 
 from oracles import check_rows, length_of, make_oracle_vec, reward_of
 

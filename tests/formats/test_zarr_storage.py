@@ -29,7 +29,7 @@ from tallyroll.storage.errors import (
     NotAStorage,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.header import HEADER_NBYTES
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.formats.mapping import PAGE_NBYTES, Region
 from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
 from tallyroll.storage.rows.keys import Key

@@ -272,7 +272,7 @@ def test_states_under_next_without_a_primer_are_refused_where_they_are_read() ->
         total = td["observation"].sum(-1, keepdim=True)
         return ByObservation()(td).set(("next", "total"), total)
 
-    with pytest.raises(PolicyError, match=r"\['next\.memory'\] .* add a primer"):
+    with pytest.raises(PolicyError, match=r"\['next/memory'\] .* add a primer"):
         alone("torch", counting, **BUDGET)
     rows = joined(through(alone("torch", telling, **BUDGET)).batches)
     assert torch.equal(rows["next", "total"], rows["observation"].sum(-1, keepdim=True))

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from tallyroll import collector as package
-from tallyroll.collector.rollout.signals import admitted, deferred
-from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.rollout.os_signals import admitted, deferred
 from tallyroll.storage import open_storage
 
 from collect_kit import balanced

@@ -38,7 +38,7 @@ from tallyroll.collector import (
     SyncCollector,
     multiprocess,
 )
-from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.workers import messages, worker
 from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.collector.workers.worker import Worker, report_of

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage.errors import DamagedTable, NotWritable
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import (

@@ -1,4 +1,4 @@
-"""RowLinks between rows, against a plain model of every lane."""
+"""Links between rows, against a plain model of every lane."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, n_step, open_storage
 from tallyroll.storage.engine.ring import index_at, slots_at
 from tallyroll.storage.errors import ColumnsMissing, NoSlices, SlotsMayChange
-from tallyroll.storage.files.header import word_of
+from tallyroll.storage.files.commit_header import word_of
 
 from lane_model import Model
 

@@ -35,8 +35,8 @@ from tallyroll.storage.errors import (
     StorageFull,
     UnknownTrajectory,
 )
-from tallyroll.storage.files.inside import Inside
 from tallyroll.storage.files.lock import is_held
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories import index as trajectory_index
 from tallyroll.storage.trajectories.episodes import END_NAMES, Episodes
 

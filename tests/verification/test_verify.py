@@ -19,7 +19,7 @@ from torchrl.envs import GymWrapper
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import Finding, MemmapStorage, Report, StorageMissing, open_storage, verify
 from tallyroll.storage.errors import NotAStorage
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.nesting import nest
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import table_dtype

@@ -21,8 +21,8 @@ import pytest
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import H5Storage, Report, open_storage, verify
-from tallyroll.storage.files.header import _SLOT_NBYTES, _SLOTS_AT, Header, word_of
-from tallyroll.storage.formats.hdf5.file import FilePlaces
+from tallyroll.storage.files.commit_header import _SLOT_NBYTES, _SLOTS_AT, Header, word_of
+from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.formats.hdf5.user_block import newest_manifest
 from tallyroll.storage.storages import DiskStorage
 

@@ -12,8 +12,8 @@ import torch
 from torchrl.envs import Compose, RewardScaling, RewardSum, TransformedEnv, VecNormV2
 
 from tallyroll.collector import SyncCollector
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import StateError
-from tallyroll.collector.run_loop import Collector
 from tallyroll.storage import MemmapStorage
 
 from collect_kit import Batches, ByObservation, assert_same, flat, joined, through_a_file

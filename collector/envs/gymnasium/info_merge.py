@@ -9,6 +9,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
+from tallyroll.collector.compat import info_merge, set_info_merge
 from tallyroll.collector.slab.lossless import cast
 
 _PLAIN = {float: np.dtype(np.float64), int: np.dtype(np.int64), bool: np.dtype(np.bool_)}
@@ -112,9 +113,8 @@ def _as_objects(array: Any, mask: NDArray[np.bool_]) -> NDArray[Any]:
 
 def install(env: VectorEnv, names: Collection[str]) -> None:
     """Let ``env``, and what wraps it, put infos called ``names`` together without loss."""
-    base: Any = env.unwrapped
-    merge = base._add_info
+    merge = info_merge(env)
     if isinstance(merge, ExactMerge):
         names = {*names, *merge.names}
         merge = merge.merge
-    base._add_info = ExactMerge(merge, names, int(base.num_envs))
+    set_info_merge(env, ExactMerge(merge, names, int(env.unwrapped.num_envs)))

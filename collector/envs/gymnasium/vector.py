@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns
@@ -234,11 +235,11 @@ class GymnasiumVectorEnv(EnvBase):
         if self._lent is None:
             self._step_block(cursor, start, stop)
             return
-        own = self._lent._observations
+        own = getattr(self._lent, OBSERVATIONS)
         try:
             self._step_block(cursor, start, stop)
         finally:
-            self._lent._observations = own
+            setattr(self._lent, OBSERVATIONS, own)
 
     def _step_block(self, cursor: Cursor, start: int, stop: int) -> None:
         step, copies, plain, finish = self._vec_step, self._copy_action, self._plain, self._finish
@@ -251,7 +252,8 @@ class GymnasiumVectorEnv(EnvBase):
             cursor.at = at
             action = actions[at].copy() if copies else actions[at]
             if lend is not None:
-                lend._observations = lent = first_obs[at]
+                lent = first_obs[at]
+                setattr(lend, OBSERVATIONS, lent)
             obs, reward, terminated, truncated, info = step(action)
             if plain is None:
                 self._write_observations([column[at] for column in next_obs], obs)
@@ -298,7 +300,7 @@ class GymnasiumVectorEnv(EnvBase):
         self._plain = (self._leaves[0].shape, self._leaves[0].dtype) if plain else None
         # The vector may put observations together where they are wanted: one copy less.
         lends = plain and type(self._vec) is SyncVectorEnv and not self._vec.copy
-        self._lent = self._vec if lends and hasattr(self._vec, "_observations") else None
+        self._lent = self._vec if lends and hasattr(self._vec, OBSERVATIONS) else None
         finish: dict[AutoresetMode, Callable[..., None]] = {
             AutoresetMode.SAME_STEP: self._finish_same_step,
             AutoresetMode.DISABLED: self._finish_by_mask,
@@ -343,7 +345,7 @@ class GymnasiumVectorEnv(EnvBase):
     ) -> None:
         rows = [column[cursor.at] for column in cursor.root_obs]
         if self._lent is not None:
-            self._lent._observations = rows[0]
+            setattr(self._lent, OBSERVATIONS, rows[0])
         obs, info = self._vec.reset(options={"reset_mask": ended})
         for row, get in zip(rows, self._getters, strict=False):
             row[ended] = get(obs)[ended]
@@ -383,8 +385,8 @@ class GymnasiumVectorEnv(EnvBase):
         """
         if not isinstance(final, np.ndarray):
             return
-        held = getattr(self._vec.unwrapped, "_env_obs", None)
-        first = get(obs)[lane] if not held else get(held[lane])
+        held = own_observations(self._vec)
+        first = get(held[lane]) if held else get(obs)[lane]
         if share_memory(first, final):
             raise EnvironmentRefused(
                 f"lane {lane} returns its observations in one array that it overwrites, so in "
@@ -394,8 +396,7 @@ class GymnasiumVectorEnv(EnvBase):
 
     def _refuse_shared(self) -> None:
         """Lanes that return one array for all of them overwrite each other's observations."""
-        held = getattr(self._vec.unwrapped, "_env_obs", None) or ()
-        if pair := sharing(held):
+        if pair := sharing(own_observations(self._vec)):
             raise EnvironmentRefused(
                 f"lanes {pair[0]} and {pair[1]} return their observations in the same array, so "
                 "that one overwrites the other's; give each its own, or return copies"

@@ -103,9 +103,9 @@ class FileLock:
             return []
         return holders(locks, file.st_dev, file.st_ino)
 
-    def _forked(self) -> None:
-        # In a forked child: its descriptor refers to the parent's lock, and would keep it held
-        # after the parent's death. Closing it leaves the parent's.
+    def forked(self) -> None:
+        """Give up the parent's lock, in a child that it forked, and have one of its own."""
+        # Its descriptor would keep the lock held after the parent's death.
         old, closed = self._fd, self._close.detach() is None
         if not closed:
             self._open(old)
@@ -134,7 +134,7 @@ _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for lock in list(_locks):
-        lock._forked()
+        lock.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork)

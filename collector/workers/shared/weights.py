@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tallyroll.collector.compat import copy_all
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.workers.shared.memory import Area, Arena
 from tallyroll.collector.workers.shared.rwlock import FileLock
@@ -146,7 +147,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     inference = any(target.is_inference() for target in targets)
     with torch.inference_mode() if inference else torch.no_grad():
         pairs = [_with_memory(*pair) for pair in zip(targets, sources, strict=True)]
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        copy_all([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _with_memory(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,11 +30,11 @@ from tallyroll.storage.errors import (
     NotAStorage,
     StorageFull,
 )
-from tallyroll.storage.files.header import HEADER_NBYTES, committed_counts, refuse_newer
-from tallyroll.storage.files.inside import write_all
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts, refuse_newer
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
 from tallyroll.storage.files.paths import failed, told
-from tallyroll.storage.formats.hdf5.file import (
+from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.formats.hdf5.datasets import (
     PROVENANCE_NBYTES,
     DatasetOffsets,
     FilePlaces,
@@ -42,7 +42,7 @@ from tallyroll.storage.formats.hdf5.file import (
     nbytes_of_file,
     shown_attributes,
 )
-from tallyroll.storage.formats.hdf5.one_file import OneFileFormat
+from tallyroll.storage.formats.hdf5.path_checks import OneFileFormat
 from tallyroll.storage.formats.hdf5.replace import (
     aside,
     is_at,

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tallyroll.storage.errors import ForeignContent, StorageFull
-from tallyroll.storage.files.header import HEADER_NBYTES
-from tallyroll.storage.files.inside import Inside, write_all
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.origin import moved_into
 from tallyroll.storage.files.paths import failed, free_bytes
-from tallyroll.storage.formats.hdf5.file import (
+from tallyroll.storage.files.safe_files import Inside, write_all
+from tallyroll.storage.formats.hdf5.datasets import (
     PROVENANCE_NBYTES,
     AttributePlace,
     DatasetOffsets,

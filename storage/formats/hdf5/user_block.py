@@ -1,8 +1,8 @@
 """The user block before an HDF5 file of ours: the header, and the manifest in two slots.
 
-HDF5 leaves the first bytes of a file to whoever makes it. DatasetOffsets, offsets in bytes::
+HDF5 leaves the first bytes of a file to the program that makes it. Offsets in bytes::
 
-    0               the header (see `commit`)
+    0               the header (see `files/commit_header.py`)
     HEADER_NBYTES   two manifest slots, each: magic, sequence, length, CRC, JSON
     2**20           HDF5 begins
 
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tallyroll.storage.errors import InvalidProvenance
-from tallyroll.storage.files.header import HEADER_NBYTES, header_bytes
-from tallyroll.storage.files.inside import write_all
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, header_bytes
+from tallyroll.storage.files.safe_files import write_all
 
 __all__ = [
     "MANIFEST_LIMIT",

@@ -10,7 +10,7 @@ import stat
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.inside import open_at, write_all
+from tallyroll.storage.files.safe_files import open_at, write_all
 from tallyroll.storage.formats.mapping import Access, Region
 from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
 from tallyroll.storage.rows.keys import spell

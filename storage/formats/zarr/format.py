@@ -37,14 +37,14 @@ from tallyroll.storage.errors import (
     StorageFull,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.header import HEADER_NBYTES
-from tallyroll.storage.files.inside import JSON_LIMIT
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.paths import failed, opened, told
+from tallyroll.storage.files.safe_files import JSON_LIMIT
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import PAGE_NBYTES, Access, maps_left
 from tallyroll.storage.formats.metadata_checks import wrong_documents
-from tallyroll.storage.formats.newer import refuse_newer_group
+from tallyroll.storage.formats.newer_versions import refuse_newer_group
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.formats.zarr.chunks import ChunkedColumn
 from tallyroll.storage.formats.zarr.metadata import (

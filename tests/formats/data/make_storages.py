@@ -23,7 +23,7 @@ import numpy as np
 
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
-from tallyroll.storage.files.header import FORMAT_VERSION
+from tallyroll.storage.files.commit_header import FORMAT_VERSION
 from tallyroll.storage.storages import DiskStorage
 
 HERE = Path(__file__).parent

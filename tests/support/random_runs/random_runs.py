@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
-from tallyroll.collector.run_loop import Collector
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.storage import MemmapStorage, ZarrStorage, open_storage
 
 from random_configurations import Configuration

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.files.header import HEADER_NBYTES, Header, word_of
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, Header, word_of
 from tallyroll.storage.files.origin import _INODE, Origin, _inode_of, moved_into
 
 __all__ = ["PAGE_NBYTES", "Recorder", "Syncs"]

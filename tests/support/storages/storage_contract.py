@@ -62,7 +62,7 @@ from tallyroll.storage.errors import (
     StorageClosed,
     WriterForked,
 )
-from tallyroll.storage.files.header import FORMAT_VERSION, RECORD_LIMIT, Header
+from tallyroll.storage.files.commit_header import FORMAT_VERSION, RECORD_LIMIT, Header
 from tallyroll.storage.storages import DiskStorage
 
 SERVER = multiprocessing.get_context("forkserver")

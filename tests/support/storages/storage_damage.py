@@ -20,7 +20,7 @@ import pytest
 
 from tallyroll.storage import CorruptStorage, StorageFull, open_storage, verify
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage, StorageError
-from tallyroll.storage.files.header import word_of
+from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.storages import DiskStorage
 
 from storage_contract import arrays, assert_rows, files_of, process, receive, rows

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
+from tallyroll.collector.compat import hooks_behind_steps, splits, step_mdp
 from tallyroll.collector.envs.make import loses_finals
 from tallyroll.collector.envs.reuse import contents, share_memory
 from tallyroll.collector.errors import EnvironmentRefused
@@ -20,19 +21,6 @@ Copy = Callable[[TensorDictBase], None]
 Values: TypeAlias = tuple[Any, ...]
 
 
-def splits(env: EnvBase) -> bool:
-    """Whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
-    kind = type(env)
-    return (
-        kind.step_and_maybe_reset is EnvBase.step_and_maybe_reset
-        and kind._step_and_maybe_reset is EnvBase._step_and_maybe_reset
-        and kind.maybe_reset is EnvBase.maybe_reset
-        and "step_and_maybe_reset" not in env.__dict__
-        and env.__dict__.get("_compiled_step_and_maybe_reset") is None
-        and not env.__dict__.get("_torchrl_native_autoreset", False)
-    )
-
-
 class SplitStep:
     """Steps an environment, has the result copied, and resets what is done: nothing is lost.
 
@@ -42,7 +30,7 @@ class SplitStep:
 
     def __init__(self, env: EnvBase) -> None:
         self._env = env
-        self._hooks = getattr(env, "_post_step_mdp_hooks", None)
+        self._hooks = hooks_behind_steps(env)
         self._watched = WATCHED if isinstance(env, TransformedEnv) else 0
         self._reuses = False
 
@@ -56,7 +44,7 @@ class SplitStep:
         if td.device != env.device:
             td = td.to(env.device)
         td = env.step(td)
-        following = env._step_mdp(td)
+        following = step_mdp(env, td)
         if self._hooks is not None:
             td, following = self._hooks(td, following)
         if self._watched:

@@ -13,15 +13,13 @@ from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.errors import SilentReset
 from tallyroll.storage.rows.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
 from tallyroll.storage.rows.row_refs import RowRefs
-from tallyroll.storage.verification.self_resets import Ends, SelfResets, Verdict, digests, joined
-
-"""What is known of the observations that episodes end with.
-
-``"check"``: they are compared with the first observations that follow, until it is decided;
-``"lost"``: the environment resets itself and returns the next episode's first one;
-``"kept"``: they are right, also where they equal the first ones that follow, for a reset keeps
-the state.
-"""
+from tallyroll.storage.verification.self_reset_detection import (
+    Ends,
+    SelfResets,
+    Verdict,
+    digests,
+    joined,
+)
 
 
 class FinalsWarning(UserWarning):

@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, RecordTooLarge
-from tallyroll.storage.files.count_words import COUNT_BITS, count_of, word_of
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.checked_counts import COUNT_BITS, count_of, word_of
 from tallyroll.storage.files.origin import Origin
 from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.files.versions import (
     FORMAT_VERSION,
     READABLE,

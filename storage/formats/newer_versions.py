@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tallyroll.storage.errors import CorruptStorage, MissingLibrary
-from tallyroll.storage.files.inside import Inside
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.files.versions import refuse_newer_provenance
-from tallyroll.storage.formats.hdf5.file import shown_attributes
+from tallyroll.storage.formats.hdf5.datasets import shown_attributes
 from tallyroll.storage.formats.hdf5.replace import opened
 from tallyroll.storage.formats.hdf5.user_block import is_hdf5
 

@@ -23,7 +23,7 @@ from tallyroll.storage.files.paths import (
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.replace import aside, open_file, opened
 from tallyroll.storage.formats.hdf5.user_block import is_hdf5, is_ours, newest_manifest
-from tallyroll.storage.formats.newer import refuse_newer_file
+from tallyroll.storage.formats.newer_versions import refuse_newer_file
 
 __all__ = ["OneFileFormat"]
 

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.batches.final_checks import FinalsWatch
+from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.output import BatchOutput
 from tallyroll.collector.batches.provenance import run_provenance, versions
 from tallyroll.collector.batches.rows import Part, Rows, RowSource
@@ -28,8 +28,8 @@ from tallyroll.collector.counting.numbering import LaneState, Numbers, lane_seed
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, StateError
 from tallyroll.collector.options import Options, positive, seed_of
 from tallyroll.collector.policies.policy import Policy, Weights
+from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.rollout.rollout import Block, Source
-from tallyroll.collector.rollout.signals import deferred
 from tallyroll.collector.slab.names import new_name, spelled_rename, split
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.errors import StorageClosed

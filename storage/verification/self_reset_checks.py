@@ -15,7 +15,13 @@ from tallyroll.storage.verification.findings import Findings, Place
 from tallyroll.storage.verification.lane_checks import CheckedRows
 from tallyroll.storage.verification.observation_checks import observations_of
 from tallyroll.storage.verification.record_checks import RunEntry
-from tallyroll.storage.verification.self_resets import Ends, SelfResets, Verdict, digests, joined
+from tallyroll.storage.verification.self_reset_detection import (
+    Ends,
+    SelfResets,
+    Verdict,
+    digests,
+    joined,
+)
 
 __all__ = ["ResetChecks"]
 

@@ -1,0 +1,102 @@
+"""Private parts of other libraries that collectors stand on: an upgrade may break them here alone.
+
+What is missing is said by `tests/project/test_compat.py`.
+"""
+
+import atexit
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, process
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, ParallelEnv
+
+# --- Gymnasium ------------------------------------------------------------------------------------
+
+OBSERVATIONS: Final = "_observations"
+"""The attribute of a `SyncVectorEnv` that holds the array which its next step fills."""
+
+
+def own_observations(env: VectorEnv) -> Sequence[Any]:
+    """What each lane of a `SyncVectorEnv` returned last; empty of others."""
+    return getattr(env.unwrapped, "_env_obs", None) or ()
+
+
+def info_merge(env: VectorEnv) -> Any:
+    """What puts the infos of single lanes together."""
+    return env.unwrapped._add_info
+
+
+def set_info_merge(env: VectorEnv, merge: Any) -> None:
+    """Let ``merge`` do that."""
+    base: Any = env.unwrapped
+    base._add_info = merge
+
+
+def lane_in(frame: FrameType) -> int | None:
+    """The lane that a `SyncVectorEnv` steps or resets in ``frame``; None in another frame."""
+    names = frame.f_locals
+    lane = names.get("i") if isinstance(names.get("self"), SyncVectorEnv) else None
+    return lane if isinstance(lane, int) else None
+
+
+# --- TorchRL --------------------------------------------------------------------------------------
+
+
+def step_mdp(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
+    """What a policy sees after the step that ``td`` is of."""
+    return env._step_mdp(td)
+
+
+def hooks_behind_steps(env: EnvBase) -> Callable[..., Any] | None:
+    """What changes the outcome of a step and the observation that follows it."""
+    return getattr(env, "_post_step_mdp_hooks", None)
+
+
+def resets_itself(env: EnvBase) -> bool:
+    """Whether ``env`` was made with ``auto_reset=True`` in TorchRL's own way."""
+    return bool(env.__dict__.get("_torchrl_native_autoreset", False))
+
+
+def splits(env: EnvBase) -> bool:
+    """Whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
+    kind = type(env)
+    return (
+        kind.step_and_maybe_reset is EnvBase.step_and_maybe_reset
+        and kind._step_and_maybe_reset is EnvBase._step_and_maybe_reset
+        and kind.maybe_reset is EnvBase.maybe_reset
+        and "step_and_maybe_reset" not in env.__dict__
+        and env.__dict__.get("_compiled_step_and_maybe_reset") is None
+        and not resets_itself(env)
+    )
+
+
+def steps_in_buffers(env: EnvBase) -> bool:
+    """Whether it is a `ParallelEnv` whose workers step and reset in one call."""
+    return isinstance(env, ParallelEnv) and env._use_buffers is not False
+
+
+# --- torch and Python -----------------------------------------------------------------------------
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy in one call, which no signal's handler interrupts."""
+    torch._foreach_copy_(targets, sources)
+
+
+def preloaded_modules() -> list[str]:
+    """What the fork server was asked to import, by us and by others."""
+    return list(getattr(forkserver._forkserver, "_preload_modules", ()))
+
+
+def is_starting() -> bool:
+    """Whether this is a started process that still imports its main module."""
+    return bool(getattr(process.current_process(), "_inheriting", False))
+
+
+def run_exit_functions() -> None:
+    """Call what `atexit` would, once."""
+    atexit._run_exitfuncs()

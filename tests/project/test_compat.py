@@ -1,0 +1,190 @@
+"""The private parts of other libraries that we stand on are there, and do what we take them for."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import sys
+from functools import partial
+from multiprocessing import forkserver, get_context, process
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, ReplayBuffer
+from torchrl.data.replay_buffers.writers import RoundRobinWriter
+from torchrl.envs import EnvBase, GymWrapper, ParallelEnv
+
+import tallyroll.collector
+from tallyroll.collector import compat
+from tallyroll.storage import compat as storage_compat
+
+from oracles import OracleEnv, OracleTorchEnv, make_oracle_vec
+
+
+def test_a_vector_fills_the_array_that_it_is_lent() -> None:
+    env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
+    env.reset(seed=0)
+    assert isinstance(env, SyncVectorEnv)
+    lent = np.zeros((2, 3), np.float32)
+    env.copy = False
+    setattr(env, compat.OBSERVATIONS, lent)
+    observations = env.step(np.zeros(2, np.int64))[0]
+    assert observations is lent
+    assert lent[:, 2].tolist() == [1, 1]
+
+
+def test_a_vector_keeps_what_each_lane_returned() -> None:
+    env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
+    env.reset(seed=0)
+    held = compat.own_observations(env)
+    assert [lane.tolist() for lane in held] == [[0, 0, 0], [1, 0, 0]]
+    assert compat.own_observations(gymnasium.make_vec("CartPole-v1", 2)) == ()
+
+
+def test_a_vector_puts_infos_together_by_its_merge() -> None:
+    env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
+    seen: list[int] = []
+    merge = compat.info_merge(env)
+
+    def watched(infos: dict[str, Any], info: dict[str, Any], lane: int) -> dict[str, Any]:
+        seen.append(lane)
+        merged: dict[str, Any] = merge(infos, info, lane)
+        return merged
+
+    compat.set_info_merge(env, watched)
+    assert env.reset(seed=0)[1]["tick"].tolist() == [0, 0]
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("call", ["step", "reset"])
+def test_the_lane_under_way_is_in_a_vectors_frame(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make_oracle_vec(3, [3], mode=AutoresetMode.NEXT_STEP)
+    env.reset(seed=0)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(env.envs[1].unwrapped, call, broken)
+    with pytest.raises(ValueError, match="broken") as error:
+        env.step(np.zeros(3, np.int64)) if call == "step" else env.reset()
+    found = [compat.lane_in(frame) for frame, _ in walk_tb(error.value.__traceback__)]
+    assert {lane for lane in found if lane is not None} == {1}
+
+
+def test_what_follows_a_step() -> None:
+    env = OracleTorchEnv(2, [3])
+    td = env.rand_step(env.reset())
+    assert torch.equal(compat.step_mdp(env, td)["observation"], td["next", "observation"])
+
+
+def test_hooks_behind_steps_are_an_attribute_of_every_environment() -> None:
+    assert "_post_step_mdp_hooks" in vars(EnvBase)
+    assert compat.hooks_behind_steps(OracleTorchEnv(2, [3])) is None
+
+
+def test_an_environment_with_auto_reset_is_told() -> None:
+    one = partial(OracleEnv, 0, [3])
+    plain = GymWrapper(one(), categorical_action_encoding=True)
+    assert not compat.resets_itself(plain)
+    assert "_torchrl_native_autoreset" in inspect.getsource(sys.modules[EnvBase.__module__])
+
+
+def test_stepping_and_resetting_are_two_calls_of_the_base_class() -> None:
+    for name in ("step_and_maybe_reset", "_step_and_maybe_reset", "maybe_reset"):
+        assert callable(getattr(EnvBase, name)), name
+    assert "_compiled_step_and_maybe_reset" in inspect.getsource(sys.modules[EnvBase.__module__])
+    assert compat.splits(OracleTorchEnv(2, [3]))
+
+
+def test_a_parallel_environment_steps_in_buffers() -> None:
+    env = ParallelEnv(2, partial(OracleTorchEnv, None, [3]), mp_start_method="fork")
+    assert compat.steps_in_buffers(env)
+    assert not compat.steps_in_buffers(OracleTorchEnv(2, [3]))
+
+
+def test_tensors_are_copied_in_one_call() -> None:
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    compat.copy_all(targets, sources)
+    assert all(bool((target == 1).all()) for target in targets)
+
+
+def test_the_fork_server_says_what_it_preloads() -> None:
+    before = list(forkserver._forkserver._preload_modules)  # type: ignore[attr-defined]
+    get_context("forkserver").set_forkserver_preload([*before, "json"])
+    try:
+        assert compat.preloaded_modules() == [*before, "json"]
+    finally:
+        get_context("forkserver").set_forkserver_preload(before)
+
+
+def test_a_process_knows_whether_it_still_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat.is_starting()
+    monkeypatch.setattr(process.current_process(), "_inheriting", True, raising=False)
+    assert compat.is_starting()
+    assert "_inheriting" in inspect.getsource(sys.modules["multiprocessing.spawn"])
+
+
+def test_exit_functions_can_be_run_early() -> None:
+    assert callable(atexit._run_exitfuncs)
+
+
+# --- storages -------------------------------------------------------------------------------------
+
+
+def test_a_tensordict_is_a_dictionary_and_is_made_of_one() -> None:
+    td = TensorDict({"a": torch.arange(6).view(2, 3)}, [2, 3], names=["x", "y"])
+    assert list(storage_compat.entries_of(td)) == ["a"]
+    assert list(storage_compat.names_of(td)) == ["x", "y"]
+    made = storage_compat.new_tensordict(
+        source={"a": td["a"]}, batch_size=torch.Size([2]), nested=False
+    )
+    assert made["a"] is td["a"]
+    assert made.batch_size == (2,)
+
+
+def test_torch_compares_the_looks_of_tensors() -> None:
+    """Without it small appends take the longer way."""
+    assert storage_compat.tensor_guards() is not None
+
+
+def test_replay_buffers_have_writers_with_cursors(tmp_path: Path) -> None:
+    storage = LazyMemmapStorage(10, scratch_dir=tmp_path)
+    made: list[RoundRobinWriter] = []
+
+    def make() -> RoundRobinWriter:
+        made.append(RoundRobinWriter())
+        return made[-1]
+
+    buffer = ReplayBuffer(storage=storage, batch_size=2, delayed_init=True)
+    assert storage_compat.writer_of(buffer) is None
+    storage_compat.set_writer_maker(buffer, make)
+    assert storage_compat.writer_maker_of(buffer) is make
+    storage_compat.set_collate(buffer, lambda batch: batch)
+    assert storage_compat.collate_of(buffer) is not None
+    buffer.extend(TensorDict({"a": torch.arange(3)}, [3]))
+    assert storage_compat.writer_of(buffer) is made[0]
+    assert storage_compat.attached_buffers(storage) == [buffer]
+    assert getattr(made[0], storage_compat.CURSOR) == 3
+    assert not storage_compat.counts_in_64_bits(made[0])
+    assert storage_compat.counts_in_64_bits(RoundRobinWriter(compilable=True))
+
+
+def test_nothing_private_of_others_is_used_elsewhere() -> None:
+    """What ruff does not see: attributes that are asked for by their names."""
+    root = Path(tallyroll.collector.__file__).parent
+    for path in [*root.rglob("*.py"), *(root.parent / "storage").rglob("*.py")]:
+        if path.name != "compat.py":
+            text = path.read_text(encoding="utf-8")
+            assert 'attr(self._vec, "_' not in text, path
+            for name in ("_init_writer", "_env_obs", "_tensordict", "_new_unsafe", "_inheriting"):
+                assert f'"{name}"' not in text, (path, name)
+                assert f".{name}" not in text, (path, name)
