@@ -369,10 +369,10 @@ def _per_worker(
     """What each worker makes its environment from, and of how many lanes where it is an id."""
     _check_create(create)
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
-        raise ArgumentError(f"env_kwargs: wanted keywords by name, got {env_kwargs!r}")
+        raise ArgumentError(f"env_kwargs: expected keywords by name, got {env_kwargs!r}")
     if isinstance(create, (list, tuple)) and workers is not None and workers != len(create):
         raise ArgumentError(
-            f"num_workers: wanted {len(create)}, as many as there are factories, got {workers}"
+            f"num_workers: expected {len(create)}, as many as there are factories, got {workers}"
         )
     count = len(create) if isinstance(create, (list, tuple)) else workers
     count = positive("num_workers", count)
@@ -380,7 +380,8 @@ def _per_worker(
         lanes = positive("num_envs", num_envs, optional=True) or count
         if lanes < count:
             raise ArgumentError(
-                f"num_envs: wanted at least one lane for each of {count} workers, got {lanes}; use "
+                f"num_envs: expected at least one lane for each of {count} workers, got "
+                f"{lanes}; use "
                 "fewer workers"
             )
         return [(create, own) for own in evenly(lanes, count)]
@@ -399,9 +400,9 @@ def _check_create(create: Any) -> None:
         return
     factories = create if isinstance(create, (list, tuple)) else [create]
     if not factories:
-        raise ArgumentError("create_env_fn: wanted at least one factory, got an empty list")
+        raise ArgumentError("create_env_fn: expected at least one factory, got an empty list")
     for each in factories:
-        wanted = "create_env_fn: wanted a Gymnasium id, a factory or a list of factories, got "
+        wanted = "create_env_fn: expected a Gymnasium id, a factory or a list of factories, got "
         if isinstance(each, str):
             raise ArgumentError(f"{wanted}a list of ids; pass one id, and num_workers")
         if isinstance(each, (EnvBase, VectorEnv, gymnasium.Env)):
@@ -461,7 +462,7 @@ def _pickled(job: Job) -> bytes:
         parts |= {"policy": job.policy}
         wrong = next((name for name, part in parts.items() if not _travels(part)), "the options")
         raise ArgumentError(
-            f"{wrong}: wanted something that cloudpickle can send to a worker, got "
+            f"{wrong}: expected something that cloudpickle can send to a worker, got "
             f"{type(error).__name__}: {error}; make what cannot travel (files, locks, sockets, "
             "generators) inside the factory"
         ) from error

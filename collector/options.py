@@ -93,7 +93,7 @@ class Options:
         if split_trajs and layout == "lanes":
             raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
         if postproc is not None and not callable(postproc):
-            raise ArgumentError(f"postproc: wanted a callable, got {type(postproc).__name__}")
+            raise ArgumentError(f"postproc: expected a callable, got {type(postproc).__name__}")
         if postproc is not None and not yield_large:
             raise ArgumentError(
                 "yield_large=False leaves out columns that postproc may want; drop one of them"
@@ -144,7 +144,7 @@ class Options:
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentError(f"{name}: wanted an integer, got {value!r} ({type(value).__name__})")
+        raise ArgumentError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
     return int(value.__index__())
 
 
@@ -154,7 +154,7 @@ def positive(name: str, value: Any, *, optional: bool = False) -> int:
         return 0
     number = _integer(name, value)
     if number <= 0:
-        raise ArgumentError(f"{name}: wanted an integer above 0, got {number}")
+        raise ArgumentError(f"{name}: expected an integer above 0, got {number}")
     return number
 
 
@@ -162,7 +162,7 @@ def not_negative(name: str, value: Any) -> int:
     """``value`` as an integer of at least 0."""
     number = _integer(name, value)
     if number < 0:
-        raise ArgumentError(f"{name}: wanted an integer of at least 0, got {number}")
+        raise ArgumentError(f"{name}: expected an integer of at least 0, got {number}")
     return number
 
 
@@ -171,7 +171,7 @@ def seconds(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ArgumentError(f"{name}: wanted a number of seconds above 0, or None, got {value!r}")
+        raise ArgumentError(f"{name}: expected a number of seconds above 0, or None, got {value!r}")
     return float(value)
 
 
@@ -179,7 +179,7 @@ def _total(frames: Any, episodes: Any, reset_at_each_iter: bool, surplus: str) -
     """The frame budget, or None where there is no limit of frames."""
     if (frames is None) == (episodes is None):
         raise ArgumentError(
-            "wanted total_frames (transitions, -1: no limit) or total_episodes, one of them, got "
+            "expected total_frames (transitions, -1: no limit) or total_episodes, one of them, got "
             f"total_frames={frames!r}, total_episodes={episodes!r}"
         )
     if episodes is not None:
@@ -202,7 +202,7 @@ def _total(frames: Any, episodes: Any, reset_at_each_iter: bool, surplus: str) -
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise unless ``value`` is among ``allowed``."""
     if value not in allowed:
-        raise ArgumentError(f"{name}: wanted one of {list(allowed)}, got {value!r}")
+        raise ArgumentError(f"{name}: expected one of {list(allowed)}, got {value!r}")
 
 
 def _frame_skip(value: Any) -> int | str:
@@ -222,5 +222,5 @@ def _device(name: str, value: torch.device | str | None) -> torch.device | None:
         return None if value is None else torch.empty(0, device=value).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ArgumentError(
-            f"{name}: wanted a torch device of this machine, got {value!r}: {error}"
+            f"{name}: expected a torch device of this machine, got {value!r}: {error}"
         ) from error

@@ -576,7 +576,7 @@ class RowStore:
         for column in self._sixteen_bits:
             if column.key in found and (got := found[column.key].dtype) != column.dtype:
                 raise RowsMismatch(
-                    f"these rows do not fit {self.path}: {spell(column.key)} has {got}, wanted "
+                    f"these rows do not fit {self.path}: {spell(column.key)} has {got}, expected "
                     f"{column.dtype}. Nothing was written."
                 )
 

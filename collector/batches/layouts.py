@@ -143,7 +143,7 @@ def stable_order(*keys: Int) -> NDArray[np.intp]:
 def _flat(rows: TensorDictBase) -> TensorDictBase:
     if rows.get(TRAJ_IDS, None) is None:
         raise ArgumentError(
-            f"wanted rows with {spell(TRAJ_IDS)}, got the keys "
+            f"expected rows with {spell(TRAJ_IDS)}, got the keys "
             f"{sorted(spell(key) for key in rows.keys(True, True))}"
         )
     flat = rows if rows.ndim == 1 else rows.reshape(-1)

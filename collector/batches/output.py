@@ -157,10 +157,12 @@ class BatchOutput:
         count = len(rows[STEP])
         if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
             got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
-            raise ArgumentError(f"postproc: wanted a TensorDict of batch size [{count}], got {got}")
+            raise ArgumentError(
+                f"postproc: expected a TensorDict of batch size [{count}], got {got}"
+            )
         missing = [spell(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
         if missing:
-            raise ArgumentError(f"postproc: wanted the columns {missing} kept, they are gone")
+            raise ArgumentError(f"postproc: expected the columns {missing} kept, they are gone")
         stored = without_cuts(columns_of(batch), own)
         if not self._writer.ready:
             schema = {

@@ -516,7 +516,7 @@ class Collector(ABC):
         missing = sorted(_STATE - set(state))
         if missing:
             raise StateError(
-                "load_state_dict: wanted what state_dict() returned, got a mapping without "
+                "load_state_dict: expected what state_dict() returned, got a mapping without "
                 f"{missing}"
             )
         if (state["policy"] is None) != (self._policy is None):

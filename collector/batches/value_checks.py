@@ -149,7 +149,7 @@ class RangeChecks:
         what = "the action space" if check.by_policy else "its space"
         return kind(
             f"{spell(check.key)} lies outside {what} at lane {lane}, step {step} of its "
-            f"trajectory: got {_exact(value[at])}{where}, wanted [{_exact(low[at])}, "
+            f"trajectory: got {_exact(value[at])}{where}, expected [{_exact(low[at])}, "
             f"{_exact(high[at])}] and no NaN; "
             'correct it, or let it pass with validate "warn" or "off"'
         )

@@ -91,7 +91,7 @@ class BatchWriter:
     ) -> None:
         if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
             raise ArgumentError(
-                "replay_buffer: wanted a torchrl ReplayBuffer, got "
+                "replay_buffer: expected a torchrl ReplayBuffer, got "
                 f"{type(replay_buffer).__name__}; a storage goes to storage="
             )
         self.owned = isinstance(storage, (str, Path))
@@ -99,7 +99,7 @@ class BatchWriter:
             storage = _opened(storage, resume, frames)
         if storage is not None and not isinstance(storage, DiskStorage):
             raise ArgumentError(
-                f"storage: wanted a path or a tallyroll storage, got {type(storage).__name__}; "
+                f"storage: expected a path or a tallyroll storage, got {type(storage).__name__}; "
                 "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer="
             )
         self.replay_buffer = replay_buffer

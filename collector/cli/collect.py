@@ -363,7 +363,7 @@ def _wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
     """What is wrong with the options for workers, where something is."""
     if (plan.workers or 0) > plan.lanes:
         return (
-            f"--workers: wanted at most as many as there are lanes, {plan.lanes}, got "
+            f"--workers: expected at most as many as there are lanes, {plan.lanes}, got "
             f"{plan.workers}; give fewer, or a larger --num-envs"
         )
     for name in ("mode", "respawns", "step_timeout"):

@@ -13,31 +13,31 @@ from tallyroll.collector.cli.escaped_text import visible
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
-storage, look at what is in one, and check that it is as it was written.
+storage, show the content of a storage, and check that its content is as it was written.
 """
 _EXAMPLES = """\
 examples:
   a million transitions of CartPole, from 8 lanes, into runs/cartpole:
     tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
-  what is in there, and is all of it right:
+  show its content, and check it:
     tallyroll inspect runs/cartpole
     tallyroll verify runs/cartpole
-  go on after Ctrl-C or a kill; it ends at exactly a million:
+  continue after Ctrl-C or a kill; the run ends at exactly a million:
     tallyroll collect --resume --out runs/cartpole
 
-`tallyroll COMMAND --help` says more.
+`tallyroll COMMAND --help` describes the options of a command.
 """
 _COLLECT = """\
 Collect exactly N transitions (--frames), or exactly E whole episodes (--episodes), into a new
 storage. Actions are random unless --policy names a policy. A transition is one action that an
-environment executed; what is on disk is committed batch by batch and survives kill -9.
+environment executed. Rows are committed batch by batch, and committed rows survive kill -9.
 """
 _COLLECT_EXAMPLES = """\
 examples:
   random actions, 8 environments side by side:
     tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
 
-  costly steps, shared out to 4 processes (the same data as without):
+  costly steps, in 4 processes (the data are those of one process):
     tallyroll collect HalfCheetah-v5 --frames 1e6 --num-envs 32 --workers 4 --out runs/cheetah
 
   your policy: `policy` in my_agent.py of the current directory, exactly 100 whole episodes:
@@ -46,20 +46,20 @@ examples:
   an environment registered by your own module, with arguments for its constructor:
     tallyroll collect my_envs:Maze-v0 --env-kwargs '{"size": 9}' --frames 5000 --out runs/maze
 
-  a second run behind the first, and a run continued after it was stopped or killed:
+  append a second run, and continue a run that was stopped or killed:
     tallyroll collect CartPole-v1 --frames 50_000 --out runs/cartpole --append
     tallyroll collect --out runs/cartpole --resume
 
-  one HDF5 file, or a Zarr group, to be handed to others:
+  one HDF5 file, or one Zarr group, for other programs to read:
     tallyroll collect CartPole-v1 --frames 50_000 --out cartpole.h5 --finalize
     tallyroll collect CartPole-v1 --frames 50_000 --out cartpole.zarr --finalize
 
-Ctrl-C and SIGTERM commit what is complete, say how to resume, and exit with 130 and 143.
-What cannot fit on the disk is refused before it begins.
+On Ctrl-C and SIGTERM the command commits all complete transitions, prints how to resume, and
+exits with status 130 and 143. A run that does not fit on the disk is refused before it begins.
 """
 _INSPECT = """\
-Show a storage: its columns, what made it, how many rows and trajectories it holds, returns and
-lengths of the episodes that ended, and its first rows. Works while another process writes.
+Show a storage: its columns, its runs, how many rows and trajectories it holds, returns and
+lengths of the episodes that ended, and its first rows. Another process may write meanwhile.
 """
 _INSPECT_EXAMPLES = """\
 examples:
@@ -70,11 +70,11 @@ examples:
 
 
 _VERIFY = """\
-Read every row of a storage, and find what cannot have been written so: counts that do not fit,
-ids and steps with gaps or repeats, rows behind an end, next observations that the following row
-does not begin with, final observations that are lost, NaN, rows that were never written, a ledger
-that does not balance, bytes that changed since the storage was finalized. Says what and where.
-Works while another process writes.
+Read every row of a storage, and report rows that are inconsistent: counts that do not match, ids
+and steps with gaps or repeats, rows after an end, next observations that differ from the following
+row's observation, lost final observations, NaN, rows that were never written, a ledger that does
+not balance, bytes that changed since the storage was finalized. Each finding names its row.
+Another process may write meanwhile.
 """
 _VERIFY_EXAMPLES = """\
 examples:
@@ -145,7 +145,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
     )
     _add_accept_copy(inspect)
-    inspect.add_argument("--json", action="store_true", help="one JSON object, for machines")
+    inspect.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
     _add_common(inspect)
     _add_verify(commands)
     return parser
@@ -163,10 +165,10 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
     verify.add_argument(
         "--skip", type=_checks, metavar="A,B",
-        help="checks to leave out, for data in which they find what is meant so: " + _CHECKS,
+        help="checks to skip because the data violates them on purpose: " + _CHECKS,
     )  # fmt: skip
     _add_accept_copy(verify)
-    verify.add_argument("--json", action="store_true", help="one JSON object, for machines")
+    verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     verify.add_argument("--quiet", action="store_true", help="no progress, no report")
     _add_common(verify)
 
@@ -182,15 +184,13 @@ def _new(
 def _add_accept_copy(parser: Any) -> None:
     parser.add_argument(
         "--accept-copy", action="store_true",
-        help="open a copy that was made while a writer had the storage open, whose rows may lack "
-        "what was written meanwhile",
+        help="open a copy that was made while a writer had the storage open; rows that were "
+        "written meanwhile may be missing in it",
     )  # fmt: skip
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--traceback", action="store_true", help="show where an error came from, too"
-    )
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
 
 
 def _add_collect(parser: argparse.ArgumentParser) -> None:
@@ -201,21 +201,21 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", required=True, type=_path, metavar="PATH",
-        help="the storage: a directory, or a file NAME.h5, or a Zarr group NAME.zarr",
+        help="the storage: a directory, an HDF5 file NAME.h5, or a Zarr group NAME.zarr",
     )  # fmt: skip
-    budget = parser.add_argument_group("how much (one of them)").add_mutually_exclusive_group()
+    budget = parser.add_argument_group("budget (one of them)").add_mutually_exclusive_group()
     budget.add_argument("--frames", type=_positive, metavar="N", help="exactly N transitions")
     budget.add_argument(
         "--episodes", type=_positive, metavar="E",
-        help="exactly the E episodes that start first, whole",
+        help="exactly E whole episodes: those that start first",
     )  # fmt: skip
-    there = parser.add_argument_group("where PATH holds a storage already")
+    there = parser.add_argument_group("if PATH holds a storage already")
     existing = there.add_mutually_exclusive_group()
-    existing.add_argument("--append", action="store_true", help="add a new run behind its rows")
+    existing.add_argument("--append", action="store_true", help="append a new run")
     existing.add_argument(
         "--resume", action="store_true",
-        help="continue its last run up to its N; what is left out is taken from that run. "
-        "Starts anew where nothing was written yet",
+        help="continue its last run up to N; options that are left out are taken from that run. "
+        "Begins the run if nothing was written yet",
     )  # fmt: skip
     _add_accept_copy(there)
     _add_source(parser.add_argument_group("environment and policy"))
@@ -228,18 +228,18 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
 def _add_source(group: Any) -> None:
     group.add_argument(
         "--num-envs", type=_positive, metavar="K",
-        help="lanes in all: environments stepped side by side (default: 1, or one a worker; 8 or "
-        "more are several times faster where steps are cheap)",
+        help="number of lanes, environments that are stepped side by side (default: 1, or one for "
+        "each worker; if steps are cheap, 8 or more are several times faster)",
     )  # fmt: skip
     group.add_argument(
         "--seed", type=_count, metavar="S",
-        help="same seed, same data (default: drawn, and recorded)",
+        help="seed: the same one gives the same data (default: drawn, and recorded)",
     )  # fmt: skip
     group.add_argument(
         "--policy", metavar="MODULE:ATTR",
-        help="a TensorDictModule or a callable from TensorDict to TensorDict; a class, or a "
-        "function that needs no arguments, is called once to make it. The current directory is "
-        "importable (default: random actions)",
+        help="a TensorDictModule or a callable from TensorDict to TensorDict. A class, or a "
+        "function that needs no arguments, is called once to make the policy. Modules of the "
+        "current directory can be imported (default: random actions)",
     )  # fmt: skip
     group.add_argument(
         "--env-kwargs", type=_mapping, metavar="JSON", help="arguments for gymnasium.make"
@@ -250,78 +250,79 @@ def _add_source(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--frame-skip", type=_frame_skip, metavar="T",
-        help="simulator ticks a transition, or the info key that counts them (default: 1)",
+        help="simulator ticks in a transition, or the info key that counts ticks (default: 1)",
     )  # fmt: skip
     group.add_argument(
         "--info-keys", type=_infos, metavar="A,B",
         help="info entries that become columns: NAME, GROUP/NAME, NAME:DTYPE, NAME:DTYPE[2x3]; "
-        "NAME:DTYPE=FILL where some steps lack it",
+        "NAME:DTYPE=FILL if some steps lack the entry",
     )  # fmt: skip
     group.add_argument(
         "--rename", type=_rename, action="append", metavar="OLD=NEW",
-        help="another name for a column that collides with another; may be given several times",
+        help="new name for a column whose name collides; may be given several times",
     )  # fmt: skip
 
 
 def _add_workers(group: Any) -> None:
     group.add_argument(
         "--workers", type=_count, metavar="W",
-        help="processes that step the lanes, for environments whose steps are costly (default: 0, "
-        "which is this one)",
+        help="number of processes that step the lanes, for environments whose steps are costly "
+        "(default: 0, the command's own process)",
     )  # fmt: skip
     group.add_argument(
         "--mode", choices=("sync", "async"),
-        help="sync: workers advance together, and collect what one process would; async: none "
-        "waits for another, and rows are stored as they come, other ones each time (default: sync)",
+        help="sync: workers advance together, and the rows are those of one process; async: no "
+        "worker waits for another, rows are stored in order of arrival, and which rows differs "
+        "from run to run (default: sync)",
     )  # fmt: skip
     group.add_argument(
         "--respawns", type=_count, metavar="R",
-        help="replace a worker that raises, dies or hangs, R times in all (default: 0, which ends "
-        "the run with an error)",
+        help="replace workers that raise, die or hang, R times in all (default: 0, the run ends "
+        "with an error)",
     )  # fmt: skip
     group.add_argument(
         "--step-timeout", type=_seconds, metavar="S",
-        help="a worker that completes no step within S seconds hangs (default: wait for ever)",
+        help="a worker hangs if it completes no step within S seconds (default: no limit)",
     )  # fmt: skip
 
 
 def _add_storage(group: Any) -> None:
     group.add_argument(
         "--format", choices=("memmap", "hdf5", "zarr"),
-        help="how rows are stored (default: as PATH ends: .h5 and .hdf5 are hdf5, .zarr is zarr, "
-        "all else is memmap). hdf5 needs --frames",
+        help="format of the storage (default: by the end of PATH: .h5 and .hdf5 are hdf5, .zarr is "
+        "zarr, others are memmap). hdf5 needs --frames",
     )  # fmt: skip
     group.add_argument(
         "--durability", choices=("process", "power"),
-        help="what committed rows survive: the death of any process, or of the power too, which "
-        "waits for the disk in every commit (default: process)",
+        help="committed rows survive the death of any process (process), or a power cut too "
+        "(power: each commit waits for the disk) (default: process)",
     )  # fmt: skip
     group.add_argument(
         "--max-size", type=_positive, metavar="M",
-        help="a ring: the last M rows are kept, and older ones overwritten (memmap)",
+        help="keep the last M rows, and overwrite older ones: a ring (memmap only)",
     )  # fmt: skip
     group.add_argument(
         "--finalize", action="store_true",
-        help="once complete, leave exactly these rows, with checksums that verify compares",
+        help="when the run is complete, trim the storage to its rows, and add checksums for verify",
     )  # fmt: skip
 
 
 def _add_details(group: Any) -> None:
     group.add_argument(
         "--frames-per-batch", type=_positive, metavar="F",
-        help="transitions a commit (default: 64 a lane, at least 1024, at most 8192)",
+        help="transitions in a commit (default: 64 for each lane, at least 1024, at most 8192)",
     )  # fmt: skip
     group.add_argument(
         "--validate", choices=("raise", "warn", "off"),
-        help="values outside their spaces (default: raise)",
+        help="reaction to values outside their spaces (default: raise)",
     )  # fmt: skip
     group.add_argument(
         "--finals", choices=("check", "lost", "kept"),
-        help="what the observations are that episodes end with. check: compare the first few with "
-        "what follows, and end the run where the environment resets itself within step, so that "
-        "the next episode's first observation stands there; lost: it does so, and the column "
-        "collector/next_valid is False at ends, from which nothing should be bootstrapped; kept: "
-        "they are right, for a reset of this task keeps the state (default: check)",
+        help="final observations of episodes. check: compare the first few with the observations "
+        "that follow, and end the run if the environment resets itself within step and returns the "
+        "next episode's first observation instead; lost: it does, so mark ends in the column "
+        "collector/next_valid, which is False where nothing should be bootstrapped; kept: they are "
+        "right, because a reset of this task keeps the state (default: check)",
     )  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="no progress, no report")
 
@@ -349,24 +350,24 @@ def _integer(text: str) -> int:
             return int(number)
     except InvalidOperation:
         pass
-    raise argparse.ArgumentTypeError(f"wanted a whole number below 2**63, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
 
 
 def _path(text: str) -> str:
     if not text:  # an unset variable in a script, and not the current directory
-        raise argparse.ArgumentTypeError("wanted a path, got ''")
+        raise argparse.ArgumentTypeError("expected a path, got ''")
     return text
 
 
 def _positive(text: str) -> int:
     if (number := _integer(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return number
 
 
 def _count(text: str) -> int:
     if (number := _integer(text)) < 0:
-        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
     return number
 
 
@@ -376,7 +377,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"wanted a number of seconds above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
     return seconds
 
 
@@ -384,9 +385,11 @@ def _mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"wanted JSON, got {text!r}: {error}") from error
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"wanted a JSON object like '{{\"a\": 1}}', got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a JSON object like '{{\"a\": 1}}', got {text!r}"
+        )
     return value
 
 
@@ -404,7 +407,7 @@ def _frame_skip(text: str) -> int | str:
 def _rename(text: str) -> str:
     _, equals, new = text.rpartition("=")
     if not equals or not new:
-        raise argparse.ArgumentTypeError(f"wanted OLD=NEW, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
     return text
 
 
@@ -424,5 +427,5 @@ def _infos(text: str) -> list[str]:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise argparse.ArgumentTypeError(f"wanted names with commas between them, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
     return names

@@ -292,7 +292,7 @@ def load_policy(spec: str | None) -> PolicyFn | None:
         return None
     name, _, path = spec.partition(":")
     if not name or not path:
-        raise CommandError(f"--policy: wanted module:attr, got {spec!r}")
+        raise CommandError(f"--policy: expected module:attr, got {spec!r}")
     found = _guarded(f"--policy {spec}: importing {name}", lambda: _import(name))
     try:
         policy = attrgetter(path)(found)
@@ -302,7 +302,8 @@ def load_policy(spec: str | None) -> PolicyFn | None:
         policy = _guarded(f"--policy {spec}: calling {path}", policy)
     if not callable(policy):
         raise CommandError(
-            f"--policy {spec}: wanted a policy (a callable from TensorDict to TensorDict), a class "
+            f"--policy {spec}: expected a policy (a callable from TensorDict to TensorDict), a "
+            "class "
             f"or a function that makes one, got {type(policy).__name__}"
         )
     made: PolicyFn = policy

@@ -13,7 +13,7 @@ from tallyroll.collector.errors import CollectorError
 
 
 class OutputFailed(CollectorError):
-    """Standard output takes no more. What the command did is done."""
+    """Standard output cannot be written. Everything else that the command did is done."""
 
 
 def reopen_closed() -> None:
@@ -47,7 +47,7 @@ def emit(text: str) -> None:
         raise
     except OSError as error:
         raise OutputFailed(
-            f"standard output takes no more ({error.strerror}), so that not everything was said"
+            f"cannot write to standard output ({error.strerror}); the report is incomplete"
         ) from error
 
 

@@ -86,7 +86,7 @@ def make_env(
         )
     elif not isinstance(env, EnvBase):
         raise ArgumentError(
-            "create_env_fn: wanted a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
+            "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
             f"factory of one of them, got {'a factory of ' if made else ''}{type(env).__name__}"
         )
     else:
@@ -274,12 +274,12 @@ def refuse(env: EnvBase) -> None:
     """Raise :class:`EnvironmentRefused` where driving ``env`` would falsify data."""
     if len(env.batch_size) > 1:
         raise EnvironmentRefused(
-            f"wanted a batch size [] or [lanes], got {list(env.batch_size)}; flatten the "
+            f"expected a batch size [] or [lanes], got {list(env.batch_size)}; flatten the "
             "environment's batch"
         )
     if "done" not in env.done_spec.keys(True, True):
         raise EnvironmentRefused(
-            "wanted a root-level 'done' beside the per-agent ones, got "
+            "expected a root-level 'done' beside the per-agent ones, got "
             f"{sorted(str(key) for key in env.done_spec.keys(True, True))}; without it the end of "
             "a lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
         )

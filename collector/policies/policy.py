@@ -39,7 +39,7 @@ class Policy:
     ) -> None:
         if not callable(policy):
             raise ArgumentError(
-                "policy: wanted a TensorDictModule, a callable from TensorDict to TensorDict, or "
+                "policy: expected a TensorDictModule, a callable from TensorDict to TensorDict, or "
                 f"None for random actions; got {type(policy).__name__}"
             )
         if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
@@ -114,7 +114,7 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
         state = dict(state.flatten_keys(".").items())
     if not isinstance(state, Mapping):
         raise ArgumentError(
-            "weights: wanted a TensorDict of parameters, a state dict or a module, got "
+            "weights: expected a TensorDict of parameters, a state dict or a module, got "
             f"{type(weights).__name__}"
         )
     now = module.state_dict()
@@ -123,7 +123,7 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
     unknown, missing = sorted(set(state) - known), sorted(wanted - set(state))
     if unknown or missing:
         raise ArgumentError(
-            "weights: wanted the parameters of the policy; "
+            "weights: expected the parameters of the policy; "
             f"missing are {missing}, unknown are {unknown}"
         )
     persistent = now.keys() & state.keys()
@@ -138,9 +138,9 @@ def _misfit(name: str, now: Mapping[str, Any], new: Mapping[str, Any]) -> str | 
     if not isinstance(mine, torch.Tensor) or is_lazy(mine):
         return None
     if not isinstance(theirs, torch.Tensor):
-        return f"{name}: wanted a tensor, got {type(theirs).__name__}"
+        return f"{name}: expected a tensor, got {type(theirs).__name__}"
     if mine.shape != theirs.shape:
-        return f"{name}: wanted shape {list(mine.shape)}, got {list(theirs.shape)}"
+        return f"{name}: expected shape {list(mine.shape)}, got {list(theirs.shape)}"
     return None
 
 
@@ -190,7 +190,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, SlabC
         lead = len(env.batch_size)
         if value.shape[:lead] != env.batch_size:
             raise PolicyError(
-                f"policy: {spell(key)} has shape {list(value.shape)}, wanted the batch size "
+                f"policy: {spell(key)} has shape {list(value.shape)}, expected the batch size "
                 f"{list(env.batch_size)} in front"
             )
         extra[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
@@ -200,7 +200,7 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, SlabC
 def no_tensordict(got: object) -> PolicyError:
     """The error for a policy that returns something else."""
     return PolicyError(
-        f"policy: wanted a TensorDict back, got {type(got).__name__}; return the tensordict with "
+        f"policy: expected a TensorDict back, got {type(got).__name__}; return the tensordict with "
         "the action set"
     )
 
@@ -210,22 +210,23 @@ def _check_action(key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase) 
     if action is None:
         got = sorted(spell(name) for name in out.keys(True, True) if name not in td.keys(True))
         raise PolicyError(
-            f"policy: wanted it to write {spell(key)}, got {got or 'no new key'}; set out_keys"
+            f"policy: expected it to write {spell(key)}, got {got or 'no new key'}; set out_keys"
         )
     wanted = SlabColumn(spec.dtype, tuple(spec.shape))
     got_column = SlabColumn(action.dtype, tuple(action.shape))
     if wanted != got_column:
-        raise PolicyError(f"policy: {spell(key)} is {got_column}, wanted {wanted}")
+        raise PolicyError(f"policy: {spell(key)} is {got_column}, expected {wanted}")
     if spec.device is not None and action.device.type != spec.device.type:
         raise PolicyError(
-            f"policy: {spell(key)} is on {action.device}, wanted {spec.device}; pass policy_device"
+            f"policy: {spell(key)} is on {action.device}, expected {spec.device}; pass "
+            "policy_device"
         )
     if action.is_floating_point() and not bool(torch.isfinite(action).all()):
         raise PolicyError(f"policy: {spell(key)} holds NaN or infinity on the first observation")
     if not spec.is_in(action):
         raise PolicyError(
             f"policy: {spell(key)} lies outside the action space on the first observation: got "
-            f"{action.reshape(-1)[:8].tolist()}, wanted {describe(spec)}"
+            f"{action.reshape(-1)[:8].tolist()}, expected {describe(spec)}"
         )
 
 

@@ -232,6 +232,6 @@ def changed(key: Key, got: torch.Tensor | None, wanted: torch.Tensor | None = No
     if got is None or wanted is None:
         return kind(f"{spell(key)} is missing; it was there on the first step")
     return kind(
-        f"{spell(key)}: got {SlabColumn(got.dtype, tuple(got.shape))}, wanted "
+        f"{spell(key)}: got {SlabColumn(got.dtype, tuple(got.shape))}, expected "
         f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
     )

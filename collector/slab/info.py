@@ -138,7 +138,7 @@ def infos_of(info_keys: Any) -> tuple[Info, ...]:
         ArgumentError: something else than names and :class:`Info`, or one of them twice.
     """
     if isinstance(info_keys, (str, Info)) or not isinstance(info_keys, Iterable):
-        raise ArgumentError(f"info_keys: wanted a sequence of names, got {info_keys!r}")
+        raise ArgumentError(f"info_keys: expected a sequence of names, got {info_keys!r}")
     found: dict[Key, Info] = {}
     for each in info_keys:
         info = each if isinstance(each, Info) else Info(each)

@@ -100,7 +100,7 @@ def rows_covered(recorded: Any) -> int:
         if counts and texts:
             return int(recorded["rows"])
     raise CorruptStorage(
-        "the checksums in the manifest are damaged: wanted CRC-32 in blocks of rows, by column."
+        "the checksums in the manifest are damaged: expected CRC-32 in blocks of rows, by column."
     )
 
 

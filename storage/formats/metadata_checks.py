@@ -98,7 +98,7 @@ def _difference(wanted: Any, found: Any, where: str) -> str | None:
     """Where ``found`` lacks something of ``wanted``; what it has beyond that is let be."""
     if not isinstance(wanted, dict):
         same = json.dumps(wanted) == json.dumps(found)
-        return None if same else f"{where} is {found!r:.100}, wanted {wanted!r:.100}"
+        return None if same else f"{where} is {found!r:.100}, expected {wanted!r:.100}"
     if not isinstance(found, dict):
         return f"{where or 'it'} is no JSON object"
     for name, value in wanted.items():

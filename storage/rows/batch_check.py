@@ -136,10 +136,11 @@ class BatchCheck:
             if got is None:
                 found.append(f"{spell(column.key)} is missing")
             elif not isinstance(got, np.ndarray):
-                found.append(f"{spell(column.key)} is {type(got).__name__}, wanted {wanted}")
+                found.append(f"{spell(column.key)} is {type(got).__name__}, expected {wanted}")
             elif got.dtype != column.numpy_dtype or got.shape != (count, *column.shape):
                 found.append(
-                    f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, wanted {wanted}"
+                    f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, expected "
+                    f"{wanted}"
                 )
         raise RowsMismatch(
             f"these rows do not fit {self._path}: {'; '.join(found)}. Nothing was written; "

@@ -198,9 +198,10 @@ class Schema:
 
 def _differ(wanted: Column, got: Column) -> Iterable[str]:
     if wanted.dtype != got.dtype:
-        yield f"{spell(wanted.key)} has dtype {got.dtype_name}, wanted {wanted.dtype_name}"
+        yield f"{spell(wanted.key)} has dtype {got.dtype_name}, expected {wanted.dtype_name}"
     if wanted.shape != got.shape:
-        yield f"{spell(wanted.key)} has shape {list(got.shape)} a row, wanted {list(wanted.shape)}"
+        shapes = f"{list(got.shape)} a row, expected {list(wanted.shape)}"
+        yield f"{spell(wanted.key)} has shape {shapes}"
 
 
 def _check_count(columns: Sized) -> None:

@@ -278,7 +278,7 @@ def _check_steps(
         wrong[1:] &= ~excused
     series.chunk.report(
         findings, "steps", "the steps of a trajectory are not 0, 1, 2 ...", wrong,
-        lambda i: f"wanted step {wanted[i]}",
+        lambda i: f"expected step {wanted[i]}",
         series.order.at,
     )  # fmt: skip
 

@@ -101,15 +101,15 @@ def check_record(
     is there and is not intact.
     """
     if damaged:
-        findings.add("record", "the newest one is damaged, and an older one stands in")
+        findings.add("record", "the newest commit record is damaged; the previous one was used")
     # The rows of the last commit: a run that has none yet comes behind them.
     last = next((run for run in reversed(runs) if run.first_row < head), None)
     collected = last is not None and last.origin is not None
     value = RunRecord.parse(record)
     if value is None or not value.ledger.keys() >= _COUNTED:
         if collected:
-            kind = "of a collector" if record is not None else "intact"
-            findings.add("record", f"none is {kind}, and a collector made the last rows")
+            kind = "commit record of a collector" if record is not None else "intact commit record"
+            findings.add("record", f"no {kind}, although a collector wrote the last rows")
         return None
     if last is None or not collected:
         return value

@@ -121,7 +121,9 @@ class _Verification:
         damaged = all(storage.record_damaged for _ in range(3))
         known = check_record(record, runs, at, findings, damaged=damaged and not self._left_open)
         if damaged and self._left_open:
-            self._notes.add("record", "the newest one was cut short, and an older one stands in")
+            self._notes.add(
+                "record", "the newest commit record was cut short; the previous one was used"
+            )
         sums = self._sums(manifest)
         self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
         rows.run(findings, self._tell)

@@ -207,7 +207,9 @@ def test_rows_without_done_are_split_too() -> None:
 
 def test_there_must_be_ids() -> None:
     rows = TensorDict({"x": torch.zeros(3)}, [3])
-    with pytest.raises(ArgumentError, match=r"wanted rows with collector/traj_ids, got .*\['x'\]"):
+    with pytest.raises(
+        ArgumentError, match=r"expected rows with collector/traj_ids, got .*\['x'\]"
+    ):
         split_trajectories(rows)
 
 

@@ -240,30 +240,30 @@ def test_what_a_resumed_run_lacks_is_no_usage_error(
 # --- bad input ------------------------------------------------------------------------------------
 
 USAGE = {
-    "--frames 0": "argument --frames: wanted a whole number above 0, got '0'",
-    "--frames -5": "argument --frames: wanted a whole number above 0, got '-5'",
-    "--frames 1.5": "argument --frames: wanted a whole number below 2**63, got '1.5'",
-    "--frames many": "argument --frames: wanted a whole number below 2**63, got 'many'",
-    "--frames nan": "argument --frames: wanted a whole number below 2**63, got 'nan'",
-    "--frames 5 --out ''": "argument --out: wanted a path, got ''",
-    "--episodes 0": "argument --episodes: wanted a whole number above 0, got '0'",
+    "--frames 0": "argument --frames: expected a whole number above 0, got '0'",
+    "--frames -5": "argument --frames: expected a whole number above 0, got '-5'",
+    "--frames 1.5": "argument --frames: expected a whole number below 2**63, got '1.5'",
+    "--frames many": "argument --frames: expected a whole number below 2**63, got 'many'",
+    "--frames nan": "argument --frames: expected a whole number below 2**63, got 'nan'",
+    "--frames 5 --out ''": "argument --out: expected a path, got ''",
+    "--episodes 0": "argument --episodes: expected a whole number above 0, got '0'",
     "--episodes 1 --frames 1": "not allowed with argument",
     "": "one of the arguments --frames --episodes is required",
     "--frames 5 --append --resume": "not allowed with argument",
-    "--frames 5 --seed -1": "argument --seed: wanted a whole number of at least 0, got '-1'",
-    "--frames 5 --num-envs 0": "argument --num-envs: wanted a whole number above 0, got '0'",
-    "--frames 5 --env-kwargs x": "argument --env-kwargs: wanted JSON, got 'x'",
-    "--frames 5 --env-kwargs [1]": "argument --env-kwargs: wanted a JSON object like",
-    "--frames 5 --info-keys a,,b": "argument --info-keys: wanted names with commas between",
+    "--frames 5 --seed -1": "argument --seed: expected a whole number of at least 0, got '-1'",
+    "--frames 5 --num-envs 0": "argument --num-envs: expected a whole number above 0, got '0'",
+    "--frames 5 --env-kwargs x": "argument --env-kwargs: expected JSON, got 'x'",
+    "--frames 5 --env-kwargs [1]": "argument --env-kwargs: expected a JSON object like",
+    "--frames 5 --info-keys a,,b": "argument --info-keys: expected names with commas between",
     "--frames 5 --validate maybe": "argument --validate: invalid choice: 'maybe'",
-    "--frames 5 --frame-skip 0": "argument --frame-skip: wanted a whole number above 0, got '0'",
+    "--frames 5 --frame-skip 0": "argument --frame-skip: expected a whole number above 0, got '0'",
     "--frames 5 --rename a=b --rename a=c": "--rename: a is given two new names; give one",
-    "--frames 5 --workers -1": "argument --workers: wanted a whole number of at least 0, got '-1'",
+    "--frames 5 --workers -1": "argument --workers: expected a whole number of at least 0",
     "--frames 5 --mode both": "argument --mode: invalid choice: 'both'",
-    "--frames 5 --step-timeout 0": "argument --step-timeout: wanted a number of seconds above 0",
-    "--frames 5 --step-timeout nan": "argument --step-timeout: wanted a number of seconds above 0",
-    "--frames 5 --num-envs 2 --workers 3": "--workers: wanted at most as many as there are lanes, "
-    "2, got 3; give fewer, or a larger --num-envs",
+    "--frames 5 --step-timeout 0": "argument --step-timeout: expected a number of seconds above 0",
+    "--frames 5 --step-timeout nan": "argument --step-timeout: expected a number of seconds",
+    "--frames 5 --num-envs 2 --workers 3": "--workers: expected at most as many as there are "
+    "lanes, 2, got 3; give fewer, or a larger --num-envs",
     "--frames 5 --mode async": "--mode is for workers, and there are none; give --workers",
     "--frames 5 --workers 0 --respawns 2": "--respawns is for workers, and there are none; give",
     "--frames 5 --step-timeout 0.5": "--step-timeout is for workers, and there are none; give",
@@ -300,16 +300,16 @@ ERRORS = {
     "CartPole-v1 --frames 5 --env-kwargs '{\"nope\": 1}'": "gymnasium cannot make 'CartPole-v1' "
     "with {'nope': 1}: CartPoleEnv.__init__() got an unexpected keyword argument 'nope'",
     "CartPole-v1 --frames 5 --info-keys nope": "info key 'nope' is in no info",
-    "CartPole-v1 --frames 5 --policy agent": "--policy: wanted module:attr, got 'agent'",
+    "CartPole-v1 --frames 5 --policy agent": "--policy: expected module:attr, got 'agent'",
     "CartPole-v1 --frames 5 --policy no_agent:act": "--policy no_agent:act: importing no_agent "
     "failed: ModuleNotFoundError: No module named 'no_agent' (--traceback shows where)",
     "CartPole-v1 --frames 5 --policy agent:nope": "--policy agent:nope: module 'agent' has no "
     "attribute 'nope'",
-    "CartPole-v1 --frames 5 --policy agent:number": "--policy agent:number: wanted a policy (a "
+    "CartPole-v1 --frames 5 --policy agent:number": "--policy agent:number: expected a policy (a "
     "callable from TensorDict to TensorDict), a class or a function that makes one, got int",
     "CartPole-v1 --frames 5 --policy agent:broken": "--policy agent:broken: calling broken "
     "failed: ZeroDivisionError: division by zero (--traceback shows where)",
-    "CartPole-v1 --frames 5 --policy agent:idle": "policy: wanted it to write action, got no new "
+    "CartPole-v1 --frames 5 --policy agent:idle": "policy: expected it to write action, got no new "
     "key; set out_keys",
     "CartPole-v1 --frames 5 --policy agent:network": "policy: Linear is a plain nn.Module that "
     "takes tensors; wrap it in tensordict.nn.TensorDictModule",
@@ -433,7 +433,7 @@ def test_append_of_another_environment_names_every_difference(
     assert tallyroll(*words) == 1
     said = capsys.readouterr().err
     assert "data has other columns than the data: observation has shape [3] a row" in said
-    assert "action has dtype float32, wanted int64" in said
+    assert "action has dtype float32, expected int64" in said
     assert rows_in("data") == 101
 
 
@@ -1069,16 +1069,16 @@ def test_a_stdout_that_takes_nothing(
     tmp_path: Path, server: WarmServer, stdout: str | None, why: str
 ) -> None:
     server.run(tmp_path, *cartpole())
-    error = f"tallyroll: error: standard output takes no more ({why}), so that not everything was "
+    error = f"tallyroll: error: cannot write to standard output ({why}); the report is incomplete"
     for status, words in (
         (1, "inspect data"), (1, "inspect data --json"), (1, "--help"), (2, "verify data"),
     ):  # fmt: skip
         command = server.start(tmp_path, *words.split(), stdout=stdout)
         assert command.wait() == status, words
-        assert command.err == f"{error}said\n"
+        assert command.err == f"{error}\n"
     command = server.start(tmp_path, *cartpole("more", 50), stdout=stdout)
     assert command.wait() == 1
-    assert command.err.endswith(f"{error}said\n")
+    assert command.err.endswith(f"{error}\n")
     assert "go on with" not in command.err
     assert rows_in(tmp_path / "more") == 50
 

@@ -70,5 +70,5 @@ def test_global_generators_are_as_before() -> None:
 
 @pytest.mark.parametrize("episodes", [0, -1, 2.5])
 def test_how_many_is_a_whole_number(episodes: int) -> None:
-    with pytest.raises(ArgumentError, match="total_episodes: wanted an integer"):
+    with pytest.raises(ArgumentError, match="total_episodes: expected an integer"):
         evaluate(None, "CartPole-v1", episodes=episodes)

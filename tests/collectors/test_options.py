@@ -257,7 +257,7 @@ def test_postproc_changes_what_is_yielded_and_stored(tmp_path: Any) -> None:
     ("postproc", "got"), [(lambda rows: rows[:-1], r"\[6\]"), (lambda _: None, "NoneType")]
 )
 def test_postproc_keeps_the_rows(postproc: Any, got: str) -> None:
-    match = rf"postproc: wanted a TensorDict of batch size \[7\], got {got}"
+    match = rf"postproc: expected a TensorDict of batch size \[7\], got {got}"
     with pytest.raises(ArgumentError, match=match):
         collect(vec(DISABLED), postproc=postproc, frames_per_batch=7, total_frames=30)
 

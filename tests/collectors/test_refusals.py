@@ -51,38 +51,56 @@ def torch_env() -> OracleTorchEnv:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"frames_per_batch": 0}, "frames_per_batch: wanted an integer above 0, got 0"),
-        ({"frames_per_batch": -3}, "frames_per_batch: wanted an integer above 0, got -3"),
-        ({"frames_per_batch": 2.0}, r"frames_per_batch: wanted an integer, got 2.0 \(float\)"),
-        ({"frames_per_batch": True}, r"frames_per_batch: wanted an integer, got True \(bool\)"),
-        ({"frames_per_batch": "9"}, r"frames_per_batch: wanted an integer, got '9' \(str\)"),
-        ({"frames_per_batch": None}, r"frames_per_batch: wanted an integer, got None"),
-        ({"total_frames": 0}, "total_frames: wanted an integer above 0, got 0"),
-        ({"total_frames": -2}, "total_frames: wanted an integer above 0, got -2"),
-        ({"total_frames": 1e6}, r"total_frames: wanted an integer, got 1000000.0 \(float\)"),
-        ({"total_frames": True}, r"total_frames: wanted an integer, got True \(bool\)"),
-        ({"total_frames": None}, r"wanted total_frames .* or total_episodes, one of them, got"),
+        ({"frames_per_batch": 0}, "frames_per_batch: expected an integer above 0, got 0"),
+        ({"frames_per_batch": -3}, "frames_per_batch: expected an integer above 0, got -3"),
+        ({"frames_per_batch": 2.0}, r"frames_per_batch: expected an integer, got 2.0 \(float\)"),
+        ({"frames_per_batch": True}, r"frames_per_batch: expected an integer, got True \(bool\)"),
+        ({"frames_per_batch": "9"}, r"frames_per_batch: expected an integer, got '9' \(str\)"),
+        ({"frames_per_batch": None}, r"frames_per_batch: expected an integer, got None"),
+        ({"total_frames": 0}, "total_frames: expected an integer above 0, got 0"),
+        ({"total_frames": -2}, "total_frames: expected an integer above 0, got -2"),
+        ({"total_frames": 1e6}, r"total_frames: expected an integer, got 1000000.0 \(float\)"),
+        ({"total_frames": True}, r"total_frames: expected an integer, got True \(bool\)"),
+        ({"total_frames": None}, r"expected total_frames .* or total_episodes, one of them, got"),
         ({"total_episodes": 3}, r"one of them, got total_frames=10, total_episodes=3"),
-        ({"total_frames": None, "total_episodes": 0}, "total_episodes: wanted an integer above 0"),
-        ({"total_frames": None, "total_episodes": 2.5}, "total_episodes: wanted an integer, got 2"),
+        (
+            {"total_frames": None, "total_episodes": 0},
+            "total_episodes: expected an integer above 0",
+        ),
+        (
+            {"total_frames": None, "total_episodes": 2.5},
+            "total_episodes: expected an integer, got 2",
+        ),
         (
             {"total_frames": None, "total_episodes": 2, "reset_at_each_iter": True},
             "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one",
         ),
-        ({"init_random_frames": -1}, "init_random_frames: wanted an integer of at least 0, got -1"),
-        ({"init_random_frames": 1.5}, "init_random_frames: wanted an integer, got 1.5"),
-        ({"max_frames_per_traj": 0}, "max_frames_per_traj: wanted an integer above 0, got 0"),
-        ({"frame_skip": 0}, "frame_skip: wanted an integer above 0, got 0"),
-        ({"frame_skip": 1.5}, "frame_skip: wanted an integer, got 1.5"),
-        ({"seed": -1}, "seed: wanted an integer of at least 0, got -1"),
-        ({"seed": "7"}, "seed: wanted an integer, got '7'"),
-        ({"layout": "columns"}, r"layout: wanted one of \['rows', 'lanes', 'trajectories'\], got"),
-        ({"surplus": "keep"}, r"surplus: wanted one of \['carry', 'discard', 'never_step'\], got"),
+        (
+            {"init_random_frames": -1},
+            "init_random_frames: expected an integer of at least 0, got -1",
+        ),
+        ({"init_random_frames": 1.5}, "init_random_frames: expected an integer, got 1.5"),
+        ({"max_frames_per_traj": 0}, "max_frames_per_traj: expected an integer above 0, got 0"),
+        ({"frame_skip": 0}, "frame_skip: expected an integer above 0, got 0"),
+        ({"frame_skip": 1.5}, "frame_skip: expected an integer, got 1.5"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"seed": "7"}, "seed: expected an integer, got '7'"),
+        (
+            {"layout": "columns"},
+            r"layout: expected one of \['rows', 'lanes', 'trajectories'\], got",
+        ),
+        (
+            {"surplus": "keep"},
+            r"surplus: expected one of \['carry', 'discard', 'never_step'\], got",
+        ),
         ({"validate": "maybe"}, 'validate is "raise", "warn" or "off", got \'maybe\''),
         ({"num_envs": 3}, "num_envs and env_kwargs go with a Gymnasium id; make the environment"),
         ({"env_kwargs": {"a": 1}}, "num_envs and env_kwargs go with a Gymnasium id"),
         ({"info_keys": ["lives"]}, "lives|info_keys"),
-        ({"replay_buffer": 7}, "replay_buffer: wanted a torchrl ReplayBuffer, got int; a storage"),
+        (
+            {"replay_buffer": 7},
+            "replay_buffer: expected a torchrl ReplayBuffer, got int; a storage",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_right(
@@ -106,8 +124,8 @@ def test_numpy_integers_are_integers() -> None:
         ("CartPole-v99", {}, "gymnasium cannot make 'CartPole-v99'"),
         ("no_such_module:Env-v0", {}, "gymnasium cannot make 'no_such_module:Env-v0'|no_such_mod"),
         ("not an id", {}, "gymnasium cannot make 'not an id'"),
-        ("CartPole-v1", {"num_envs": 0}, "num_envs: wanted an integer above 0, got 0"),
-        ("CartPole-v1", {"num_envs": 2.0}, r"num_envs: wanted an integer, got 2.0 \(float\)"),
+        ("CartPole-v1", {"num_envs": 0}, "num_envs: expected an integer above 0, got 0"),
+        ("CartPole-v1", {"num_envs": 2.0}, r"num_envs: expected an integer, got 2.0 \(float\)"),
         (
             "CartPole-v1",
             {"env_kwargs": {"gravity_of": 3}},
@@ -118,9 +136,9 @@ def test_numpy_integers_are_integers() -> None:
             {"info_keys": ["lives"]},
             "info key 'lives' is in no info of a reset or of",
         ),
-        (lambda: 7, {}, "wanted a Gymnasium id, a TorchRL EnvBase, .* got a factory of int"),
-        (lambda: None, {}, "create_env_fn: wanted a Gymnasium id, .* got a factory of NoneType"),
-        (None, {}, "create_env_fn: wanted a Gymnasium id, .* got NoneType"),
+        (lambda: 7, {}, "expected a Gymnasium id, a TorchRL EnvBase, .* got a factory of int"),
+        (lambda: None, {}, "create_env_fn: expected a Gymnasium id, .* got a factory of NoneType"),
+        (None, {}, "create_env_fn: expected a Gymnasium id, .* got NoneType"),
         (
             partial(gym.make, "CartPole-v1"),
             {},
@@ -161,7 +179,7 @@ def test_vectors_that_would_lose_transitions_are_refused(untouched: Path) -> Non
     for make, match in (
         (
             Undeclared,
-            "Undeclared does not say how it resets itself: wanted env.unwrapped.autoreset",
+            "Undeclared does not say how it resets itself: expected env.unwrapped.autoreset",
         ),
         (DisabledNative, "DisabledNative has autoreset disabled and no reset by mask"),
     ):
@@ -181,7 +199,9 @@ def test_vectors_that_would_lose_transitions_are_refused(untouched: Path) -> Non
 
 
 def test_a_vector_adapter_takes_vectors_only() -> None:
-    with pytest.raises(ArgumentError, match=r"wanted a gymnasium.vector.VectorEnv, got OracleEnv"):
+    with pytest.raises(
+        ArgumentError, match=r"expected a gymnasium.vector.VectorEnv, got OracleEnv"
+    ):
         GymnasiumVectorEnv(OracleEnv())  # type: ignore[arg-type]
 
 
@@ -211,7 +231,7 @@ class WithSpaces(OracleEnv):
         ),
         (
             {"action": gym.spaces.Dict(a=gym.spaces.Discrete(2))},
-            "wanted a Box, Discrete, MultiDiscrete or MultiBinary action space, got Dict",
+            "expected a Box, Discrete, MultiDiscrete or MultiBinary action space, got Dict",
         ),
         ({"action": gym.spaces.Text(5)}, "at action has no fixed dtype and shape"),
     ],
@@ -346,7 +366,7 @@ def test_a_torchrl_storage_goes_into_a_replay_buffer() -> None:
     from torchrl.data import LazyTensorStorage
 
     with pytest.raises(
-        ArgumentError, match="storage: wanted a path or a tallyroll storage, got Laz"
+        ArgumentError, match="storage: expected a path or a tallyroll storage, got Laz"
     ):
         SyncCollector(torch_env(), storage=LazyTensorStorage(9), **BUDGET)  # type: ignore[arg-type]
 
@@ -502,7 +522,7 @@ def test_an_environment_without_a_done_of_its_own_is_refused(untouched: Path) ->
         agent=Composite(done=flag, terminated=flag.clone(), shape=(3,)), shape=(3,)
     )
     with pytest.raises(
-        EnvironmentRefused, match="wanted a root-level 'done' beside the per-agent o"
+        EnvironmentRefused, match="expected a root-level 'done' beside the per-agent o"
     ):
         SyncCollector(env, storage=untouched, **BUDGET)
 
@@ -530,7 +550,7 @@ def test_a_reward_of_several_numbers_is_named() -> None:
 
 
 def test_info_keys_are_several() -> None:
-    with pytest.raises(ArgumentError, match="info_keys: wanted a sequence of names, got 'lives'"):
+    with pytest.raises(ArgumentError, match="info_keys: expected a sequence of names, got 'lives'"):
         SyncCollector("CartPole-v1", info_keys="lives", **BUDGET)
 
 

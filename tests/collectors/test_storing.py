@@ -219,7 +219,10 @@ WRONG: dict[str, tuple[type[BaseException], str | None]] = {
     "raise": (ZeroDivisionError, "the simulator exploded"),
     "interrupt": (KeyboardInterrupt, None),
     "nan": (TransitionError, r"next/observation lies outside its space at lane 1, step \d of"),
-    "range": (TransitionError, r"lane 1, step \d of its traj.*got -9.* at .*wanted \[0, 1e\+06\]"),
+    "range": (
+        TransitionError,
+        r"lane 1, step \d of its traj.*got -9.* at .*expected \[0, 1e\+06\]",
+    ),
     "reward": (TransitionError, r"next/reward lies outside its space at lane 1, step \d"),
 }
 

@@ -210,7 +210,7 @@ def test_env_kwargs_reach_the_environment() -> None:
 
 
 def test_seeds_are_one_a_lane() -> None:
-    with pytest.raises(ArgumentError, match="wanted 3 seeds, one a lane, got 2"):
+    with pytest.raises(ArgumentError, match="expected 3 seeds, one a lane, got 2"):
         vec(AutoresetMode.DISABLED).seed_lanes([1, 2])
 
 

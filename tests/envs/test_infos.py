@@ -506,7 +506,7 @@ def test_ticks_of_a_nested_info_that_was_renamed() -> None:
 
 
 def test_collectors_of_many_processes_take_them(own_env: str) -> None:
-    with pytest.raises(ArgumentError, match="info_keys: wanted a sequence of names, got Info"):
+    with pytest.raises(ArgumentError, match="info_keys: expected a sequence of names, got Info"):
         MultiprocessCollector(
             own_env, num_workers=2, frames_per_batch=5, total_frames=5, info_keys=Info("tick")
         )

@@ -272,7 +272,9 @@ def test_a_native_vector_under_transforms_is_refused() -> None:
 
 def test_more_batch_dimensions_than_lanes_are_refused() -> None:
     env = SerialEnv(2, partial(OracleTorchEnv, 3, LENGTHS))
-    with pytest.raises(EnvironmentRefused, match=r"wanted a batch size \[\] or \[lanes\], got \[2"):
+    with pytest.raises(
+        EnvironmentRefused, match=r"expected a batch size \[\] or \[lanes\], got \[2"
+    ):
         SyncCollector(env, frames_per_batch=5, total_frames=10)
 
 

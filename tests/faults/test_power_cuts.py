@@ -464,7 +464,7 @@ def wrong_in(storage: DiskStorage, promise: Promise) -> str | None:
     span, head = storage.span, max(promise.head, 0)
     first = max(0, promise.begun - storage.ring) if storage.ring else 0
     if not head <= span.stop <= len(promise.salts) or span.start > max(first, 0):
-        return f"{span} is there, wanted rows {first} to {head}, up to {len(promise.salts)}"
+        return f"{span} is there, expected rows {first} to {head}, up to {len(promise.salts)}"
     numbers = np.array(span, np.int64)
     if len(numbers):
         salts, slots = np.array(promise.salts)[numbers], storage.slots_of(numbers)
@@ -474,7 +474,7 @@ def wrong_in(storage: DiskStorage, promise: Promise) -> str | None:
                     return f"column {key} of {span} is wrong"
     rows, payload = storage.record or (-1, b"")
     if rows < promise.record:
-        return f"the record is that of {rows} rows, wanted {promise.record}"
+        return f"the record is that of {rows} rows, expected {promise.record}"
     if rows >= 0 and payload != record_of(rows):
         return f"the record of {rows} rows is {payload[:20]!r}"
     return None

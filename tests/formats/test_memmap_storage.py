@@ -63,7 +63,7 @@ class TestMemmapStorage(GrowingStorageContract, DamageContract):
     def test_bfloat16_is_not_taken_for_uint16(self, path: Path) -> None:
         with self.make(path) as storage:
             storage.extend(TensorDict({"x": torch.ones(2, dtype=torch.bfloat16)}, [2]))
-            with pytest.raises(RowsMismatch, match=r"x has torch.uint16, wanted torch.bfloat16"):
+            with pytest.raises(RowsMismatch, match=r"x has torch.uint16, expected torch.bfloat16"):
                 storage.extend(TensorDict({"x": torch.ones(2, dtype=torch.uint16)}, [2]))
             storage.extend({("x",): np.array([0x3F80], np.uint16)})
             assert storage.get(slice(None))["x"].tolist() == [1, 1, 1]

@@ -174,26 +174,26 @@ def writing(**values: Any) -> Any:
 @pytest.mark.parametrize(
     ("policy", "error", "match"),
     [
-        (7, ArgumentError, "policy: wanted a TensorDictModule, a callable .* got int"),
+        (7, ArgumentError, "policy: expected a TensorDictModule, a callable .* got int"),
         (torch.nn.Linear(3, 2), ArgumentError, "Linear is a plain nn.Module that takes tensors"),
-        (lambda td: td["observation"], PolicyError, "wanted a TensorDict back, got Tensor"),
-        (lambda _: None, PolicyError, "wanted a TensorDict back, got NoneType"),
+        (lambda td: td["observation"], PolicyError, "expected a TensorDict back, got Tensor"),
+        (lambda _: None, PolicyError, "expected a TensorDict back, got NoneType"),
         (writing(act=torch.zeros(3)), PolicyError, r"to write action, got \['act'\]; set out_keys"),
-        (lambda td: td, PolicyError, "wanted it to write action, got no new key"),
+        (lambda td: td, PolicyError, "expected it to write action, got no new key"),
         (
             writing(action=torch.zeros(3)),
             PolicyError,
-            r"action is float32 \[3\], wanted int64 \[3\]",
+            r"action is float32 \[3\], expected int64 \[3\]",
         ),
         (
             writing(action=torch.zeros(3, 2, dtype=torch.int64)),
             PolicyError,
-            r"action is int64 \[3, 2\], wanted int64 \[3\]",
+            r"action is int64 \[3, 2\], expected int64 \[3\]",
         ),
         (
             writing(action=torch.tensor([0, 5, 1])),
             PolicyError,
-            r"outside the action space on the first observation: got \[0, 5, 1\], wanted 0\.\.1",
+            r"outside the action space on the first observation: got \[0, 5, 1\], expected 0\.\.1",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_is_no_policy_is_refused_before_anything_is_made(
 
 def test_an_action_on_another_device_is_refused() -> None:
     policy = writing(action=torch.zeros(3, dtype=torch.int64, device="meta"))
-    with pytest.raises(PolicyError, match="action is on meta, wanted cpu; pass policy_device"):
+    with pytest.raises(PolicyError, match="action is on meta, expected cpu; pass policy_device"):
         SyncCollector(DRIVERS["torch"](), policy, frames_per_batch=5, total_frames=9)
 
 
@@ -219,7 +219,7 @@ def test_an_action_on_another_device_is_refused() -> None:
     [
         (torch.full((3, 2), torch.nan), "action holds NaN or infinity on the first observation"),
         (torch.full((3, 2), torch.inf), "action holds NaN or infinity on the first observation"),
-        (torch.full((3, 2), 2.0), r"outside the action space .* got \[2.0, .*wanted -1\.\.1"),
+        (torch.full((3, 2), 2.0), r"outside the action space .* got \[2.0, .*expected -1\.\.1"),
     ],
 )
 def test_an_action_that_is_no_number_is_refused(action: Any, match: str) -> None:
@@ -235,7 +235,7 @@ def test_a_column_needs_the_lanes_in_front() -> None:
 
     collect(vec(), policy, frames_per_batch=5, total_frames=9)
     with pytest.raises(
-        PolicyError, match=r"policy: x has shape \[5\], wanted the batch size \[3\]"
+        PolicyError, match=r"policy: x has shape \[5\], expected the batch size \[3\]"
     ):
         SyncCollector(vec(), bad, frames_per_batch=5, total_frames=9)
 
@@ -261,8 +261,8 @@ class ChangesItsMind(ByObservation):
     ("action", "match"),
     [
         (torch.full((3, 2), torch.nan), r"action lies outside .* at lane 0, step \d of its traj"),
-        (torch.full((3, 2), 3.0), r"got 3 at \[0\], wanted \[-1, 1\] and no NaN"),
-        (torch.zeros(3, 3), r"action: got float32 \[3, 3\], wanted float32 \[3, 2\] as on the f"),
+        (torch.full((3, 2), 3.0), r"got 3 at \[0\], expected \[-1, 1\] and no NaN"),
+        (torch.zeros(3, 3), r"action: got float32 \[3, 3\], expected float32 \[3, 2\] as on the f"),
         (None, "action is missing; it was there on the first step"),
     ],
 )
@@ -357,7 +357,7 @@ def test_an_action_of_another_dtype_later_is_refused(driver: str) -> None:
         action = torch.ones(td.batch_size, dtype=torch.int64)
         return td.set("action", action if calls < 4 else action * 0.7)
 
-    with pytest.raises(PolicyError, match=r"action: got float32.*wanted int64"):
+    with pytest.raises(PolicyError, match=r"action: got float32.*expected int64"):
         collect(PLAIN_DRIVERS[driver](), policy, frames_per_batch=4, total_frames=24)
 
 

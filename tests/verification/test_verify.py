@@ -520,7 +520,7 @@ def test_a_place_says_all_that_is_known(sound: dict[str, Path], tmp_path: Path) 
     found = {each.check: each for each in verify(path).findings}
     assert told(found["steps"]) == (
         "steps: the steps of a trajectory are not 0, 1, 2 ...\n"
-        f"    row {row:,}, lane {lane}, trajectory {id}, step 1000: wanted step {step}"
+        f"    row {row:,}, lane {lane}, trajectory {id}, step 1000: expected step {step}"
     )
 
 
@@ -598,9 +598,12 @@ def test_a_ledger_that_does_not_balance_is_found(
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (b"{", "none is of a collector, and a collector made the last rows"),
-        (b"[1]", "none is of a collector, and a collector made the last rows"),
-        (b'{"ledger": 3}', "none is of a collector, and a collector made the last rows"),
+        (b"{", "no commit record of a collector, although a collector wrote the last rows"),
+        (b"[1]", "no commit record of a collector, although a collector wrote the last rows"),
+        (
+            b'{"ledger": 3}',
+            "no commit record of a collector, although a collector wrote the last rows",
+        ),
     ],
 )
 def test_a_record_that_is_none_is_found(
@@ -617,9 +620,18 @@ def test_a_record_that_is_none_is_found(
     ("change", "message"),
     [
         ({"first_row_of_run": 7}, "it is of another run than the last rows"),
-        ({"first_row_of_run": "0"}, "none is of a collector, and a collector made the last rows"),
-        ({"stored_before": 0.5}, "none is of a collector, and a collector made the last rows"),
-        ({"ledger": {}}, "none is of a collector, and a collector made the last rows"),
+        (
+            {"first_row_of_run": "0"},
+            "no commit record of a collector, although a collector wrote the last rows",
+        ),
+        (
+            {"stored_before": 0.5},
+            "no commit record of a collector, although a collector wrote the last rows",
+        ),
+        (
+            {"ledger": {}},
+            "no commit record of a collector, although a collector wrote the last rows",
+        ),
     ],
 )
 def test_a_record_that_does_not_fit_its_run_is_found(
@@ -710,7 +722,7 @@ def test_a_record_with_a_flipped_bit_is_found(sound: dict[str, Path], tmp_path: 
     content = header.read_bytes()
     assert content.count(payload) == 1
     header.write_bytes(content.replace(payload, payload.replace(b"ledger", b"Ledger")))
-    assert "the newest one is damaged, and an older one stands in" in {
+    assert "the newest commit record is damaged; the previous one was used" in {
         each.message for each in verify(path).findings
     }
 
@@ -871,7 +883,7 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "memmap, a dtype": (
         "", lambda path: replace(path / "meta.json", b"float32", b"float64"),
-        "observation/dtype is 'torch.float64', wanted 'torch.float32'",
+        "observation/dtype is 'torch.float64', expected 'torch.float32'",
     ),
     "memmap, more rows": (
         "", lambda path: replace(path / "meta.json", b"1000", b"1001"),

@@ -147,7 +147,7 @@ def test_postproc_changes_what_is_yielded_and_stored(mode: str, tmp_path: Path) 
 def test_a_postproc_that_loses_rows_is_refused(mode: str) -> None:
     with (
         spread(SAME, 2, **BUDGET, mode=mode, postproc=lambda rows: rows[:-1]) as collector,
-        pytest.raises(ArgumentError, match=r"postproc: wanted a TensorDict of batch size \[17\]"),
+        pytest.raises(ArgumentError, match=r"postproc: expected a TensorDict of batch size \[17\]"),
     ):
         list(collector)
     collector.ledger.check()

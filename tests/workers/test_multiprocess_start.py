@@ -65,7 +65,7 @@ def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> Ex
 CREATE = factory(SAME, 0, 2)
 
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "mode": ((CREATE,), {**TWO, "mode": "both"}, r"mode: wanted one of \['sync', 'async'\]"),
+    "mode": ((CREATE,), {**TWO, "mode": "both"}, r"mode: expected one of \['sync', 'async'\]"),
     "fork": (
         (CREATE,),
         {**TWO, "mp_start_method": "fork"},
@@ -74,28 +74,32 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "start method": (
         (CREATE,),
         {**TWO, "mp_start_method": "threads"},
-        r"mp_start_method: wanted one of \['spawn', 'forkserver'\], got 'threads'",
+        r"mp_start_method: expected one of \['spawn', 'forkserver'\], got 'threads'",
     ),
-    "no workers": ((CREATE,), {"num_workers": 0}, "num_workers: wanted an integer above 0, got 0"),
-    "workers unsaid": ((CREATE,), {}, "num_workers: wanted an integer, got None"),
+    "no workers": (
+        (CREATE,),
+        {"num_workers": 0},
+        "num_workers: expected an integer above 0, got 0",
+    ),
+    "workers unsaid": ((CREATE,), {}, "num_workers: expected an integer, got None"),
     "other workers": (
         ([CREATE, CREATE],),
         {"num_workers": 3},
-        "num_workers: wanted 2, as many as there are factories, got 3",
+        "num_workers: expected 2, as many as there are factories, got 3",
     ),
-    "a number": ((5,), {"num_envs": 4}, "create_env_fn: wanted a Gymnasium id, .*got int"),
+    "a number": ((5,), {"num_envs": 4}, "create_env_fn: expected a Gymnasium id, .*got int"),
     "ids": ((["CartPole-v1"],), {}, "got a list of ids; pass one id, and num_workers"),
-    "no mapping": (("CartPole-v1",), {"env_kwargs": "x"}, "env_kwargs: wanted keywords by name"),
-    "no factory": (([],), {}, "create_env_fn: wanted at least one factory, got an empty list"),
+    "no mapping": (("CartPole-v1",), {"env_kwargs": "x"}, "env_kwargs: expected keywords by name"),
+    "no factory": (([],), {}, "create_env_fn: expected at least one factory, got an empty list"),
     "few lanes": (
         ("CartPole-v1",),
         {"num_workers": 3, "num_envs": 2},
-        "num_envs: wanted at least one lane for each of 3 workers, got 2; use fewer workers",
+        "num_envs: expected at least one lane for each of 3 workers, got 2; use fewer workers",
     ),
     "no lanes": (
         ("CartPole-v1",),
         {**TWO, "num_envs": 0},
-        "num_envs: wanted an integer above 0, got 0",
+        "num_envs: expected an integer above 0, got 0",
     ),
     "lanes of a factory": (
         (CREATE,),
@@ -107,7 +111,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {**TWO, "env_kwargs": {"a": 1}},
         "num_envs and env_kwargs go with a Gymnasium id",
     ),
-    "neither": ((7,), TWO, "create_env_fn: wanted a Gymnasium id, a factory or a list of factor"),
+    "neither": ((7,), TWO, "create_env_fn: expected a Gymnasium id, a factory or a list of factor"),
     "resets": (
         (CREATE,),
         {**TWO, "mode": "async", "reset_at_each_iter": True},
@@ -121,32 +125,36 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "threads": (
         (CREATE,),
         {**TWO, "threads_per_worker": 0},
-        "threads_per_worker: wanted an integer above 0, got 0",
+        "threads_per_worker: expected an integer above 0, got 0",
     ),
     "on death": (
         (CREATE,),
         {**TWO, "on_worker_death": "ignore"},
-        r"on_worker_death: wanted one of \['raise', 'respawn'\], got 'ignore'",
+        r"on_worker_death: expected one of \['raise', 'respawn'\], got 'ignore'",
     ),
-    "respawns": ((CREATE,), {**TWO, "max_respawns": -1}, "max_respawns: wanted an integer of at"),
+    "respawns": ((CREATE,), {**TWO, "max_respawns": -1}, "max_respawns: expected an integer of at"),
     "step timeout": (
         (CREATE,),
         {**TWO, "step_timeout": 0},
-        "step_timeout: wanted a number of seconds above 0, or None, got 0",
+        "step_timeout: expected a number of seconds above 0, or None, got 0",
     ),
     "start timeout": (
         (CREATE,),
         {**TWO, "start_timeout": -1.0},
-        "start_timeout: wanted a number of seconds above 0, or None, got -1.0",
+        "start_timeout: expected a number of seconds above 0, or None, got -1.0",
     ),
-    "batch": ((CREATE,), {**TWO, "frames_per_batch": 0}, "frames_per_batch: wanted an integer abo"),
+    "batch": (
+        (CREATE,),
+        {**TWO, "frames_per_batch": 0},
+        "frames_per_batch: expected an integer abo",
+    ),
     "two budgets": ((CREATE,), {**TWO, "total_episodes": 3}, "total_frames .* or total_episodes"),
     "a plain module": (
         (CREATE, torch.nn.Linear(3, 2)),
         TWO,
         r"policy: Linear is a plain nn.Module that takes tensors; wrap it in",
     ),
-    "no policy at all": ((CREATE, 3), TWO, "policy: wanted a TensorDictModule, a callable from"),
+    "no policy at all": ((CREATE, 3), TWO, "policy: expected a TensorDictModule, a callable from"),
 }
 
 
@@ -175,7 +183,7 @@ def test_what_cannot_travel_is_named(tmp_path: Path) -> None:
     def locked_policy(td: TensorDictBase, _: Any = lock) -> TensorDictBase:
         return ByObservation()(td)
 
-    what = "wanted something that cloudpickle can send to a worker, got TypeError: cannot pickle"
+    what = "expected something that cloudpickle can send to a worker, got TypeError: cannot pickle"
     kwargs = {**TWO, "storage": tmp_path / "s"}
     refused(ArgumentError, f"create_env_fn: {what}", locked, **kwargs)
     refused(ArgumentError, f"create_env_fn: {what}", [CREATE, locked], storage=tmp_path / "s")
@@ -254,7 +262,7 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         (factories(SAME, 2), no_action),
         {},
         PolicyError,
-        r"policy: wanted it to write action, got \['choice'\]",
+        r"policy: expected it to write action, got \['choice'\]",
     ),
     "an unknown id": (
         ("NoSuchEnv-v0",),
@@ -327,7 +335,8 @@ def test_too_little_shared_memory_is_told_with_the_numbers(
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
     match = (
-        rf"wanted (\d+) MiB of shared memory for {slabs}.*slots of 4 lanes.*, got 1 MiB available; "
+        rf"expected (\d+) MiB of shared memory for {slabs}.*slots of 4 lanes.*, got 1 MiB "
+        rf"available; "
         "make frames_per_batch smaller, or use fewer lanes or workers"
     )
     options = {"mode": mode, "frames_per_batch": 100_000, "total_frames": 200_000}
@@ -464,7 +473,7 @@ def test_a_policy_whose_weights_have_no_shape_yet_is_refused(tmp_path: Path) -> 
         TensorDictModule(torch.nn.LazyLinear(2), in_keys=["observation"], out_keys=["logits"]),
         TensorDictModule(_argmax, in_keys=["logits"], out_keys=["action"]),
     )
-    match = "weight: wanted weights, got a parameter without a shape; call the module once before"
+    match = "weight: expected weights, got a parameter without a shape; call the module once before"
     refused(ArgumentError, match, factories(SAME, 2), lazy, storage=tmp_path / "s")
     assert not list(tmp_path.iterdir())
 

@@ -206,9 +206,12 @@ def test_what_are_no_weights_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ArgumentError, match=r"missing are \['weight'\]"):
             collector.update_policy_weights_({})
         for wrong, said in (
-            (torch.zeros(7), "wanted a TensorDict of parameters, a state dict or a module, got Te"),
-            ({"weight": torch.zeros(3)}, r"weight: wanted shape \[7\], got \[3\]"),
-            ({"weight": [0.0] * 7}, "weight: wanted a tensor, got list"),
+            (
+                torch.zeros(7),
+                "expected a TensorDict of parameters, a state dict or a module, got Te",
+            ),
+            ({"weight": torch.zeros(3)}, r"weight: expected shape \[7\], got \[3\]"),
+            ({"weight": [0.0] * 7}, "weight: expected a tensor, got list"),
         ):
             with pytest.raises(ArgumentError, match=said):
                 collector.update_policy_weights_(wrong)

@@ -145,7 +145,7 @@ def test_an_arena_of_nothing() -> None:
 def test_attaching_to_less_than_was_created_is_refused() -> None:
     with arena_of(100) as arena:
         fd = os.dup(arena.fd)
-        with pytest.raises(ValueError, match=r"wanted 101 bytes .* got a file of 100"):
+        with pytest.raises(ValueError, match=r"expected 101 bytes .* got a file of 100"):
             Arena.attach(fd, 101)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -157,7 +157,7 @@ def test_views_outlive_the_arena() -> None:
     for _ in range(3):
         arena.close()
     assert_closed(arena.fd)
-    with pytest.raises(ValueError, match=r"wanted \(1,\) of bool from an arena that is closed"):
+    with pytest.raises(ValueError, match=r"expected \(1,\) of bool from an arena that is closed"):
         arena.array([1], np.bool_)
     tensor += 7
     assert tensor.tolist() == [7] * 4
@@ -447,6 +447,6 @@ def test_what_is_too_much_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ArgumentError) as caught:
         require(3 * MIB + 6, "the slabs of 4 workers")
     assert str(caught.value) == (
-        "wanted 4 MiB of shared memory for the slabs of 4 workers, got 3 MiB available; make "
+        "expected 4 MiB of shared memory for the slabs of 4 workers, got 3 MiB available; make "
         "frames_per_batch smaller, or use fewer lanes or workers"
     )

@@ -168,7 +168,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ArgumentError) as caught:
             weights.publish(nn.Linear(2, 2), 0)
         assert str(caught.value) == (
-            "wanted a module with the weights weight [2, 3] of torch.float32, got weight [2, 2] "
+            "expected a module with the weights weight [2, 3] of torch.float32, got weight [2, 2] "
             "of torch.float32; give one of the same structure as at the start"
         )
         with pytest.raises(ArgumentError, match=r"bias .* of torch.float32, got nothing more"):
@@ -177,9 +177,13 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             weights.publish(named(nn.Linear(3, 2), nn.PReLU()), 0)
         with pytest.raises(ArgumentError, match=r"torch.float32, got weight .* torch.float64"):
             weights.load_into(nn.Linear(3, 2).double())
-        with pytest.raises(ArgumentError, match="version: wanted an integer of at least 0, got -1"):
+        with pytest.raises(
+            ArgumentError, match="version: expected an integer of at least 0, got -1"
+        ):
             weights.publish(nn.Linear(3, 2), -1)
-        with pytest.raises(StateError, match="wanted shared weights, got none: publish them first"):
+        with pytest.raises(
+            StateError, match="expected shared weights, got none: publish them first"
+        ):
             weights.load_into(nn.Linear(3, 2))
         assert weights.version == -1
 
@@ -194,11 +198,13 @@ def named(first: nn.Module, more: nn.Module) -> nn.Module:
 
 
 def test_tensors_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="weight: wanted weights, got a parameter without a"):
+    with pytest.raises(ArgumentError, match="weight: expected weights, got a parameter without a"):
         SharedWeights(nn.LazyLinear(3), Measure())
     module = nn.Module()
     module.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
-    with pytest.raises(ArgumentError, match="sparse: wanted a dense tensor, got one with the lay"):
+    with pytest.raises(
+        ArgumentError, match="sparse: expected a dense tensor, got one with the lay"
+    ):
         SharedWeights(module, Measure())
 
 
@@ -397,7 +403,8 @@ def test_who_keeps_the_lock_is_named(kind: str) -> None:
                 weights.publish(source, 4)
             assert time.monotonic() - began < 20
             assert str(caught.value) == (
-                f"wanted the shared weights for writing, got no turn within 0.05 s: process {pid} "
+                "expected the shared weights for writing, got no turn within 0.05 s: process "
+                f"{pid} "
                 "(stopped) holds the lock; let that process go on, or kill it"
             )
             if kind == "writing":

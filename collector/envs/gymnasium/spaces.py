@@ -69,7 +69,7 @@ def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
     """
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         raise SpaceError(
-            f"wanted a Box, Discrete, MultiDiscrete or MultiBinary action space, got {space}; "
+            f"expected a Box, Discrete, MultiDiscrete or MultiBinary action space, got {space}; "
             "flatten it with gymnasium.wrappers.FlattenAction or a wrapper of your own"
         )
     return next(_leaves(space, ("action",), (), lanes))

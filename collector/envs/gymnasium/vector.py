@@ -84,7 +84,7 @@ class GymnasiumVectorEnv(EnvBase):
     ) -> None:
         if not isinstance(env, VectorEnv):
             raise ArgumentError(
-                f"wanted a gymnasium.vector.VectorEnv, got {type(env).__name__}; make one with "
+                f"expected a gymnasium.vector.VectorEnv, got {type(env).__name__}; make one with "
                 "gymnasium.make_vec(id, num_envs=…)"
             )
         if reset_slots not in ("mask", "avoid"):
@@ -201,7 +201,9 @@ class GymnasiumVectorEnv(EnvBase):
     def seed_lanes(self, seeds: Sequence[int]) -> None:
         """Seed every lane at the next full reset (where one seed is taken, the first)."""
         if len(seeds) != self.batch_size[0]:
-            raise ArgumentError(f"wanted {self.batch_size[0]} seeds, one a lane, got {len(seeds)}")
+            raise ArgumentError(
+                f"expected {self.batch_size[0]} seeds, one a lane, got {len(seeds)}"
+            )
         self._seeds = [int(seed) for seed in seeds]
 
     def close(self, *, raise_if_closed: bool = True) -> None:
@@ -336,7 +338,8 @@ class GymnasiumVectorEnv(EnvBase):
         names = ("reward", "terminated", "truncated")
         shapes = {name: list(np.shape(value)) for name, value in zip(names, got, strict=True)}
         return TransitionError(
-            f"wanted reward, terminated and truncated of shape {list(self.batch_size)}, one number "
+            f"expected reward, terminated and truncated of shape {list(self.batch_size)}, one "
+            "number "
             f"a lane, got the shapes {shapes}; reduce a vector of rewards in a wrapper"
         )
 
@@ -550,7 +553,7 @@ def autoreset_mode(env: VectorEnv) -> AutoresetMode:
         mode = (env.metadata or {}).get("autoreset_mode")
     if mode is None:
         raise EnvironmentRefused(
-            f"{type(env.unwrapped).__name__} does not say how it resets itself: wanted "
+            f"{type(env.unwrapped).__name__} does not say how it resets itself: expected "
             "env.unwrapped.autoreset_mode or env.metadata['autoreset_mode'] (gymnasium "
             f"{gymnasium.__version__}: one of {[m.value for m in AutoresetMode]})"
         )

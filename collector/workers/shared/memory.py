@@ -128,7 +128,7 @@ class Arena:
         if size < nbytes:
             os.close(fd)
             raise ValueError(
-                f"wanted {nbytes} bytes of shared memory to attach to, got a file of {size}; "
+                f"expected {nbytes} bytes of shared memory to attach to, got a file of {size}; "
                 "attach with the nbytes of the arena that was created"
             )
         return cls(fd, nbytes)
@@ -159,11 +159,11 @@ class Arena:
 
     def _carve(self, nbytes: int, what: str) -> NDArray[np.uint8]:
         if self._bytes is None:
-            raise ValueError(f"wanted {what} from an arena that is closed; carve before closing")
+            raise ValueError(f"expected {what} from an arena that is closed; carve before closing")
         start = _next_start(self._end)
         if start + nbytes > self.nbytes:
             raise ValueError(
-                f"wanted {what}, {nbytes} bytes from byte {start} on, got an arena of "
+                f"expected {what}, {nbytes} bytes from byte {start} on, got an arena of "
                 f"{self.nbytes} bytes; carve in the order in which the arena was measured"
             )
         self._end = start + nbytes
@@ -203,7 +203,7 @@ def require(nbytes: int, what: str) -> None:
     available = available_bytes()
     if nbytes > available:
         raise ArgumentError(
-            f"wanted {-(-nbytes // 2**20)} MiB of shared memory for {what}, got "
+            f"expected {-(-nbytes // 2**20)} MiB of shared memory for {what}, got "
             f"{available // 2**20} MiB available; make frames_per_batch smaller, or use fewer "
             "lanes or workers"
         )

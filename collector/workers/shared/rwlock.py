@@ -91,7 +91,8 @@ class FileLock:
     def _busy(self, purpose: str) -> SharedMemoryBusy:
         inside = " and ".join(map(_described, self._holders())) or "an unknown process"
         return SharedMemoryBusy(
-            f"wanted {self._what} for {purpose}, got no turn within {self._seconds:g} s: {inside} "
+            f"expected {self._what} for {purpose}, got no turn within {self._seconds:g} s: "
+            f"{inside} "
             "holds the lock; let that process go on, or kill it"
         )
 

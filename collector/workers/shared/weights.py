@@ -63,7 +63,7 @@ class SharedWeights:
             SharedMemoryBusy: a reader did not come to an end in time.
         """
         if version < 0:
-            raise ArgumentError(f"version: wanted an integer of at least 0, got {version}")
+            raise ArgumentError(f"version: expected an integer of at least 0, got {version}")
         sources = self._tensors(module)
         with self._lock.writing():
             spare = 1 - (self._word[0] & 1)
@@ -85,7 +85,7 @@ class SharedWeights:
         with self._lock.reading():
             word = self._word[0]
             if not word:
-                raise StateError("wanted shared weights, got none: publish them first")
+                raise StateError("expected shared weights, got none: publish them first")
             _copy(targets, self._copies[word & 1])
         return (word >> 1) - 1
 
@@ -106,7 +106,7 @@ class SharedWeights:
         got = [_spec(name, tensor) for name, tensor in named]
         if got != self._specs:
             raise ArgumentError(
-                f"wanted a module with the weights {_difference(self._specs, got)}; give one of "
+                f"expected a module with the weights {_difference(self._specs, got)}; give one of "
                 "the same structure as at the start"
             )
         return [tensor for _, tensor in named]
@@ -119,11 +119,12 @@ def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _spec(name: str, tensor: torch.Tensor) -> Spec:
     if nn.parameter.is_lazy(tensor):
         raise ArgumentError(
-            f"{name}: wanted weights, got a parameter without a shape; call the module once before"
+            f"{name}: expected weights, got a parameter without a shape; call the module once "
+            "before"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ArgumentError(
-            f"{name}: wanted a dense tensor, got one with the layout {tensor.layout}, dtype "
+            f"{name}: expected a dense tensor, got one with the layout {tensor.layout}, dtype "
             f"{tensor.dtype}; other processes can only be given dense weights"
         )
     return Spec(name, tensor.shape, tensor.dtype)

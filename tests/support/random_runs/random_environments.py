@@ -100,7 +100,7 @@ class NativeVector(VectorEnv[Any, Any, Any]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset every lane, whatever a mask in `options` says."""
-        assert seed is None or isinstance(seed, int), f"wanted an integer, got {seed!r}"
+        assert seed is None or isinstance(seed, int), f"expected an integer, got {seed!r}"
         self._over[:] = False
         return self._gather(
             [

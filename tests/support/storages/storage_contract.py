@@ -523,8 +523,8 @@ class StorageContract:
             with pytest.raises(SchemaMismatch) as caught:
                 storage.initialise(Schema.of(other))
             for part in (
-                "id has dtype int32, wanted int64",
-                "wide has shape [4] a row, wanted [3]",
+                "id has dtype int32, expected int64",
+                "wide has shape [4] a row, expected [3]",
                 "next/id is missing",
                 "extra is not a column here",
                 "Nothing was written",
@@ -533,8 +533,8 @@ class StorageContract:
             with pytest.raises(RowsMismatch) as refused:
                 storage.extend(other)
             for part in (
-                "id has int32, shape [1], wanted an array of int64, shape [1]",
-                "wide has float32, shape [1, 4], wanted an array of float32, shape [1, 3]",
+                "id has int32, shape [1], expected an array of int64, shape [1]",
+                "wide has float32, shape [1, 4], expected an array of float32, shape [1, 3]",
                 "next/id is missing",
                 "('extra',) is not a column here",
                 "Nothing was written",
@@ -546,7 +546,7 @@ class StorageContract:
         ("wrong", "wording"),
         [
             ({("id",): np.zeros(2, np.int64)}, r"id has int64, shape \[2\], wanted .* shape \[3\]"),
-            ({("id",): torch.zeros(3, dtype=torch.int64)}, "id is Tensor, wanted an array"),
+            ({("id",): torch.zeros(3, dtype=torch.int64)}, "id is Tensor, expected an array"),
             ({("id",): None}, "id is missing"),
             ({"id": np.zeros(3, np.int64)}, "'id' is not a column here"),
             ({("id",): np.zeros((), np.int64)}, r"id has int64, shape \[\]"),
