@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -11,14 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from tallyroll.collector.cli.report import plain_console, readable_bytes, text_of, times
-from tallyroll.collector.cli.scan import Scan, scan
 from tallyroll.collector.cli.streams import emit
 from tallyroll.storage import CorruptStorage, open_storage
+from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.files.checksums import rows_covered
-from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.run_record import RunRecord
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import REWARD, spell
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.trajectories.episodes import (
+    END_CUT,
+    END_OPEN,
+    END_TERMINATED,
+    END_TRUNCATED,
+)
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -46,7 +52,7 @@ def examine(storage: DiskStorage, rows: int) -> dict[str, Any]:
     Rows that are committed meanwhile do not count: all of it is about the same rows.
     """
     span, manifest = storage.span, storage.manifest
-    found = scan(storage, span)
+    found = _episodes(storage, span)
     nbytes = len(span) * storage.schema.row_nbytes
     return {
         "path": str(storage.path),
@@ -68,7 +74,7 @@ def examine(storage: DiskStorage, rows: int) -> dict[str, Any]:
             for column in storage.schema.columns
         ],
         "runs": runs_of(manifest["runs"], span),
-        "trajectories": found and _trajectories(found, storage),
+        "trajectories": found and found.trajectories,
         "returns": found and _spread(found.returns),
         "lengths": found and _spread(found.lengths),
         "ledger": _ledger(storage),
@@ -131,16 +137,37 @@ def _part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _trajectories(found: Scan, storage: DiskStorage) -> dict[str, Any]:
-    being_written = is_held(storage.inside, storage.lock_path)
-    return {
-        "total": found.terminated + found.truncated + found.unfinished,
-        "terminated": found.terminated,
-        "truncated": found.truncated,
-        "cut": 0 if being_written else found.unfinished,
-        "open": found.unfinished if being_written else 0,
-        "begun_earlier": found.begun_earlier,
+@dataclass(frozen=True)
+class _Episodes:
+    """Counts of trajectories, and returns and lengths of whole episodes, [episodes]."""
+
+    trajectories: dict[str, int]
+    returns: np.ndarray[Any, Any]
+    lengths: np.ndarray[Any, Any]
+
+
+def _episodes(storage: DiskStorage, span: range) -> _Episodes | None:
+    """The trajectories of the rows ``span``; None if the rows do not say theirs."""
+    try:
+        table = storage.trajectories.table
+    except (ColumnsMissing, CorruptStorage):  # `verify` says what is wrong
+        return None
+    table = table[(table["first_row"] < span.stop) & (table["last_row"] >= span.start)]
+    # A writer may have committed more rows meanwhile: those trajectories were open.
+    end = np.where(table["last_row"] >= span.stop, END_OPEN, table["end"])
+    ended = (end == END_TERMINATED) | (end == END_TRUNCATED)
+    whole = ended & (table["first_row"] >= span.start) & (table["first_step"] == 0)
+    counts = {
+        "total": len(table),
+        "terminated": int((end == END_TERMINATED).sum()),
+        "truncated": int((end == END_TRUNCATED).sum()),
+        "cut": int((end == END_CUT).sum()),
+        "open": int((end == END_OPEN).sum()),
+        "begun_earlier": int((ended & ~whole).sum()),
     }
+    scalar = REWARD in storage.schema and table["return"].ndim == 1
+    returns = table["return"][whole] if scalar else np.empty(0)
+    return _Episodes(counts, returns, table["length"][whole])
 
 
 def _spread(values: np.ndarray[Any, Any]) -> dict[str, Any] | None:

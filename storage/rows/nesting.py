@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from tallyroll.storage.compat import new_tensordict
 from tallyroll.storage.errors import InvalidSchema, RowsMismatch
 from tallyroll.storage.rows.keys import Key, spell
 
-__all__ = ["Nest", "array_of", "leaves", "nest", "require_dense", "require_rows"]
+__all__ = ["Nest", "array_of", "leaves", "require_dense", "require_rows"]
 
 
 def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
@@ -163,22 +163,3 @@ def _filled(level: _Level, tensors: list[torch.Tensor], batch: torch.Size) -> Te
     }
     size = torch.Size((*batch, *level.behind)) if level.behind else batch
     return new_tensordict(source=source, batch_size=size, nested=False)
-
-
-def nest(columns: Iterable[tuple[Key, torch.Tensor]], batch_size: Iterable[int]) -> TensorDict:
-    """A TensorDict whose every level has ``batch_size``."""
-    tree: dict[str, Any] = {}
-    for key, leaf in columns:
-        level = tree
-        for name in key[:-1]:
-            level = level.setdefault(name, {})
-        level[key[-1]] = leaf
-    return _tensordict(tree, torch.Size(batch_size))
-
-
-def _tensordict(tree: Mapping[str, Any], batch_size: torch.Size) -> TensorDict:
-    source = {
-        name: _tensordict(value, batch_size) if isinstance(value, dict) else value
-        for name, value in tree.items()
-    }
-    return TensorDict(source, batch_size=batch_size)

@@ -23,7 +23,6 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
-from tallyroll.collector.cli import scan as cli_scan
 from tallyroll.collector.cli.errors import CommandError
 from tallyroll.storage import MemmapStorage, open_storage
 
@@ -766,14 +765,7 @@ def by_hand(path: Path) -> tuple[list[float], list[int], int]:
     return returns, lengths, len(sums) - len(returns)
 
 
-@pytest.mark.parametrize("chunk", [7, 2**18])
-def test_inspect_json(
-    collected: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    chunk: int,
-) -> None:
-    monkeypatch.setattr(cli_scan, "CHUNK_ROWS", chunk)
+def test_inspect_json(collected: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tallyroll("inspect", "data", "--json", "--rows", 2) == 0
     found = json.loads(capsys.readouterr().out)
     returns, lengths, unfinished = by_hand(collected)
@@ -909,11 +901,7 @@ def test_inspect_of_every_format_finalized(
     assert found["trajectories"]["total"] > 0
 
 
-@pytest.mark.parametrize("chunk", [7, 2**18])
-def test_inspect_of_a_ring(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    monkeypatch.setattr(cli_scan, "CHUNK_ROWS", chunk)
+def test_inspect_of_a_ring(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = {"num_envs": 3, "frames_per_batch": 50, "total_frames": 700, "seed": 0}
     with (
         MemmapStorage("data", max_size=300) as storage,

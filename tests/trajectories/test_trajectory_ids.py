@@ -24,7 +24,6 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.errors import ColumnsMissing, RowsMismatch, TrajectoryIdTaken
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.rows.nesting import nest
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories import id_checks
 
@@ -49,7 +48,7 @@ def batch(rows: list[Row], *, wide: bool = False) -> dict[Any, np.ndarray]:
 
 
 def tensors(rows: dict[Any, np.ndarray]) -> TensorDict:
-    return nest(((key, torch.from_numpy(each)) for key, each in rows.items()), [len(rows[IDS])])
+    return TensorDict({key: torch.from_numpy(each) for key, each in rows.items()}, [len(rows[IDS])])
 
 
 def stored(storage: DiskStorage) -> list[Row]:

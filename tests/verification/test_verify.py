@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 from torchrl.envs import GymWrapper
 
@@ -20,7 +21,6 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import Finding, MemmapStorage, Report, StorageMissing, open_storage, verify
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.files.safe_files import Inside
-from tallyroll.storage.rows.nesting import nest
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.verification import row_checks
@@ -397,7 +397,7 @@ def test_infinities_are_found_in_every_dtype(tmp_path: Path, dtype: torch.dtype,
         elif key == "next/observation":
             rows["observation",][3, 0] = bad
         with MemmapStorage(tmp_path / name) as storage:
-            storage.extend(nest(rows.items(), [4]))
+            storage.extend(TensorDict(dict(rows), [4]))
         if abs(bad) <= limit:
             assert_sound(tmp_path / name)
             continue

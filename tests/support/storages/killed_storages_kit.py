@@ -31,7 +31,6 @@ import tallyroll.storage
 from tallyroll.storage import H5Storage, MemmapStorage, StorageFull, ZarrStorage
 from tallyroll.storage.engine import engine
 from tallyroll.storage.errors import NotAStorage, StorageMissing
-from tallyroll.storage.rows.nesting import nest
 from tallyroll.storage.storages import DiskStorage
 
 from storage_contract import WAIT_SECONDS, process
@@ -95,7 +94,7 @@ def oracle(start: int, count: int) -> dict[Key, np.ndarray]:
 def tensors(start: int, count: int) -> TensorDict:
     """The same rows, as tensors."""
     columns = oracle(start, count).items()
-    return nest(((key, torch.from_numpy(array)) for key, array in columns), [count])
+    return TensorDict({key: torch.from_numpy(array) for key, array in columns}, [count])
 
 
 def at(numbers: np.ndarray) -> dict[Key, np.ndarray]:
