@@ -1,4 +1,4 @@
-"""What can go wrong while collecting. One class a condition.
+"""Errors of collectors, one class for each condition.
 
 ::
 

@@ -19,7 +19,7 @@ _FRAMES_PER_BATCH = 4096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy reached. ``ledger`` counts what the evaluation itself cost."""
+    """The result of an evaluation. ``ledger`` counts what the evaluation itself cost."""
 
     episodes: list[Episode]
     ledger: Ledger

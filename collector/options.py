@@ -1,4 +1,4 @@
-"""What every collector is told, checked before anything is made or touched."""
+"""Options that all collectors share, checked before anything is made."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What can go wrong with a storage, one class a condition.
+"""Errors of storages, one class for each condition.
 
 ::
 

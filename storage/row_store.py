@@ -388,7 +388,7 @@ class RowStore:
     @property
     @told
     def manifest(self) -> Manifest:
-        """What the storage is, what it holds, and the runs that wrote it."""
+        """The manifest: identity, schema, and the runs that wrote the rows."""
         self._running()
         if self._manifest is None or self.mode == "read":
             self._manifest = manifest_of(self._format)

@@ -1,4 +1,4 @@
-"""Where the trajectories of a batch end: marked in what is yielded, not in what is stored. Pure.
+"""Marks of the ends of trajectories in yielded batches; stored rows have none. Pure.
 
 Value estimators step through time by ``done``: by the one at the root, or by that of a group of
 agents. So each of them is True at the last row that a batch has of a trajectory. At the root that
@@ -86,7 +86,7 @@ def last_rows(rows: Rows) -> NDArray[np.bool_]:
 
 
 def with_cuts(rows: Rows, dones: Sequence[Key] = ()) -> Rows:
-    """What is yielded: ``cut`` marked, and every done also True where a trajectory's rows end.
+    """Mark ``cut``, and every done where a trajectory's rows end, as yielded batches have it.
 
     ``dones`` are the done keys below the root.
     """
@@ -109,7 +109,7 @@ def own_flags(rows: Rows, dones: Sequence[Key]) -> OwnFlags | None:
 
 
 def without_cuts(rows: Mapping[Key, torch.Tensor], own: OwnFlags | None = None) -> Rows:
-    """What is stored: the environment's own done, no column that describes the batch.
+    """Restore the environment's own done, and drop columns that describe the batch.
 
     Raises:
         ArgumentError: rows that a postproc changed so that ``own`` has no place in them.

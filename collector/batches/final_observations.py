@@ -1,4 +1,4 @@
-"""Are the final observations those of the episodes that ended? Watched while rows are collected."""
+"""Detect environments that return a first observation as the final one, while collecting."""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What made the data: versions, and the part of a call that is worth keeping."""
+"""Provenance of a run for the manifest: versions, seeds, and arguments of the call."""
 
 import platform
 from collections.abc import Mapping, Sequence

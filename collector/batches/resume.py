@@ -1,4 +1,4 @@
-"""What a storage says of the run that is to be continued. Checked: anything may stand in a file."""
+"""Read the run to be continued from a manifest, and check every value of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

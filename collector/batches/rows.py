@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RowSource:
-    """What a slab's columns become as rows.
+    """Makes rows of a slab's columns.
 
     ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
     ``observed`` names the observations that tell states apart, ``dones`` names the done columns

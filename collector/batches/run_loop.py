@@ -431,7 +431,7 @@ class Collector(ABC):
 
     @property
     def policy_version(self) -> int:
-        """How often the policy's weights were updated; -1 where actions are random."""
+        """Number of updates of the policy's weights; -1 if actions are random."""
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
     def update_policy_weights_(self, weights: Weights = None) -> None:
@@ -487,7 +487,7 @@ class Collector(ABC):
         """Take over what :meth:`_env_state` gave."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later collector needs to go on: budget, ids, seeds, policy, generators.
+        """The state that a later collector needs to go on: budget, ids, seeds, policy, generators.
 
         Environments cannot be saved: after loading, every lane starts a new trajectory, from a
         seed that was not used before. Transitions that wait for the next batch are discarded.

@@ -1,4 +1,4 @@
-"""Is what the environment returned what it declared? Whole columns at a time."""
+"""Compare values with the spaces that the environment declared, whole columns at a time."""
 
 import warnings
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Where delivered rows go: a storage, a TorchRL replay buffer, both, or nowhere."""
+"""Write batches to a storage, a TorchRL replay buffer, both, or nowhere."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ class ClosedFirstWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a storage knows of the run that is continued."""
+    """The run to be continued, as its storage knows it."""
 
     seed: int
     incarnation: int

@@ -1,4 +1,4 @@
-"""What can go wrong with a command, before it has changed anything."""
+"""Errors of a command that has changed nothing yet."""
 
 from tallyroll.collector.errors import CollectorError
 

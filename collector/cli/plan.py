@@ -1,4 +1,4 @@
-"""What a ``tallyroll collect`` command asks for, and the storage that it writes to."""
+"""The options of a ``tallyroll collect`` command, and the storage that it writes to."""
 
 import argparse
 import importlib
@@ -26,7 +26,7 @@ from tallyroll.storage.storages import DiskStorage, storage_class
 
 @dataclass(frozen=True)
 class Plan:
-    """What to collect. None: left out on the command line."""
+    """The options of a run. None: left out on the command line."""
 
     env: str | None = None
     frames: int | None = None
@@ -172,7 +172,7 @@ class CommandStorage(DiskStorage):
 
 @dataclass(frozen=True)
 class OutputPath:
-    """Where a command writes to: ``--out`` and what belongs to it."""
+    """The path that a command writes to: ``--out`` and its options."""
 
     path: str
     format: str | None = None

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere."""
 
 import contextlib
 import math
@@ -27,7 +27,7 @@ _WINDOW = 50
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a run stands."""
+    """The progress of a run at one moment."""
 
     done: int
     total: int

@@ -1,4 +1,4 @@
-"""What the commands' reports are made of."""
+"""Tables and texts for the reports of all commands."""
 
 import io
 import math

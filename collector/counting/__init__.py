@@ -1,1 +1,1 @@
-"""What is counted, and how it is numbered. Pure: no environment, no file."""
+"""Counts and numbers of slots, transitions, episodes. Pure: no environment, no file."""

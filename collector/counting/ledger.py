@@ -9,7 +9,7 @@ from tallyroll.collector.errors import LedgerError
 
 @dataclass
 class Ledger:
-    """What happened to every slot of a run.
+    """The balanced count of every slot of a run.
 
     Two equations hold whenever a batch has been delivered (:meth:`check`)::
 
@@ -104,7 +104,7 @@ _NOT_COUNTS = {"seed", "versions"}
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a run may deliver: ``total`` transitions, or no limit where it is None."""
+    """The budget of a run: ``total`` transitions, or no limit if it is None."""
 
     total: int | None
 

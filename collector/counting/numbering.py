@@ -53,7 +53,7 @@ def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.ra
 
 @dataclass
 class LaneState:
-    """Where each lane stands, between two blocks of rows. All arrays are ``[lane]``.
+    """The state of each lane between two blocks of rows. All arrays are ``[lane]``.
 
     Lane ``l``'s ``k``-th trajectory has the id ``base + k * lanes + l``.
     """

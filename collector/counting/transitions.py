@@ -1,4 +1,4 @@
-"""What is a transition, and which transitions are the first N. Pure array arithmetic.
+"""Tell transitions from reset slots, and find the first N of them. Pure array arithmetic.
 
 Axes are always ``[time, lane]``: one row a batched step call, one column a lane.
 

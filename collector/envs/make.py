@@ -1,4 +1,4 @@
-"""What ``create_env_fn`` may be, and what is refused with the way out."""
+"""Make an environment of any kind of ``create_env_fn``, or refuse it with the way out."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

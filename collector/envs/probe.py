@@ -36,7 +36,7 @@ MOST_SECONDS = 0.1
 
 
 class Call:
-    """What a step or a reset returned, and what was in it then.
+    """The values that a step or a reset returned, and a copy of them.
 
     Args:
         returned: all of it.

@@ -1,1 +1,1 @@
-"""What chooses actions: a policy, or a random generator."""
+"""Policies and random generators, which choose actions."""

@@ -1,4 +1,4 @@
-"""What fills the slots of a slab: the interface, and what drivers of this process share."""
+"""Drivers fill the slots of a slab: their interface, and the base of local ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, 
 
 @dataclass(frozen=True)
 class Account:
-    """What became of the slots ``[start, stop)`` that a driver was asked to fill."""
+    """The outcome of the slots ``[start, stop)`` that a driver was asked to fill."""
 
     slots: int
     """Lanes of step calls that were made."""
@@ -110,7 +110,7 @@ class Driver(ABC):
 
 
 class LocalDriver(Driver):
-    """What both ways of driving an environment of this process share.
+    """The base of both drivers of this process.
 
     Args:
         env: batch size ``[]`` (one lane) or ``[lanes]``.

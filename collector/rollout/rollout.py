@@ -60,7 +60,7 @@ Sound = Callable[[Slab, int], int]
 
 
 class Source(Protocol):
-    """Where a collector takes blocks of transitions from, until it is dry."""
+    """A source of blocks of transitions for a collector, until it is dry."""
 
     random_frames: int
     """That many transitions still have random actions."""

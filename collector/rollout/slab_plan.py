@@ -1,4 +1,4 @@
-"""How an environment is driven: what its slab looks like, and which driver fills it."""
+"""Plan the slab of an environment and a policy, and choose the driver that fills it."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -44,7 +44,7 @@ SLAB_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """What a slab of an environment and a policy looks like, and what its rows become."""
+    """The plan of a slab for an environment and a policy, and of the rows made of it."""
 
     layout: SlabColumns
     extra: tuple[Key, ...]

@@ -1,4 +1,4 @@
-"""What of a Gymnasium ``info`` becomes a column, as a caller declares it."""
+"""Declarations of Gymnasium ``info`` entries that become columns."""
 
 import re
 from collections.abc import Iterable

@@ -44,7 +44,7 @@ SlabColumns = Mapping[Key, SlabColumn]
 
 @dataclass(slots=True)
 class Cursor:
-    """Where an environment that writes in place reads its action and writes what came.
+    """Arrays of a slab that an environment reads actions from and writes results to.
 
     All arrays are ``[time, lane, ...]``; the slot is ``at``. An adapter reads ``action[at]`` and
     fills ``reward``, ``terminated``, ``truncated``, ``next_obs`` with what the step led to (the

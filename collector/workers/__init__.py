@@ -1,1 +1,1 @@
-"""What the worker processes of the multiprocess collector are made of."""
+"""Worker processes of the multiprocess collector."""

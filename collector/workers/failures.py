@@ -1,4 +1,4 @@
-"""What is said when a worker fails: what happened, to which lanes, what to do."""
+"""Errors for failed workers: the cause, the lanes, the last actions, the remedy."""
 
 import pickle
 import signal

@@ -1,4 +1,4 @@
-"""What a worker does with a lease: fill a segment of its slab."""
+"""Fill a segment of a worker's slab, as a lease asks for."""
 
 from collections.abc import Sequence
 

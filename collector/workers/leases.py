@@ -59,7 +59,7 @@ class Leased:
 
 @dataclass
 class Tally:
-    """What a worker has of the budget."""
+    """A worker's part of the budget."""
 
     leases: deque[Leased] = field(default_factory=deque)
     """In the order in which it fills them."""

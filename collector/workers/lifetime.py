@@ -1,4 +1,4 @@
-"""How a worker ends: with its parent, by a signal to its group, never by the terminal's."""
+"""End workers with their parent, and by signals to their groups, not by the terminal's."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What a parent and its workers say to each other: small, for rows travel in shared memory.
+"""Messages between a parent and its workers: small, for rows travel in shared memory.
 
 The parent asks, a worker answers each question once, in their order::
 
@@ -36,7 +36,7 @@ Action = NDArray[Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is for; it travels with the process, by cloudpickle."""
+    """The job of a worker; it travels with the process, by cloudpickle."""
 
     create_env_fn: Any
     num_envs: int | None
@@ -69,7 +69,7 @@ class Seed:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the environment and the policy need, and allow."""
+    """The slab that the environment and the policy need, and the values they allow."""
 
     plan: SlabPlan
     ranges: Sequence[Range]

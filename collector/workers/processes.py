@@ -164,7 +164,7 @@ class WorkerPool:
         *,
         interruptible: bool = True,
     ) -> list[Event]:
-        """What is heard next of the members that were asked; waits for something.
+        """The next events of members that were asked; waits for at least one.
 
         Args:
             limit: seconds, after which nothing was heard and the list is empty.

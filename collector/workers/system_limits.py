@@ -1,4 +1,4 @@
-"""What the system allows a process, in words, where so many workers are too many for it."""
+"""Explain errors of the system's limits, for example of open files, by their numbers."""
 
 import errno
 import resource

@@ -1,4 +1,4 @@
-"""Where the rows of a ring lie, and which of them are valid. Pure.
+"""Slots of the rows of a ring, and which rows are valid. Pure.
 
 Rows are numbered over all that were ever written: 0, 1, 2, ... In a ring of
 ``size`` slots row r lies in slot ``r % size``. ``reserve`` counts the rows that may

@@ -1,4 +1,4 @@
-"""Does a header lie in the file that its writer has open, or in a copy of that file?
+"""Detect a header in a copy of the file that its writer had open.
 
 Files that are copied one by one while a writer adds rows are of different moments: the header may
 count rows that were not there yet when the columns were copied. So the header says that it is open
@@ -64,7 +64,7 @@ def moved_into(file: int, header: bytes) -> bytes:
 
 
 class Origin:
-    """What a header of version 3 says of its file.
+    """The words of a header of version 3 that identify its file.
 
     Args:
         words: the header, as machine words.

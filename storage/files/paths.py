@@ -1,4 +1,4 @@
-"""What every format asks of the file system, and how it says what came back."""
+"""Paths of storages: free space, directories, and errors of the file system in our words."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def nearest(path: Path) -> Path:
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """What the system refuses within it is raised as an error of the storage at ``path``."""
+    """Raise errors of the system within it as errors of the storage at ``path``."""
     try:
         yield
     except OSError as error:
@@ -185,7 +185,7 @@ def told(
 def failed(
     path: Path, error: OSError, nbytes: int
 ) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
-    """What an error of the file system means to a storage at ``path`` that wanted ``nbytes``."""
+    """The error for a storage at ``path`` that needed ``nbytes``, for one of the file system."""
     if error.errno in _FULL:
         try:
             free: int | str = free_bytes(path)

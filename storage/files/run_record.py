@@ -11,7 +11,7 @@ __all__ = ["RunRecord", "is_count"]
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run had counted when ``at`` rows were committed; -1 where a record does not say."""
+    """Counts of a run when ``at`` rows were committed; -1 where a record does not say."""
 
     at: int
     """Rows committed when it was written."""

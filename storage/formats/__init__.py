@@ -1,4 +1,4 @@
-"""Where the rows of each format lie, and what other libraries read of it."""
+"""Formats: the places of their rows, and metadata for other libraries."""
 
 from tallyroll.storage.moved_paths import moved_names
 

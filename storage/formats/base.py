@@ -1,4 +1,4 @@
-"""What a storage format supplies: where rows lie, and the metadata that others read."""
+"""The interface of a format: the places of rows, and metadata for other libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Format"]
 
 
 class Format(ABC):
-    """Where the rows of a storage lie, and the metadata around them."""
+    """The places of a storage's rows, and the metadata around them."""
 
     name: ClassVar[str]
     """The name in the manifest, ``tallyroll.`` first."""

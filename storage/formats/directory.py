@@ -1,4 +1,4 @@
-"""What storages that are directories have in common: what may be there before and after."""
+"""The base of formats that are directories: which files may be there, and their removal."""
 
 from __future__ import annotations
 

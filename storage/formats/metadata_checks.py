@@ -1,4 +1,4 @@
-"""Is what other libraries read of a storage what was written for them? Pure but for reading."""
+"""Compare metadata for other libraries with what should be there. Pure but for reading."""
 
 from __future__ import annotations
 

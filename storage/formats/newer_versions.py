@@ -1,4 +1,4 @@
-"""What a later Tallyroll may have left where this one finds no storage: told by what others see."""
+"""Detect storages of a later Tallyroll by the metadata that other libraries read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Will so many rows fit? Asked before the first one is written; answered with numbers."""
+"""Compare the space that rows take with the space there is, before any is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGEST_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What rows take on disk in some format."""
+    """Space that rows take on disk in some format."""
 
     nbytes: int
     """Bytes in all files."""
@@ -45,7 +45,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a run will take, and what there is."""
+    """Space and files that a run will take, and those that there are."""
 
     rows: int
     row_nbytes: int

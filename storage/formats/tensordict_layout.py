@@ -1,4 +1,4 @@
-"""Where tensordict keeps columns on disk, and the metadata that it reads. Pure."""
+"""Paths of columns as tensordict has them on disk, and the metadata that it reads. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How TorchRL's replay buffers and writers are kept in step with a storage on disk."""
+"""Keep TorchRL's replay buffers and writers in step with a storage on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an index means on a given number of rows. Pure."""
+"""Row numbers that an index selects. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a storage holds: named, typed columns. Pure; knows no files."""
+"""Schemas: the named, typed columns of a storage. Pure; knows no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows say of trajectories, read in the order of their numbers."""
+"""Read the columns that rows have of trajectories, in the order of row numbers."""
 
 from __future__ import annotations
 

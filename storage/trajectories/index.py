@@ -1,4 +1,4 @@
-"""What is known of a storage's trajectories, brought up to its rows whenever somebody asks."""
+"""The index of a storage's trajectories, brought up to its rows at every question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the table of episodes say what the rows say?"""
+"""Compare the table of episodes with the rows."""
 
 from __future__ import annotations
 

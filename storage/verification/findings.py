@@ -1,4 +1,4 @@
-"""What `verify` found: frozen records, and the list in which they are gathered. Pure."""
+"""Findings of `verify`: frozen records, and the list that gathers them. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = 5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something is wrong. What does not apply is None."""
+    """A place where something is wrong. Fields that do not apply are None."""
 
     row: int | None = None
     """The row's number."""
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` looked at and what it found."""
+    """The checks that `verify` made, and their findings."""
 
     path: str
     format: str | None

@@ -1,4 +1,4 @@
-"""Do the rows of a run say who made them: one trajectory after the other in every lane? Pure."""
+"""Check lanes, ids and steps: in every lane one trajectory follows the other. Pure."""
 
 from __future__ import annotations
 

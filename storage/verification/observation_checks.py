@@ -1,4 +1,4 @@
-"""Does every row begin with what the row before it says came next? And zeros among them. Pure."""
+"""Compare each next observation with the following row's, and find lost ones. Pure."""
 
 from __future__ import annotations
 

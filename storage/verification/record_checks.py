@@ -1,4 +1,4 @@
-"""Do the manifest's runs and the record of the last commit fit the rows and each other? Pure."""
+"""Compare the manifest's runs and the last commit record with the rows. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the rows of a run come from an environment that resets itself without saying so? Pure."""
+"""Detect runs of environments that reset themselves without saying so. Pure."""
 
 from __future__ import annotations
 

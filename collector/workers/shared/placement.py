@@ -1,4 +1,4 @@
-"""What lies where in the memory that a parent shares with its workers.
+"""Places of slabs and boards in the memory that a parent shares with its workers.
 
 One arena, carved by every process in the same order: a board a worker, the policy's weights, and
 one slab of all lanes (``mode="sync"``) or one a worker, of several segments (``mode="async"``).
@@ -23,7 +23,7 @@ Memory = dict[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """How the lanes of a run are spread over workers and memory."""
+    """The share of lanes, slabs and memory that each worker has."""
 
     lanes: tuple[int, ...]
     """Lanes of each worker."""

@@ -1,4 +1,4 @@
-"""What h5py is asked: to make a file with our datasets in it, and where they lie.
+"""Make a file with our datasets by h5py, and find the offsets of the datasets.
 
 It is closed again before a row is written. Nothing here writes rows.
 """
@@ -60,7 +60,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True, slots=True)
 class AttributePlace:
-    """Where the value of an attribute lies: its first byte, and the bytes right before it."""
+    """The place of an attribute's value: its first byte, and the bytes right before it."""
 
     at: int
     before: bytes
@@ -68,7 +68,7 @@ class AttributePlace:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOffsets:
-    """Where the datasets lie: the first byte of each, in the schema's order, and their rows."""
+    """The first byte of each dataset, in the schema's order, and the rows that they hold."""
 
     offsets: tuple[int, ...] = ()
     capacity: int = 0
@@ -76,7 +76,7 @@ class DatasetOffsets:
 
 @dataclass(frozen=True, slots=True)
 class FilePlaces:
-    """What a file's manifest remembers of it."""
+    """Places in a file, as its manifest keeps them."""
 
     rows: AttributePlace
     """The value of the attribute ``rows``, an int64."""

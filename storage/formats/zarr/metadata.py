@@ -1,4 +1,4 @@
-"""What Zarr v3 wants to know about columns: the content of every ``zarr.json``. Pure.
+"""Zarr v3 metadata of columns: the content of every ``zarr.json``. Pure.
 
 As in the Zarr core specification, version 3: https://zarr-specs.readthedocs.io
 """
