@@ -21,12 +21,12 @@ OBSERVATIONS: Final = "_observations"
 
 
 def own_observations(env: VectorEnv) -> Sequence[Any]:
-    """What each lane of a `SyncVectorEnv` returned last; empty of others."""
+    """The last observation of each lane of a `SyncVectorEnv`; empty for others."""
     return getattr(env.unwrapped, "_env_obs", None) or ()
 
 
 def info_merge(env: VectorEnv) -> Any:
-    """What puts the infos of single lanes together."""
+    """The function that puts the infos of single lanes together."""
     return env.unwrapped._add_info
 
 
@@ -47,12 +47,12 @@ def lane_in(frame: FrameType) -> int | None:
 
 
 def step_mdp(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
-    """What a policy sees after the step that ``td`` is of."""
+    """The TensorDict that a policy sees after the step ``td``."""
     return env._step_mdp(td)
 
 
 def hooks_behind_steps(env: EnvBase) -> Callable[..., Any] | None:
-    """What changes the outcome of a step and the observation that follows it."""
+    """The hook that changes a step and the observation that follows it; None without one."""
     return getattr(env, "_post_step_mdp_hooks", None)
 
 
@@ -88,7 +88,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def preloaded_modules() -> list[str]:
-    """What the fork server was asked to import, by us and by others."""
+    """Modules that the fork server was asked to import, by us and by others."""
     return list(getattr(forkserver._forkserver, "_preload_modules", ()))
 
 

@@ -366,7 +366,7 @@ def _per_worker(
     num_envs: int | None,
     env_kwargs: Mapping[str, Any] | None,
 ) -> list[tuple[Any, int | None]]:
-    """What each worker makes its environment from, and of how many lanes where it is an id."""
+    """The factory of each worker's environment, and its number of lanes if it is an id."""
     _check_create(create)
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
         raise ArgumentError(f"env_kwargs: expected keywords by name, got {env_kwargs!r}")

@@ -43,7 +43,7 @@ new_tensordict: Callable[..., TensorDict] = TensorDict._new_unsafe
 
 
 def tensor_guards() -> Any:
-    """What compares the looks of tensors for torch's compiler, if it does what we rely on.
+    """The class that compares tensors for torch's compiler, if it does what we rely on.
 
     torch promises neither that nor that it stays. Without it every batch is made arrays.
     """

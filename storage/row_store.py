@@ -374,7 +374,7 @@ class RowStore:
         return self._format.episodes_path
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Where rows of these numbers [*] lie: the index that `get` takes, and that of `column`."""
+        """Slots of rows by number [*]: the index that `get` takes, and that of `column`."""
         return slots_of(rows, self._ring)
 
     def __len__(self) -> int:
@@ -512,7 +512,7 @@ class RowStore:
 
     @cached_property
     def _id_checks(self) -> IdChecks | None:
-        """What looks at ids that are written; None where rows have none."""
+        """The checks of ids that are written; None if rows have no ids."""
         schema = self.schema
         return IdChecks(schema, self.path) if says_whose(schema) else None
 

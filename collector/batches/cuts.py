@@ -21,7 +21,7 @@ Rows = dict[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """What the environment said in the last rows of trajectories, below the root.
+    """The environment's own flags in the last rows of trajectories, below the root.
 
     ``traj_ids`` and ``step`` are those of all rows ``[row]``, ``at`` the last rows ``[end]``.
     """

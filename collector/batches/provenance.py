@@ -33,7 +33,7 @@ def run_provenance(
     lanes: int,
     call: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a manifest says of a run: JSON values.
+    """The entry of a run in a manifest: JSON values.
 
     ``call`` is what of the collector's call is worth keeping. ``lane_seeds`` are those of each
     lane's first reset, none where the environment chose them; they are left out beyond

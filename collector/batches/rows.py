@@ -70,7 +70,7 @@ class RowSource:
 
     @classmethod
     def of(cls, plan: SlabPlan) -> Self:
-        """What makes rows of the slabs of that plan."""
+        """The source of rows for the slabs of a plan."""
         return cls(
             plan.layout,
             plan.rewards,

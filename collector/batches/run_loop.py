@@ -209,7 +209,7 @@ class Collector(ABC):
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """What is done inside is done as a whole; else the run is over, and nothing is stored."""
+        """Do all that is inside, or end the run and store nothing of it."""
         with deferred():
             try:
                 yield
@@ -293,7 +293,7 @@ class Collector(ABC):
         return part
 
     def _copied(self, part: Part | None, count: int, more: bool) -> None:
-        """What ``part``, of ``count`` rows, still has in the slab stays there if it can.
+        """Keep rows of ``part``, of ``count`` rows, in the slab if they can stay there.
 
         Cuts come behind it.
         """
@@ -375,7 +375,7 @@ class Collector(ABC):
         self._finish()
 
     def _sound(self, slab: Slab, used: int) -> int:
-        """How many of the first ``used`` slots are as declared."""
+        """Number of slots, of the first ``used``, whose values are as declared."""
         bad = self._checks.first_violation(slab, used, self._state)
         return used if bad is None else bad.slot
 
@@ -480,7 +480,7 @@ class Collector(ABC):
 
     @abstractmethod
     def _env_state(self) -> Any:
-        """What :meth:`state_dict` says of the environment."""
+        """The environment's part of :meth:`state_dict`."""
 
     @abstractmethod
     def _load_env_state(self, state: Any) -> None:

@@ -104,7 +104,7 @@ class RangeChecks:
         return first
 
     def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
-        """What is wrong with the policy's actions in ``slot``, which the environment refused."""
+        """The fault of the policy's actions in ``slot``, which the environment refused."""
         for check in self._ranges:
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
                 values = _values(slab, check.key, slot, slot + 1)

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say_what_is_buffered() -> None:
-    """What ``--help`` and ``--version`` wrote."""
+    """Write out the text of ``--help`` and ``--version``."""
     try:
         emit("")
     except (OutputFailed, BrokenPipeError) as error:

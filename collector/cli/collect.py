@@ -83,7 +83,7 @@ class Signals:
 
     @property
     def exit_status(self) -> int:
-        """What the shell expects of a process that a signal ended."""
+        """The exit status of a process that a signal ended, as shells have it."""
         return 128 + (self.received or signal.SIGINT)
 
 
@@ -360,7 +360,7 @@ class CollectRun:
 
 
 def _wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
-    """What is wrong with the options for workers, where something is."""
+    """The fault of the options for workers; empty if there is none."""
     if (plan.workers or 0) > plan.lanes:
         return (
             f"--workers: expected at most as many as there are lanes, {plan.lanes}, got "
@@ -427,7 +427,7 @@ def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
 
 
 def place_of(args: argparse.Namespace) -> OutputPath:
-    """Where a command line says that rows go."""
+    """The path and options of the storage on a command line."""
     return OutputPath(args.out, args.format, args.durability, args.max_size, args.accept_copy)
 
 

@@ -128,7 +128,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _resumed(counts: Mapping[str, Any]) -> int:
-    """How often a run was resumed: not every start of a lane was that."""
+    """Number of times that a run was resumed: not every start of a lane was that."""
     return max(0, _whole(counts, "incarnation") - _whole(counts, "respawned"))
 
 

@@ -103,7 +103,7 @@ class Plan:
         return self.num_envs or max(1, self.workers or 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """What was given, as JSON values."""
+        """The options that were given, as JSON values."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def command(self, out: str, *options: str, leave_out: tuple[str, ...] = ()) -> str:

@@ -44,7 +44,7 @@ class Snapshot:
 
     @property
     def counts(self) -> str:
-        """What the bar stands for."""
+        """The unit that the bar counts."""
         return f"{self.done:,}/{self.total:,}" + (" ep" if self.unit == "episodes" else "")
 
     @property
@@ -86,7 +86,7 @@ class Meter:
         return ledger.stored, done
 
     def read(self) -> Snapshot:
-        """Where the run stands now; the rate is that of the last few readings."""
+        """The progress now; the rate is that of the last few readings."""
         now = time.monotonic()
         frames, done = self._look(now)
         then, frames_then, done_then = self._seen[0]
@@ -201,7 +201,7 @@ class Bar(Display):
 
 
 def progress_for(collector: Collector, plan: Plan, storage: DiskStorage, quiet: bool) -> Display:
-    """What suits stderr."""
+    """The progress display that suits stderr."""
     meter, console = Meter(collector, plan, storage), Console(stderr=True)
     if quiet:
         return Silence(meter)

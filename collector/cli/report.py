@@ -39,7 +39,7 @@ def plain_console() -> Console:
 
 
 def text_of(console: Console) -> str:
-    """What was printed to a :func:`plain_console`."""
+    """The text that was printed to a :func:`plain_console`."""
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -54,7 +54,7 @@ def readable_bytes(count: float) -> str:
 
 
 def times(count: int) -> str:
-    """How often: once, 2 times."""
+    """A number of times in words: once, 2 times."""
     return "once" if count == 1 else f"{count} times"
 
 

@@ -26,7 +26,7 @@ class EpisodeBudget:
         return self.completed >= self.total
 
     def starting(self, lanes: NDArray[np.bool_]) -> int:
-        """How many of ``lanes``, whose next slot is a transition, begin an episode with it."""
+        """Number of ``lanes``, whose next slot is a transition, that begin an episode with it."""
         return int((lanes & self._fresh).sum())
 
     def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -87,7 +87,7 @@ def _jumanji(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
 
 
 def _terminates(env: EnvBase, name: str, steps: Any, limit: int | None, how: str) -> str | None:
-    """What is wrong where a time limit of the environment itself can be reached."""
+    """The fault of environments whose own time limit can be reached."""
     if steps is None or (limit is not None and limit < steps):
         return None
     return (

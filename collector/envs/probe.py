@@ -56,7 +56,7 @@ class Call:
 
     @property
     def altered(self) -> bool:
-        """What was returned is not any more what it was."""
+        """Whether values that were returned have changed since."""
         return contents(self._returned) != self._contents
 
 

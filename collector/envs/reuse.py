@@ -49,7 +49,7 @@ def leaves(value: Any) -> Iterator[Leaf]:
 
 
 def places(value: Any) -> list[Array]:
-    """Where ``value`` lies: one array a leaf or container, whose elements must not be read.
+    """The memory of ``value``: an array for each leaf or container, not to be read.
 
     Keep ``value`` alive as long as these are compared, or its memory may be given to another.
     """

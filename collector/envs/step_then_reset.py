@@ -35,7 +35,7 @@ class SplitStep:
         self._reuses = False
 
     def begin(self, first: TensorDictBase) -> TensorDictBase:
-        """What the environment is handed first, of what a reset returned."""
+        """The TensorDict for the first step, of the one that a reset returned."""
         return self._own(first)
 
     def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
@@ -91,7 +91,7 @@ class WholeStep:
         self._last_flags: Values = ()
 
     def begin(self, first: TensorDictBase) -> TensorDictBase:
-        """What the environment is handed first, of what a reset returned."""
+        """The TensorDict for the first step, of the one that a reset returned."""
         if self._watches and self._watched:
             self._keep(self._observations(first))
         return first
@@ -141,7 +141,7 @@ class WholeStep:
 
 
 def way_of(env: EnvBase) -> SplitStep | WholeStep:
-    """How ``env`` is stepped and reset so that no final observation is lost unseen."""
+    """The way to step and reset ``env`` that loses no final observation unseen."""
     if splits(env):
         return SplitStep(env)
     # The workers of a ParallelEnv hand out copies; what they do was looked at on one of them.

@@ -11,7 +11,7 @@ from tallyroll.collector.policies.policy import generators_restored
 
 @contextmanager
 def throwaway(make: Callable[[], Any], real: object = None) -> Iterator[Any]:
-    """What ``make`` makes, closed at the end; global random generators are then as before.
+    """Make an environment, and close it at the end; global random generators are restored.
 
     None where the factory gave what it gave before, ``real``, again: nothing may be done to it.
     """
@@ -47,7 +47,7 @@ def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ())
 
 
 def _kind(factory: Any) -> tuple[Any, ...]:
-    """What a factory runs, and what it runs it on but for numbers."""
+    """The function that a factory runs, and its arguments but for numbers."""
     bound: list[Any] = []
     for _ in range(8):  # partial, EnvCreator and cloudpickle wrappers may lie around each other
         bound += [

@@ -100,7 +100,7 @@ class Policy:
         return {"version": self.version, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         for module in (self.module, self.source):
             if isinstance(module, nn.Module):
                 module.load_state_dict(state["weights"])

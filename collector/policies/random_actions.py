@@ -116,7 +116,7 @@ def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | 
 
 @dataclass(frozen=True)
 class _Drawer:
-    """How an action is drawn for some slots; exactly one of both is there, or neither."""
+    """Draws an action for some slots; exactly one of both is there, or neither."""
 
     draw: Draw | None
     uniforms: tuple[int, ...] | None

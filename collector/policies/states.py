@@ -72,7 +72,7 @@ def _matters(
 
 
 def _place(key: Key) -> Key:
-    """Where the next step finds what was written under ``key``."""
+    """The key by which the next step finds a value that was written under ``key``."""
     return key[1:] if key[0] == NEXT else key
 
 

@@ -94,7 +94,7 @@ class Driver(ABC):
 
     @abstractmethod
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """What became of the slots ``[start, stop)``, of which ``stepped`` lanes were stepped."""
+        """The outcome of the slots ``[start, stop)``, of which ``stepped`` lanes were stepped."""
 
     @abstractmethod
     def upcoming(self) -> NDArray[np.bool_]:
@@ -181,7 +181,7 @@ class LocalDriver(Driver):
         self.board[HALT] = 1
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """What is not complete is not in ``used``, wherever it was interrupted."""
+        """Keep incomplete slots out of ``used``, wherever an interrupt comes."""
         return admitted()
 
     def start_from(self, first: TensorDictBase) -> None:
@@ -202,7 +202,7 @@ class LocalDriver(Driver):
         return np.ones(self.lanes, np.bool_)
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """What became of the slots ``[start, stop)``."""
+        """The outcome of the slots ``[start, stop)``."""
         if stop == start:
             return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
         transitions = self._transitions(start, stop)

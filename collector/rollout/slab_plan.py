@@ -190,7 +190,7 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
 
 
 def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dict[Key, int]:
-    """What the specs say; of TensorDicts that the policy alone writes, what it gave them."""
+    """Batch dimensions of the specs; of TensorDicts that the policy alone writes, its own."""
     lead, known = len(env.batch_size), set(levels_of(layout))
     own = {} if policy is None else policy.batch_dims
     added = {level: count for level, count in own.items() if level not in known}

@@ -134,7 +134,7 @@ def _named(
 
 
 def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
-    """What became of the info ``key``: it kept its name, or else it has the new one."""
+    """The name of the info ``key``: its own, or the new one."""
     for old, new in checked_rename(rename).items():
         size = len(split(old))
         if key[:size] == split(old) and key not in columns:

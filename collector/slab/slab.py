@@ -176,7 +176,7 @@ class Slab:
                 memory[to] = memory[used]
 
     def flow(self, key: Key, used: int) -> Array:
-        """What a shared column held before, between and after the first ``used`` slots.
+        """The values of a shared column before, between and after the first ``used`` slots.
 
         ``[used + 1, lane, ...]``: entry ``t`` is the root of slot ``t``, entry ``t + 1`` its next.
         """
@@ -203,7 +203,7 @@ class Slab:
         )
 
     def tensordicts(self, cursor: Cursor) -> list[TensorDict]:
-        """What the policy and the environment are handed in each slot: views, built once.
+        """The TensorDicts of each slot for the policy and the environment: views, built once.
 
         Each carries ``cursor`` as an attribute, by which the environment knows it.
         """

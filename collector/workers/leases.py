@@ -257,7 +257,7 @@ class Leases:
             self._worker_pool.halt()
 
     def _failed(self, member: Member, error: Exception) -> None:
-        """What the worker was filling is lost and its lease returns; others go on, or nobody."""
+        """Count the slots of a failed worker as lost, and return its leases."""
         tally = self._tallies[member.index]
         self._lose(member, tally)
         if self._unleased is not None:

@@ -178,7 +178,7 @@ class LockstepDriver(Driver):
     # --- what came of it --------------------------------------------------------------------------
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """What became of the slots ``[start, stop)``."""
+        """The outcome of the slots ``[start, stop)``."""
         filled = [self._died.get(m.index, _filled(m)) for m in self._worker_pool.members]
         top = max(stop, *filled)
         if top == start:

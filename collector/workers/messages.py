@@ -122,7 +122,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What was asked for is in the slab, up to the slot that the board names."""
+    """The slots that were asked for are in the slab, up to the one that the board names."""
 
     state: bytes | None
 

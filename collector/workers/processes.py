@@ -232,7 +232,7 @@ class WorkerPool:
         return error
 
     def _last_action(self, member: Member) -> NDArray[Any] | None:
-        """What the member's lanes executed last, or were about to, ``[lane, ...]``."""
+        """The last actions of the member's lanes, or the ones under way, ``[lane, ...]``."""
         if member.board is None or not member.ready or not self._actions:
             return None
         actions = self._actions[member.index]
@@ -377,7 +377,7 @@ class Parcel:
             file.write(content)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is pickled arrives as bytes."""
+        """Arrive as bytes."""
         return _unpacked, (DupFd(self._fd),)
 
 
@@ -388,7 +388,7 @@ class Descriptor:
         self._descriptor = descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is pickled arrives as the number it has there."""
+        """Arrive as the number that it has there."""
         return _detached, (DupFd(self._descriptor),)
 
 

@@ -72,7 +72,7 @@ class WorkerStartup:
 
     @property
     def planned(self) -> m.Planned:
-        """What the workers agreed on."""
+        """The plan that the workers agreed on."""
         assert self._planned is not None
         return self._planned
 

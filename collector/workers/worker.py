@@ -37,7 +37,7 @@ from tallyroll.collector.workers.shared.weights import SharedWeights
 
 
 def main(connection: Connection, job: bytes, alive: int) -> None:
-    """What the process runs; ``job`` is a pickled :class:`~messages.Job`."""
+    """Run a worker's process; ``job`` is a pickled :class:`~messages.Job`."""
     end_with_parent(alive)
     gc.freeze()
     status = 0
@@ -266,7 +266,7 @@ class Worker:
 
 
 def report_of(error: BaseException, doing: str) -> m.Raised:
-    """What the parent is told of an exception."""
+    """The report of an exception to the parent."""
     frames = "".join(traceback.format_exception(error))
     pickled = None
     try:

@@ -145,7 +145,7 @@ class Engine:
         return self._columns.room
 
     def _slots(self, rows: int) -> int:
-        """How many slots ``rows`` rows take."""
+        """Number of slots that ``rows`` rows take."""
         return min(rows, self.ring) if self.ring else rows
 
     @property
@@ -420,7 +420,7 @@ class Engine:
         return not self.ring or (not self._follows and len(span) == self._slots(span.stop))
 
     def most_rows(self, span: range) -> int:
-        """How many rows there are when those of ``span`` that are being overwritten are there."""
+        """Number of rows, those of ``span`` included that are being overwritten."""
         return self._slots(span.stop) if self._follows else len(span)
 
     def take(self, index: np.ndarray) -> list[np.ndarray]:

@@ -87,7 +87,7 @@ def mismatches(
 
 
 def rows_covered(recorded: Any) -> int:
-    """How many rows the ``recorded`` checksums are for.
+    """Number of rows that the ``recorded`` checksums are for.
 
     Raises:
         CorruptStorage: they are no checksums of ours.

@@ -173,7 +173,7 @@ def schema_of(manifest: Manifest, path: Path) -> Schema:
 
 
 def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
-    """What other libraries are shown of a manifest, as attributes: JSON texts.
+    """The attributes that show a manifest to other libraries: JSON texts.
 
     ``schema`` is its schema, and ``provenance`` what it is and the runs that wrote it,
     as many of the newest as fit into ``limit`` bytes.

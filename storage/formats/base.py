@@ -120,7 +120,7 @@ class Format(ABC):
         """
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """What ``rows`` rows take on disk; without more said, a file a column."""
+        """Space that ``rows`` rows take on disk; by default, a file for each column."""
         sizes = [rows * column.row_nbytes for column in schema.columns]
         return Footprint(sum(sizes), len(sizes), max(sizes), len(sizes))
 
@@ -162,7 +162,7 @@ class Format(ABC):
 
     @abstractmethod
     def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
-        """What other libraries would read wrongly, one sentence a file.
+        """Faults that other libraries would read, one sentence a file.
 
         A writer that opens the storage and closes it writes all of that anew.
 

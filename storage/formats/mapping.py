@@ -105,7 +105,7 @@ class Region:
 
 
 def maps_left() -> int:
-    """How many more maps this process may make, with some kept back for others."""
+    """Number of maps that this process may still make, with some kept back for others."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with open("/proc/self/maps", "rb") as maps:

@@ -172,7 +172,7 @@ class MemmapFormat(DirectoryFormat):
         )
 
     def _room(self, rows: int) -> int:
-        """How many rows all files hold, at least ``rows``."""
+        """Number of rows that all files hold, at least ``rows``."""
         sizes = [os.fstat(file).st_size for file in self._files]
         for column, size in zip(self._columns, sizes, strict=True):
             if size < rows * column.row_nbytes:

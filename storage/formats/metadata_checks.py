@@ -18,7 +18,7 @@ __all__ = ["differs", "require_committed", "wrong_documents"]
 def wrong_documents(
     inside: Inside, documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]
 ) -> Iterator[str]:
-    """What other libraries would read wrongly in JSON files, one sentence a file.
+    """Faults that other libraries would read in JSON files, one sentence a file.
 
     What was added to them is nobody's business here.
 
@@ -95,7 +95,7 @@ def _require(wanted: Any, found: Any, file: Path) -> None:
 
 
 def _difference(wanted: Any, found: Any, where: str) -> str | None:
-    """Where ``found`` lacks something of ``wanted``; what it has beyond that is let be."""
+    """The place at which ``found`` lacks something of ``wanted``; more in it is allowed."""
     if not isinstance(wanted, dict):
         same = json.dumps(wanted) == json.dumps(found)
         return None if same else f"{where} is {found!r:.100}, expected {wanted!r:.100}"

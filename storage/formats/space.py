@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit, one sentence a limit."""
+        """Limits that are exceeded, one sentence each."""
         found = []
         if self.nbytes > self.free:
             found.append(f"they take {self.nbytes:,} bytes more, and {self.free:,} are free")
@@ -83,7 +83,7 @@ class Estimate:
 def estimate(
     format: Format, schema: Schema, rows: int, *, there: int = 0, twice: bool = False
 ) -> Estimate:
-    """What ``rows`` rows in all will take.
+    """Space that ``rows`` rows in all will take.
 
     Args:
         format: where they lie.

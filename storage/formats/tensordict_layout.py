@@ -23,7 +23,7 @@ def encode(name: str) -> str:
 
 
 def place_of(key: Key, *, leaf: bool) -> Path:
-    """Where a column (``leaf``) or a group of columns lies, from the root."""
+    """The path of a column (``leaf``) or a group of columns, from the root."""
     *groups, name = map(encode, key)
     return Path(*groups, name + ".memmap" if leaf else name)
 

@@ -106,7 +106,7 @@ def check_cursor(storage: DiskStorage, rows: range, set_cursor: bool) -> None:
 
 
 def as_batch(data: Any, *, single: bool) -> TensorDictBase:
-    """What a TorchRL writer hands over, as a TensorDict [N].
+    """The data that a TorchRL writer hands over, as a TensorDict [N].
 
     Raises:
         RowsMismatch: not a TensorDict, nor a list of them.

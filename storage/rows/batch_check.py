@@ -71,7 +71,7 @@ class BatchCheck:
         return found
 
     def leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
-        """What a TensorDict [count, ...] holds, in the order of the columns, unchecked.
+        """The tensors of a TensorDict [count, ...], in the order of the columns, unchecked.
 
         None where it holds something else than the columns, and perhaps ``without``.
         """

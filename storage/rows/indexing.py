@@ -65,7 +65,7 @@ def _array_of(index: torch.Tensor) -> np.ndarray:
 
 
 def _plain(index: Any, length: int) -> np.ndarray | None:
-    """What samplers draw: int64 row numbers from 0, of one dimension; None if it is not that."""
+    """Row numbers as samplers draw them: int64 from 0, of one dimension; else None."""
     if isinstance(index, torch.Tensor) and index.is_cpu and index.dtype is torch.int64:
         try:
             index = index.numpy()

@@ -184,7 +184,7 @@ class Schema:
         return cls(columns, tuple(dims.items()))
 
     def differences(self, other: Schema) -> list[str]:
-        """How ``other`` differs from this schema, one sentence a difference.
+        """Differences of ``other`` from this schema, one sentence each.
 
         The order is no difference, and batch dimensions are none: the values are the same.
         """

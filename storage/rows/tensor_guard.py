@@ -24,7 +24,7 @@ TensorGuards = tensor_guards()
 
 
 class TensorGuard:
-    """How the tensors of a batch looked that are, one by one, contiguous arrays in memory."""
+    """Recognises tensors that look like those of a batch whose memory is known."""
 
     def __init__(self) -> None:
         self._same: Callable[..., bool] | None = None
@@ -39,7 +39,7 @@ class TensorGuard:
             self._same = guards.check
 
     def addresses(self, leaves: Sequence[torch.Tensor]) -> list[int] | None:
-        """Where the values of ``leaves`` lie, if they look like those; else None.
+        """Addresses of the values of ``leaves``, if they look like those; else None.
 
         Alike are class, dtype, device, shape, strides, what autograd does, and all else that
         decides what the memory means.

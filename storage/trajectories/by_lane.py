@@ -62,7 +62,7 @@ class LaneOrder:
 
     @property
     def last(self) -> np.ndarray:
-        """Where each lane that has rows ends, [lanes]."""
+        """The last entry of each lane that has rows, [lanes]."""
         last: np.ndarray = np.append(self.first[1:], len(self.at))[: len(self.first)] - 1
         return last
 

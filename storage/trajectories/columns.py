@@ -70,7 +70,7 @@ class RowOrder:
         return RowChunk(start, *numbers)
 
     def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
-        """What episodes are counted from, as `chunk`."""
+        """The rows that episodes are counted from, as `chunk`."""
         columns, count = engine.columns(), stop - start
         terminated = self._flags(engine, columns, TERMINATED, start, stop)
         truncated = np.zeros(count, np.bool_)

@@ -131,7 +131,7 @@ class Episodes:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What a line is."""
+        """The dtype of a line."""
         dtype: np.dtype[Any] = self._lines.dtype
         return dtype
 

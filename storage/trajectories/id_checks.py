@@ -212,7 +212,7 @@ class IdChecks:
             ) from None
 
     def settle(self, head: int) -> None:
-        """What was admitted is written, and ``head`` rows are committed."""
+        """Take note that the admitted rows are written, and ``head`` rows committed."""
         if self._admitted is not None:
             (largest, lane, id, step), self._admitted = self._admitted, None
             self._tail_id[lane], self._tail_next[lane] = id, step

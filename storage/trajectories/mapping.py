@@ -74,7 +74,7 @@ class Trajectories(Mapping[int, TensorDict]):
 
     @property
     def ends(self) -> np.ndarray:
-        """How each ended: ``"terminated"``, ``"truncated"``, ``"cut"``, or still ``"open"``.
+        """The end of each: ``"terminated"``, ``"truncated"``, ``"cut"``, or still ``"open"``.
 
         Text [trajectories]. Cut are those that neither ended nor go on: the next one of their
         lane has begun, or nobody writes any more.
@@ -254,7 +254,7 @@ def done_places(schema: Schema) -> list[tuple[Key, int]]:
 def slice_marks(
     dones: Mapping[Key, np.ndarray], num_slices: int, slice_len: int
 ) -> dict[Key, torch.Tensor]:
-    """What differs from the stored rows at the last row of each slice, by key.
+    """Values at the last row of each slice that differ from the stored ones, by key.
 
     Args:
         dones: copies of what is stored, bool [num_slices * slice_len, ...], which are written.

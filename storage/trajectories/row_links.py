@@ -106,7 +106,7 @@ class RowLinks:
             self._tail_base = extended(self._tail_base, lanes, 0)
 
     def _depths(self, rows: RowChunk | range) -> np.ndarray:
-        """How many rows lie before each row without a gap, [n], rows in the order of numbers."""
+        """Number of rows before each row without a gap, [n], rows in the order of numbers."""
         begin, stop = slots_of(rows.start, self._ring), slots_of(rows.stop, self._ring)
         if begin < stop or rows.start == rows.stop:
             return self._depth[begin:stop]
@@ -153,7 +153,7 @@ class RowLinks:
     # --- slices -----------------------------------------------------------------------------------
 
     def count_slices(self, length: int, first: int = 0) -> int:
-        """How many slices there are; in a ring, those that begin below ``first`` included."""
+        """Number of slices; in a ring, those that begin below ``first`` included."""
         return len(self._ends_of(length, first).rows)
 
     def draw(

@@ -126,5 +126,5 @@ def _part(rows: EpisodeRows, count: int) -> EpisodeRows:
 
 
 def _ends(table: np.ndarray) -> np.ndarray:
-    """How trajectories ended; whether an unfinished one goes on is not for a line to know."""
+    """Ends of trajectories; no line knows whether an unfinished one goes on."""
     return np.where(table["end"] == END_CUT, END_OPEN, table["end"])

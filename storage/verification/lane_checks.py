@@ -32,7 +32,7 @@ class CheckedRows:
     version: np.ndarray
 
     def place(self, at: int, what: str, column: str | None = None) -> Place:
-        """Where entry ``at`` is."""
+        """The place of entry ``at``."""
         return Place(
             self.start + at,
             int(self.lane[at]),
@@ -88,7 +88,7 @@ class _Series:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What stood before each entry of a series in its lane, [n]."""
+    """The entry before each entry of a series in its lane, [n]."""
 
     row: np.ndarray
     """Its number, or `_NONE` or `_VAGUE`."""
@@ -133,7 +133,7 @@ class LaneChecks:
         return self._follow(series, before, findings)
 
     def finish(self, findings: Findings) -> None:
-        """Where no run says which ids are which lane's: has each id one lane?"""
+        """If no run says whose ids are which, check that each id has one lane."""
         if not self._begun:
             return
         ids, counts = np.unique(np.concatenate(self._begun), return_counts=True)

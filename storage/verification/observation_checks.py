@@ -191,7 +191,7 @@ def _is_whole(column: Column) -> bool:
 def _turns_at_ends(
     each: _Observation, chunk: CheckedRows, here: np.ndarray, next: np.ndarray, final: np.ndarray
 ) -> np.ndarray:
-    """Where the observation is zero at the end of an episode only, [n]."""
+    """Entries whose observation is zero at the end of an episode only, [n]."""
     turns: np.ndarray = next & ~here
     if (turns & ~chunk.ended).any() or (here & ~next).any():
         each.zero_midway = True

@@ -77,7 +77,7 @@ class ResetChecks:
         )
 
     def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
-        """What is known of the run, a continued one included, that ``run`` belongs to."""
+        """The findings on the run, a continued one included, that ``run`` belongs to."""
         origin = run.first_row if run.origin is None else run.origin
         lanes = run.lanes
         if lanes is None:  # no collector wrote it: as many as its first rows have

@@ -44,7 +44,7 @@ Digests = Callable[[np.ndarray], np.ndarray]
 
 
 class Verdict(Enum):
-    """What the rows show."""
+    """The judgement of the rows."""
 
     UNDECIDED = "undecided"
     FINE = "fine"
@@ -107,7 +107,7 @@ class Ends:
 
 @dataclass(slots=True)
 class _Tails:
-    """What is known of every lane's last row, each [lanes]."""
+    """The last row of every lane, each [lanes]."""
 
     first: np.ndarray
     """Digest of the first observation of its trajectory."""
@@ -161,7 +161,7 @@ class SelfResets:
 
     @property
     def likely(self) -> Verdict:
-        """What so few ends as there are speak for, if they all agree; at least 4 of them."""
+        """The judgement of few ends, at least 4, that all agree."""
         seen = self.seen
         agree = seen.equal == seen.ends and seen.telling_equal == seen.telling
         if self.verdict is not Verdict.UNDECIDED or not agree or seen.telling < 2:

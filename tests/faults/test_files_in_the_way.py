@@ -120,7 +120,7 @@ def test_no_room_for_the_manifest_of_a_finalized_storage(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_rows_are_sound(name: str, tmp_path: Path) -> None:
+def test_a_storage_without_rows_is_sound(name: str, tmp_path: Path) -> None:
     with KINDS[name](tmp_path / name, capacity=5) as storage:
         storage.extend(TensorDict({"a": torch.zeros(0, 3), "b": torch.zeros(0, 2, 2)}, [0]))
     assert not verify(tmp_path / name).findings
@@ -202,7 +202,7 @@ def test_columns_of_different_lengths_make_no_storage(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_so_many_dimensions(name: str, tmp_path: Path) -> None:
+def test_rows_have_at_most_so_many_dimensions_in_each_format(name: str, tmp_path: Path) -> None:
     most = 64 if name == "rows" else 32
     storage = KINDS[name](tmp_path / name, capacity=9)
     with pytest.raises(InvalidSchema, match=f"{most + 1} dimensions, rows included"):

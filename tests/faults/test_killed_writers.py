@@ -168,7 +168,7 @@ def test_a_forked_child_of_the_writer_reads_and_holds_no_lock(case: Case, tmp_pa
     in_a_process(forked_readers, case, tmp_path / "rows")
 
 
-def test_who_removes_the_lock_file_stops_the_first_writer(case: Case, tmp_path: Path) -> None:
+def test_a_removed_lock_file_stops_its_writer(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "rows"
     with case.create(path) as first:
         first.extend(oracle(0, 300), record=record_of(300))

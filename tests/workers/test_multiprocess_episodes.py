@@ -85,7 +85,7 @@ def test_only_the_lanes_that_are_needed_are_stepped() -> None:
     assert collector.ledger.discarded < 2 * 80 * LANES
 
 
-def test_what_is_stepped_for_nothing_is_what_runs_beside_the_last_episodes() -> None:
+def test_steps_beside_the_last_episodes_are_discarded() -> None:
     """No lane starts an episode that it has no ticket for, but beside the last ones."""
     collector, _ = collected(DISABLED, 2, [[30], [29], [28], [31]], 40, lanes=4)
     assert collector.ledger.discarded <= 4 * 31

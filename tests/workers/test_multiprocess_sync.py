@@ -275,7 +275,7 @@ def test_without_a_seed_one_is_drawn_and_told() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_who_leaves_the_loop_may_come_back(workers: int) -> None:
+def test_a_loop_that_was_left_can_be_continued(workers: int) -> None:
     one = through(alone(NEXT, Telling(), **BUDGET))
     batches = []
     with spread(NEXT, workers, Telling(), **BUDGET) as collector:

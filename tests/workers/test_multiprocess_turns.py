@@ -298,7 +298,7 @@ def test_weights_that_could_not_be_published() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_who_goes_on_after_an_exit_gets_nothing(mode: str, tmp_path: Path) -> None:
+def test_an_iterator_yields_nothing_after_the_collector_exited(mode: str, tmp_path: Path) -> None:
     """SystemExit, as a handler of SIGTERM raises it, ends the run like any error."""
     done = 0
 

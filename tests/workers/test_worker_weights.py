@@ -390,7 +390,7 @@ def test_readers_read_together_and_writers_write_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["reading", "writing"])
-def test_who_keeps_the_lock_is_named(kind: str) -> None:
+def test_the_holder_of_the_lock_is_named(kind: str) -> None:
     source, target = Big(), Big()
     with shared(source, lock_seconds=0.05) as (arena, weights):
         source.fill(3)

@@ -363,7 +363,7 @@ def _stacked(entries: Sequence[Any]) -> Array | None:
 
 
 def _lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | None":
-    """What stands at ``path`` of a vector info, and which lanes have it (None: all)."""
+    """The entry at ``path`` of a vector info, and the lanes that have it (None: all)."""
     mask: Mask | None = None
     value: Any = info
     for name in path:

@@ -381,7 +381,7 @@ class GymnasiumVectorEnv(EnvBase):
         self._infos.write_final(rows[len(self._getters) :], info, ended)
 
     def _refuse_reused(self, lane: int, get: Callable[[Any], Any], final: Any, obs: Any) -> None:
-        """What holds the final observation holds the next episode's first, and it is overwritten.
+        """Refuse a lane whose final observation is in the array of the next first one.
 
         That is a lane which returns one array each time, or a vector whose final observations
         are views of what it returns.

@@ -30,7 +30,7 @@ Shape = Sequence[int]
 
 
 class Area(Protocol):
-    """What arrays are carved from: an :class:`Arena`, or a :class:`Measure` of one to be."""
+    """Memory for arrays: an :class:`Arena`, or a :class:`Measure` of one to be."""
 
     @property
     def end(self) -> int:

@@ -86,7 +86,7 @@ class Blocks:
         return self._slab(self._memory[0], self._share.slots, self._share.total, 0)
 
     def slab_of(self, worker: int) -> Slab:
-        """What a worker fills: its lanes of the slab of all, or all of its segments."""
+        """The slab that a worker fills: its lanes of the slab of all, or all of its segments."""
         share, lanes = self._share, self._share.of(worker)
         if share.segments:
             slots = share.stride * share.segments

@@ -15,7 +15,7 @@ LOCK_SECONDS = 30.0
 
 
 class Spec(NamedTuple):
-    """What a module calls a tensor, and what it is."""
+    """The name that a module has for a tensor, and its kind."""
 
     name: str
     shape: torch.Size

@@ -237,7 +237,7 @@ def _extents(schema: Schema, layout: DatasetOffsets) -> list[tuple[int, int]]:
 
 
 def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
-    """Where the datasets lie in an open file, which messages call ``path``.
+    """The offsets of the datasets in an open file, which messages call ``path``.
 
     Raises:
         CorruptStorage: they are not there as they should be.
@@ -329,7 +329,7 @@ def _require_apart(file: int, path: Path, schema: Schema, layout: DatasetOffsets
 
 
 def foreign_names(file: int, path: Path, schema: Schema) -> list[str]:
-    """What somebody added to the file: names of objects and attributes.
+    """Names of objects and attributes that another program added to the file.
 
     Raises:
         CorruptStorage: it cannot be read.

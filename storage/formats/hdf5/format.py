@@ -145,7 +145,7 @@ class H5Format(OneFileFormat):
                 )
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """What ``rows`` rows take: one file, mapped for writing and for views."""
+        """Space that ``rows`` rows take: one file, mapped for writing and for views."""
         nbytes = nbytes_of_file(schema, rows)
         return Footprint(nbytes=nbytes, files=3, largest=nbytes, maps=3)
 
@@ -186,7 +186,7 @@ class H5Format(OneFileFormat):
         rewrite(self.path, schema, self.read_manifest(), self._layout, rows, capacity)
 
     def _layout_in(self, file: int, schema: Schema) -> DatasetOffsets:
-        """Where the datasets lie, if that is where they were made."""
+        """The offsets of the datasets, if they are where they were made."""
         # By the descriptor: the path may be another file since the manifest was read.
         if (content := newest_manifest(file)) is not None:
             self._places = _places_in(parse_manifest(content, self.path), self.path)

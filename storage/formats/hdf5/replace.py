@@ -46,7 +46,7 @@ _COPY_NBYTES = 2**24
 
 
 def aside(path: Path) -> Path:
-    """Where a new file lies while it is made."""
+    """The path of a new file while it is made."""
     return path.with_name(path.name + ".tmp")
 
 

@@ -42,7 +42,7 @@ class ChunkedColumn:
         self._new_names = self._synced = False
 
     def count_for(self, rows: int) -> int:
-        """How many chunks ``rows`` rows take."""
+        """Number of chunks that ``rows`` rows take."""
         return -(-rows // self.chunk_rows)
 
     def _name(self, number: int) -> str:
@@ -109,7 +109,7 @@ class ChunkedColumn:
         self.count = min(self.count, start)
 
     def to_map(self, count: int, access: Access) -> int:
-        """How many maps `array` makes for ``count`` chunks."""
+        """Number of maps that `array` makes for ``count`` chunks."""
         region = self._regions.get(access)
         if region is None or region.nbytes < count * self.chunk_nbytes:
             return count

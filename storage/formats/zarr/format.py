@@ -145,7 +145,7 @@ class ZarrFormat(DirectoryFormat):
             _require_mappable(column, rows)
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """What ``rows`` rows take: whole chunks, each mapped for writing and for views."""
+        """Space that ``rows`` rows take: whole chunks, each mapped for writing and for views."""
         chunk_rows = self._chunk_rows or _chunks(schema, rows)
         pairs = list(zip(schema.columns, chunk_rows, strict=True))
         chunks = [-(-rows // count) for _, count in pairs]
@@ -226,7 +226,7 @@ class ZarrFormat(DirectoryFormat):
         return self.path.joinpath(*place.parts)
 
     def _read_attributes(self) -> dict[PurePosixPath, Mapping[str, Any]]:
-        """What somebody may have added to arrays and groups."""
+        """Attributes that other programs may have added to arrays and groups."""
         found: dict[PurePosixPath, Mapping[str, Any]] = {}
         for place in self._places():
             with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):

@@ -69,7 +69,7 @@ def _require_name(column: Column, part: str) -> None:
 
 
 def chunk_rows_of(column: Column, capacity: int) -> int:
-    """How many rows a chunk has.
+    """Number of rows in a chunk.
 
     A chunk is a whole number of pages, of 64 KiB where that is possible, so that chunks
     can be mapped side by side. It has about a 64th of the column where ``capacity`` is
