@@ -8,19 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    RowsMismatch,
+    SchemaMismatch,
+    StorageError,
+    StorageExists,
+    StorageFull,
+    StorageLocked,
+    StorageMissing,
+)
 from tallyroll.storage.moved_paths import moved_modules
 
 if TYPE_CHECKING:
-    from tallyroll.storage.errors import (
-        CorruptStorage,
-        RowsMismatch,
-        SchemaMismatch,
-        StorageError,
-        StorageExists,
-        StorageFull,
-        StorageLocked,
-        StorageMissing,
-    )
     from tallyroll.storage.n_steps import n_step
     from tallyroll.storage.rows.schema import Schema
     from tallyroll.storage.samplers import TrajectorySliceSampler
@@ -62,26 +62,26 @@ _HOMES = {
     "verify": "verification.storage_checks",
 }
 
-moved_modules(
-    __name__,
-    {
-        "base": "tallyroll.storage.storages",
-        "checkpoint": "tallyroll.storage.replay.checkpoint",
-        "findings": "tallyroll.storage.verification.findings",
-        "hdf5": "tallyroll.storage.storages",
-        "keys": "tallyroll.storage.rows.keys",
-        "manifest": "tallyroll.storage.files.manifest",
-        "memmap": "tallyroll.storage.storages",
-        "schema": "tallyroll.storage.rows.schema",
-        "store": "tallyroll.storage.row_store",
-        "torchrl_face": "tallyroll.storage.replay.buffers",
-        "zarr_store": "tallyroll.storage.storages",
-    },
-)
+_MOVED = {
+    "base": "tallyroll.storage.storages",
+    "checkpoint": "tallyroll.storage.replay.checkpoint",
+    "findings": "tallyroll.storage.verification.findings",
+    "hdf5": "tallyroll.storage.storages",
+    "keys": "tallyroll.storage.rows.keys",
+    "manifest": "tallyroll.storage.files.manifest",
+    "memmap": "tallyroll.storage.storages",
+    "schema": "tallyroll.storage.rows.schema",
+    "store": "tallyroll.storage.row_store",
+    "torchrl_face": "tallyroll.storage.replay.buffers",
+    "zarr_store": "tallyroll.storage.storages",
+}
+moved_modules(__name__, _MOVED)
 
 
 def __getattr__(name: str) -> Any:
-    # Importing torch and TorchRL takes seconds, which the errors alone need not wait for.
-    if name not in __all__:
+    # Importing torch and TorchRL takes seconds, which `tallyroll --help` need not wait for.
+    if name in _MOVED:  # all were attributes as soon as the package was imported
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -59,6 +59,14 @@ def test_a_moved_name_is_found_and_says_where_it_is(path: str) -> None:
         import_module(package).nonsense  # noqa: B018
 
 
+def test_moved_modules_are_attributes_of_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tallyroll.storage.schema", raising=False)
+    monkeypatch.delattr(storage_package, "schema", raising=False)
+    with pytest.warns(DeprecationWarning, match=r"^tallyroll\.storage\.schema is tallyroll\."):
+        assert storage_package.schema.Schema is storage_package.Schema
+    assert storage_package.errors.StorageError is storage_package.StorageError
+
+
 def test_a_module_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         import_module("tallyroll.storage.nonsense")
