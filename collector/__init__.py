@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tallyroll.collector.multiprocess import MultiprocessCollector
     from tallyroll.collector.slab.info import Info
     from tallyroll.collector.sync import SyncCollector
+    from tallyroll.collector.workers.supervision import Supervision
 
 __all__ = [
     "CollectorError",
@@ -24,6 +25,7 @@ __all__ = [
     "Info",
     "Ledger",
     "MultiprocessCollector",
+    "Supervision",
     "SyncCollector",
     "evaluate",
     "split_trajectories",
@@ -37,6 +39,7 @@ _HOMES = {
     "Info": "slab.info",
     "Ledger": "counting.ledger",
     "MultiprocessCollector": "multiprocess",
+    "Supervision": "workers.supervision",
     "SyncCollector": "sync",
     "evaluate": "evaluation",
     "split_trajectories": "batches.layouts",
@@ -49,13 +52,16 @@ moved_modules(
         "envs.gymnasium_vector": "tallyroll.collector.envs.gymnasium.vector",
         "envs.info": "tallyroll.collector.slab.info",
         "episodes": "tallyroll.collector.counting.episode_log",
+        "checks": "tallyroll.collector.batches.value_checks",
         "exact": "tallyroll.collector.batches.run_loop",
+        "finals": "tallyroll.collector.batches.final_observations",
         "interrupts": "tallyroll.collector.rollout.os_signals",
         "keys": "tallyroll.storage.rows.keys",
         "ledger": "tallyroll.collector.counting.ledger",
         "names": "tallyroll.collector.slab.names",
         "policy": "tallyroll.collector.policies.policy",
         "random_actions": "tallyroll.collector.policies.random_actions",
+        "sink": "tallyroll.collector.batches.writer",
         "trajectories": "tallyroll.collector.batches.layouts",
     },
 )

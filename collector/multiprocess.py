@@ -28,10 +28,8 @@ from tallyroll.collector.options import (
     Postproc,
     Surplus,
     Validate,
-    not_negative,
     one_of,
     positive,
-    seconds,
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_cpu
 from tallyroll.collector.policies.random_actions import all_drawn
@@ -46,6 +44,7 @@ from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
 from tallyroll.collector.workers.startup import WorkerStartup
+from tallyroll.collector.workers.supervision import Supervision, supervision_of
 from tallyroll.collector.workers.system_limits import limits_named
 
 Factory = Callable[[], EnvBase | VectorEnv]
@@ -77,13 +76,8 @@ class MultiprocessCollector(Collector):
         mode: ``"sync"`` or ``"async"``.
         threads_per_worker: of torch and of the numerical libraries; by default the cores are
             shared out.
-        on_worker_death: ``"raise"``, or ``"respawn"``: a worker that raised, died or hung is
-            replaced. What it was filling is lost (see the ledger) and collected anew, and its
-            lanes' trajectories are cut.
-        max_respawns: so many times in all; then it raises.
-        step_timeout: seconds without a completed step after which a worker counts as hung; None
-            waits for ever.
-        start_timeout: seconds that a worker may take to be ready; None: 120.
+        on_worker_death, max_respawns, step_timeout, start_timeout: see :class:`Supervision`.
+        supervision: these four as one object, in their place.
         mp_start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly (its socket
             in the temporary directory is left there where this process is killed).
 
@@ -132,7 +126,8 @@ class MultiprocessCollector(Collector):
         on_worker_death: Literal["raise", "respawn"] = "raise",
         max_respawns: int = 10,
         step_timeout: float | None = None,
-        start_timeout: float = 120.0,
+        start_timeout: float | None = 120.0,
+        supervision: Supervision | None = None,
         mp_start_method: str = "spawn",
     ) -> None:
         require_guard()
@@ -162,8 +157,13 @@ class MultiprocessCollector(Collector):
         )
         _check_mode(mode, options)
         _check_start_method(mp_start_method)
-        one_of("on_worker_death", on_worker_death, ("raise", "respawn"))
-        respawns = not_negative("max_respawns", max_respawns)
+        supervision = supervision_of(
+            supervision,
+            on_worker_death=on_worker_death,
+            max_respawns=max_respawns,
+            step_timeout=step_timeout,
+            start_timeout=start_timeout,
+        )
         factories = _per_worker(create_env_fn, num_workers, num_envs, env_kwargs)
         self.num_workers, self._mode = len(factories), mode
         threads = positive("threads_per_worker", threads_per_worker, optional=True)
@@ -183,14 +183,14 @@ class MultiprocessCollector(Collector):
                     pickled,
                     start_method=mp_start_method,
                     threads=threads,
-                    step_timeout=seconds("step_timeout", step_timeout),
-                    start_timeout=seconds("start_timeout", start_timeout) or 120.0,
+                    step_timeout=supervision.step_timeout,
+                    start_timeout=supervision.start_seconds,
                 )
         except BaseException:
             self._writer.close()
             raise
         try:
-            self._prepare(policy, respawns if on_worker_death == "respawn" else 0)
+            self._prepare(policy, supervision.respawns)
         except BaseException:
             self.shutdown()
             raise
