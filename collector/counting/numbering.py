@@ -138,6 +138,7 @@ def number(
     if not rows:
         none = np.zeros(0, np.int64)
         return Numbers(none, none, none, none, np.zeros(0), none, none)
+    # A trajectory's part begins at a lane's first row, and after each row that ended one.
     lane_start = (np.cumsum(per_lane) - per_lane)[per_lane > 0]
     is_start = np.empty(rows, np.bool_)
     is_start[1:] = ended[:-1]
@@ -146,17 +147,20 @@ def number(
     begin = np.nonzero(is_start)[0]
     size = _gaps(begin, rows)
     own = lane[begin]
+    # Segments are counted within their lane: number 0 continues what the lane had before.
     nth = np.arange(len(begin))
     opens_lane = np.searchsorted(begin, lane_start)
     ordinal = nth - np.repeat(opens_lane, _gaps(opens_lane, len(begin)))
     carries_on = ordinal == 0
     closes = ended[begin + size - 1]
+    # Sums over a segment, to which the first of a lane adds what earlier blocks had.
     trajectory = state.trajectory[own] + ordinal
     offset = np.where(carries_on, state.step[own], 0)
     returns = np.add.reduceat(reward, begin) + np.where(carries_on, state.returns[own], 0.0)
     before = np.where(carries_on, state.length[own], 0)
     lengths = size + before
     first_version = np.where(before > 0, state.first_version[own], version[begin])
+    # Lane l's k-th trajectory is base + k * lanes + l, whichever process steps the lane.
     ids = state.base + trajectory * len(state.step) + own
     numbers = Numbers(
         np.repeat(ids, size),
@@ -167,6 +171,7 @@ def number(
         lengths[closes],
         first_version[closes],
     )
+    # The last segment of each lane is what the next block continues, unless it ended.
     last = np.append(opens_lane[1:], len(begin)) - 1
     own, closed = own[last], closes[last]
     state.trajectory[own] = trajectory[last] + closed

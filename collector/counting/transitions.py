@@ -87,6 +87,7 @@ def starts(transitions: Mask, ended: Mask, fresh: Mask) -> Mask:
     index, lane, per_lane = lane_major(transitions)
     first = np.zeros(transitions.size, np.bool_)
     if len(index):
+        # Lane by lane, an episode begins after the transition that ended the one before it.
         is_start = np.empty(len(index), np.bool_)
         is_start[1:] = ended.reshape(-1)[index[:-1]]
         opening = (np.cumsum(per_lane) - per_lane)[per_lane > 0]

@@ -177,6 +177,8 @@ class Episodes:
         """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
         chunk, at, own = rows.chunk, order.at, order.own
         self._know_lanes(int(own[-1]) + 1)
+        # By lane and time, a stretch begins where the id differs from the row before; at a lane's
+        # first row, from the id of the lane's last line.
         ids, tail = chunk.ids[at], self._tail[own]
         begins = np.empty(len(at), np.bool_)
         begins[1:] = ids[1:] != ids[:-1]
@@ -186,6 +188,8 @@ class Episodes:
         opens_lane = np.zeros(len(at), np.bool_)
         opens_lane[order.first] = True
 
+        # From here on one entry a stretch. A lane's first one may go on with its last line; all
+        # that begin get new lines, numbered in the order of their first rows.
         start = np.flatnonzero(begins | opens_lane)
         stop = np.append(start[1:], len(at))
         fresh, of_lane = begins[start], np.flatnonzero(opens_lane[start])
@@ -197,6 +201,7 @@ class Episodes:
         before[1:] = line[:-1]
         before[of_lane] = tail
 
+        # No line comes twice, so that sums can be added by index.
         lines, last = self._lines, at[stop - 1]
         lines["length"][line] += stop - start
         lines["return"][line] += np.add.reduceat(rows.reward[at].astype(np.float64), start, axis=0)
@@ -207,6 +212,7 @@ class Episodes:
             END_TERMINATED,
             np.where(rows.truncated[last], END_TRUNCATED, END_OPEN),
         )
+        # A line that was open when its lane's next one began was cut.
         superseded = before[fresh]
         superseded = superseded[superseded >= 0]
         lines["end"][superseded[lines["end"][superseded] == END_OPEN]] = END_CUT

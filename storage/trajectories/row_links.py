@@ -69,9 +69,11 @@ class RowLinks:
         at, own = order.at, order.own
         self._know_lanes(int(own[-1]) + 1)
         rows, ids, steps = at + chunk.start, chunk.ids.take(at), chunk.steps.take(at)
+        # For each row the one before it in its lane, which may be the last of an earlier chunk.
         before = order.before(rows, self._tail_row)
         same = order.before(ids, self._tail_id) == ids
         follows = (order.before(steps, self._tail_step) + 1 == steps) & same
+        # The step at which the rows without a gap began: their number is the difference to it.
         base = order.since(follows, steps, self._tail_base)
 
         slots = slots_of(rows, self._ring)

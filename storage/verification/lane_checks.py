@@ -241,6 +241,7 @@ class LaneChecks:
             lambda i: f"row {before.row[i]:,} of this lane has trajectory {before.ids[i]} already",
             series.order.at,
         )  # fmt: skip
+        # A lane's first row begins one as well, unless older rows may have been overwritten.
         begins = (known & ~same) | ((before.row == _NONE) & ~series.vague & (not self._late))
         if self._declared is None:
             self._begun.append(series.ids[(before.row != _VAGUE) & ~same & ~series.vague])
@@ -248,6 +249,7 @@ class LaneChecks:
         _check_versions(series, before, known, findings)
         over = same & before.ended
         _check_over(series, before, over, findings)
+        # Observations are compared along these pairs: only where steps follow one another.
         linked = same & ~over & (series.steps == before.steps + 1)
         return RowPairs(before.row[linked], series.row[linked])
 
