@@ -3,16 +3,22 @@
 What is missing is said by `tests/project/test_compat.py`.
 """
 
+from __future__ import annotations
+
 import atexit
-from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, process
-from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from gymnasium.vector import SyncVectorEnv, VectorEnv
-from tensordict import TensorDictBase
-from torchrl.envs import EnvBase, ParallelEnv
+
+# Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+    from gymnasium.vector import VectorEnv
+    from tensordict import TensorDictBase
+    from torchrl.envs import EnvBase
 
 # --- Gymnasium ------------------------------------------------------------------------------------
 
@@ -38,6 +44,8 @@ def set_info_merge(env: VectorEnv, merge: Any) -> None:
 
 def lane_in(frame: FrameType) -> int | None:
     """The lane that a `SyncVectorEnv` steps or resets in ``frame``; None in another frame."""
+    from gymnasium.vector import SyncVectorEnv
+
     names = frame.f_locals
     lane = names.get("i") if isinstance(names.get("self"), SyncVectorEnv) else None
     return lane if isinstance(lane, int) else None
@@ -63,6 +71,8 @@ def resets_itself(env: EnvBase) -> bool:
 
 def splits(env: EnvBase) -> bool:
     """Whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
+    from torchrl.envs import EnvBase
+
     kind = type(env)
     return (
         kind.step_and_maybe_reset is EnvBase.step_and_maybe_reset
@@ -76,6 +86,8 @@ def splits(env: EnvBase) -> bool:
 
 def steps_in_buffers(env: EnvBase) -> bool:
     """Whether it is a `ParallelEnv` whose workers step and reset in one call."""
+    from torchrl.envs import ParallelEnv
+
     return isinstance(env, ParallelEnv) and env._use_buffers is not False
 
 

@@ -319,7 +319,7 @@ def test_other_numbers_of_agents_are_refused_as_ever(tmp_path: Path) -> None:
             {"o": torch.zeros(3, 2, 4), "deep": TensorDict({"z": torch.zeros(3, 2, 2, 5)}, [3, 2])},
             [3, 2],
         )
-        with pytest.raises(RowsMismatch, match=r"agents/o has .*shape \[3, 2, 4\], wanted"):
+        with pytest.raises(RowsMismatch, match=r"agents/o has .*shape \[3, 2, 4\], expected"):
             storage.extend(other)
 
 

@@ -469,7 +469,7 @@ def test_an_interrupt_leaves_nothing_half_prepared(
 def test_a_column_of_one_takes_no_plain_one(storage: MemmapStorage, before: int) -> None:
     for _ in range(before + 1):
         storage.extend(TensorDict({"x": torch.zeros(1, 1)}, [1]))
-    with pytest.raises(RowsMismatch, match=r"x has float32, shape \[1\], wanted .* \[1, 1\]"):
+    with pytest.raises(RowsMismatch, match=r"x has float32, shape \[1\], expected .* \[1, 1\]"):
         storage.extend(TensorDict({"x": torch.zeros(1)}, [1]))
     assert storage.head == before + 1
 

@@ -545,7 +545,10 @@ class StorageContract:
     @pytest.mark.parametrize(
         ("wrong", "wording"),
         [
-            ({("id",): np.zeros(2, np.int64)}, r"id has int64, shape \[2\], wanted .* shape \[3\]"),
+            (
+                {("id",): np.zeros(2, np.int64)},
+                r"id has int64, shape \[2\], expected .* shape \[3\]",
+            ),
             ({("id",): torch.zeros(3, dtype=torch.int64)}, "id is Tensor, expected an array"),
             ({("id",): None}, "id is missing"),
             ({"id": np.zeros(3, np.int64)}, "'id' is not a column here"),
