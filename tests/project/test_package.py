@@ -26,6 +26,7 @@ PUBLIC: dict[str, list[str]] = {
         "Info",
         "Ledger",
         "MultiprocessCollector",
+        "Supervision",
         "SyncCollector",
         "evaluate",
         "split_trajectories",
