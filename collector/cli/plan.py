@@ -302,9 +302,8 @@ def load_policy(spec: str | None) -> PolicyFn | None:
         policy = _guarded(f"--policy {spec}: calling {path}", policy)
     if not callable(policy):
         raise CommandError(
-            f"--policy {spec}: expected a policy (a callable from TensorDict to TensorDict), a "
-            "class "
-            f"or a function that makes one, got {type(policy).__name__}"
+            f"--policy {spec}: expected a policy (a callable from TensorDict to TensorDict), "
+            f"a class or a function that makes one, got {type(policy).__name__}"
         )
     made: PolicyFn = policy
     return made

@@ -17,7 +17,7 @@ _WRITE_NBYTES = 2**14
 """Arrays of this size are written through the file. Through the map every new page costs a
 fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
 _GATHER_NBYTES = 2**18
-"""RowRefs rows are written through the file in pieces that stay in the processor's cache."""
+"""Gathered rows are written through the file in pieces that stay in the processor's cache."""
 _ALONE_NBYTES = 2**14
 """While more is copied other threads may run, which costs as much as to copy a small array."""
 
