@@ -17,8 +17,6 @@ from tallyroll.storage.verification.self_reset_detection import (
     Ends,
     SelfResets,
     Verdict,
-    digests,
-    joined,
 )
 
 
@@ -52,8 +50,8 @@ class FinalsWatch:
                 step=rows[STEP].numpy(),
                 ended=_flags(rows[DONE]),
                 terminated=_flags(rows[TERMINATED]),
-                first=partial(_digests_of, part, self._keys),
-                next=partial(_digests_of, part, tuple((NEXT, *key) for key in self._keys)),
+                first=[_column(part, key) for key in self._keys],
+                next=[_column(part, (NEXT, *key)) for key in self._keys],
                 valid=None if valid is None else valid.numpy(),
             )
         )
@@ -85,7 +83,7 @@ class FinalsWatch:
     def warn_at_end(self, committed: Callable[[], str]) -> None:
         """Warn where too few episodes ended to be certain, and all say the same."""
         resets, self._resets = self._resets, None
-        if resets is not None and resets.likely is Verdict.SELF_RESET:
+        if resets is not None and resets.likely:
             text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"
             warnings.warn(text, FinalsWarning, stacklevel=2)
 
@@ -121,22 +119,15 @@ def _flags(column: torch.Tensor) -> NDArray[Any]:
     return flags
 
 
-def _digests_of(part: Part, keys: tuple[Key, ...], rows: NDArray[np.intp]) -> NDArray[np.uint64]:
-    """Digests of the observation ``keys`` in ``rows`` of ``part``."""
-    return joined([_column_digests(part, key, rows) for key in keys])
-
-
-def _column_digests(part: Part, key: Key, rows: NDArray[np.intp]) -> NDArray[np.uint64]:
-    column: torch.Tensor | RowRefs = part.large[key] if key in part.large else part.rows[key]
-    nbytes = column.nbytes // max(1, len(column))
-    found: NDArray[np.uint64] = digests(partial(_taken, column), rows, nbytes)
-    return found
+def _column(part: Part, key: Key) -> tuple[Callable[[NDArray[Any]], NDArray[Any]], int]:
+    """What takes rows of a column of ``part``, and the bytes of one."""
+    column = part.large[key] if key in part.large else part.rows[key]
+    return partial(_taken, column), column.nbytes // max(1, len(column))
 
 
 def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[Any]:
     if isinstance(column, RowRefs):
-        origin = None if column.origin is None else column.origin[rows]
-        return np.asarray(RowRefs(column.sources, column.index[rows], origin))
+        return np.asarray(column[rows])
     if column.device.type == "cpu" and column.dtype is not torch.bfloat16:
         taken: NDArray[Any] = column.numpy().take(rows, axis=0)
         return taken

@@ -48,7 +48,7 @@ class RowRefs:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, rows: slice) -> RowRefs:
+    def __getitem__(self, rows: slice | np.ndarray) -> RowRefs:
         origin = None if self.origin is None else self.origin[rows]
         return RowRefs(self.sources, self.index[rows], origin)
 

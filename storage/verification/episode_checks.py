@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.rows.keys import REWARD
+from tallyroll.storage.trajectories.columns import RowOrder
 from tallyroll.storage.trajectories.episodes import (
     END_CUT,
     END_NAMES,
     END_OPEN,
-    EpisodeRows,
     Episodes,
-    RunSeeds,
+    runs_of,
 )
 from tallyroll.storage.verification.findings import Findings, Place
+
+if TYPE_CHECKING:
+    from tallyroll.storage.storages import DiskStorage
 
 __all__ = ["EpisodeChecks"]
 
@@ -32,34 +37,27 @@ class EpisodeChecks:
     A table is written when a writer closes, so that later rows are not in it.
 
     Args:
+        storage: the storage.
         table: the lines.
-        runs: the runs of the manifest.
-        ring: slots of the ring, 0 without one.
         first: the lowest row that is valid.
-        reward_shape: of one row.
     """
 
-    def __init__(
-        self,
-        table: np.ndarray,
-        runs: Sequence[RunSeeds],
-        *,
-        ring: int,
-        first: int,
-        reward_shape: tuple[int, ...],
-    ) -> None:
-        self._table, self._runs, self._first = table, runs, first
+    def __init__(self, storage: DiskStorage, table: np.ndarray, first: int) -> None:
+        self._table, self._first = table, first
         self._stop = int(table["last_row"].max(initial=-1)) + 1
-        self._episodes: Episodes | None = Episodes(ring, reward_shape)
+        self._engine, self._order = storage._running(), RowOrder(storage.schema)
+        self._runs = runs_of(storage.manifest["runs"])
+        reward = next(each.shape for each in storage.schema.columns if each.key == REWARD)
+        self._episodes: Episodes | None = Episodes(storage.ring, reward)
 
-    def extend(self, rows: EpisodeRows) -> None:
-        """Count the rows behind those that were counted."""
-        chunk = rows.chunk
-        count = min(len(chunk.ids), self._stop - chunk.start)
-        if self._episodes is None or count <= 0:
+    def extend(self, start: int, stop: int) -> None:
+        """Count the rows ``[start, stop)``, behind those that were counted."""
+        stop = min(stop, self._stop)
+        if self._episodes is None or start >= stop:
             return
         try:
-            self._episodes.extend(_part(rows, count), self._runs)
+            rows = self._order.episode_rows(self._engine, start, stop)
+            self._episodes.extend(rows, self._runs)
         except CorruptStorage:
             self._episodes = None  # a lane that cannot be, which another check names
 
@@ -72,9 +70,9 @@ class EpisodeChecks:
         missing = np.setdiff1d(counted["id"], told["id"])
         extra = np.setdiff1d(told["id"], counted["id"])
         message = "a trajectory has rows, and no line in the table"
-        findings.add_rows("episodes", message, missing, lambda i: _of(int(missing[i])))
+        findings.add_rows("episodes", message, missing, lambda i: Place(trajectory=int(missing[i])))
         message = "a line in the table has no rows"
-        findings.add_rows("episodes", message, extra, lambda i: _of(int(extra[i])))
+        findings.add_rows("episodes", message, extra, lambda i: Place(trajectory=int(extra[i])))
         _, mine, theirs = np.intersect1d(counted["id"], told["id"], return_indices=True)
         self._compare(counted[mine], told[theirs], findings)
 
@@ -90,38 +88,23 @@ class EpisodeChecks:
         seeds = counted["reset_seed"], told["reset_seed"]
         wrong["reset_seed"] = whole & (seeds[0] != seeds[1]) & (seeds[0] >= 0) & (seeds[1] >= 0)
         for name, where in wrong.items():
-            at = np.flatnonzero(where)
-
-            def place(i: int, name: str = name, at: np.ndarray = at) -> Place:
-                says, are = told[name][at[i]], counted[name][at[i]]
-                if name == "end":
-                    says, are = END_NAMES[says], END_NAMES[are]
-                line = told[at[i]]
-                return Place(
-                    row=int(line["first_row"]),
-                    lane=int(line["lane"]),
-                    trajectory=int(line["id"]),
-                    column=name,
-                    what=f"{says}, and by the rows {are}",
-                )
-
+            lines, rows = told[where], counted[where]
             message = f"the table gives another {name} than the rows"
-            findings.add_rows("episodes", message, told["first_row"][at], place)
+            place = partial(_place_of, name, lines, rows)
+            findings.add_rows("episodes", message, lines["first_row"], place)
 
 
-def _of(id: int) -> Place:
-    return Place(trajectory=id)
-
-
-def _part(rows: EpisodeRows, count: int) -> EpisodeRows:
-    chunk = rows.chunk
-    first = type(chunk)(chunk.start, chunk.ids[:count], chunk.steps[:count], chunk.lane[:count])
-    return EpisodeRows(
-        first,
-        rows.terminated[:count],
-        rows.truncated[:count],
-        rows.reward[:count],
-        rows.version[:count],
+def _place_of(name: str, told: np.ndarray, counted: np.ndarray, at: int) -> Place:
+    line = told[at]
+    says, are = line[name], counted[name][at]
+    if name == "end":
+        says, are = END_NAMES[says], END_NAMES[are]
+    return Place(
+        row=int(line["first_row"]),
+        lane=int(line["lane"]),
+        trajectory=int(line["id"]),
+        column=name,
+        what=f"{says}, and by the rows {are}",
     )
 
 

@@ -1,13 +1,13 @@
-"""Findings of `verify`: frozen records, and the list that gathers them. Pure."""
+"""Findings of `verify`: frozen records, what gathers them, and rows that report them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["PLACES", "Finding", "Findings", "Place", "Report"]
+__all__ = ["PLACES", "Finding", "Findings", "NumberedRows", "Place", "Report"]
 
 PLACES = 5
 """A finding names that many places, the first ones."""
@@ -28,8 +28,10 @@ class Place:
     """What is there, and what was wanted."""
 
     def __str__(self) -> str:
-        names = ("row", "lane", "trajectory", "step", "column")
-        parts = [f"{n} {_spell(n, v)}" for n in names if (v := getattr(self, n)) is not None]
+        parts = [] if self.row is None else [f"row {self.row:,}"]
+        for name in ("lane", "trajectory", "step", "column"):
+            if (value := getattr(self, name)) is not None:
+                parts.append(f"{name} {value}")
         where = ", ".join(parts)
         return f"{where}: {self.what}" if where and self.what else where or self.what
 
@@ -77,24 +79,20 @@ class Report:
         return not self.findings
 
 
-@dataclass
-class _Tally:
-    count: int = 0
-    places: list[Place] = field(default_factory=list)
-
-
 class Findings:
-    """Gathers findings: counts them, and keeps the first `PLACES` places of each."""
+    """Gathers findings: counts their places, and keeps the first `PLACES` of each."""
 
     def __init__(self) -> None:
-        self._tallies: dict[tuple[str, str], _Tally] = {}
+        self._found: dict[tuple[str, str], Finding] = {}
 
-    def add(self, check: str, message: str, place: Place | None = None, count: int = 1) -> None:
-        """Count ``message`` up, and keep ``place`` if it is among the first."""
-        tally = self._tallies.setdefault((check, message), _Tally())
-        tally.count += count
-        if place is not None and len(tally.places) < PLACES:
-            tally.places.append(place)
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._found.values())
+
+    def add(self, check: str, message: str, *places: Place, count: int = 1) -> None:
+        """Count ``message`` up, and keep those of ``places`` that are among the first."""
+        if (known := self._found.get((check, message))) is not None:
+            places, count = known.places + places, known.count + count
+        self._found[check, message] = Finding(check, message, count, places[:PLACES])
 
     def add_rows(
         self, check: str, message: str, rows: np.ndarray, place_of: Callable[[int], Place]
@@ -103,31 +101,46 @@ class Findings:
 
         ``place_of`` takes an index into ``rows``.
         """
-        if not len(rows):
-            return
-        tally = self._tallies.setdefault((check, message), _Tally())
-        tally.count += len(rows)
-        wanted = PLACES - len(tally.places)
-        if wanted > 0:
-            tally.places += [place_of(int(i)) for i in np.argsort(rows, kind="stable")[:wanted]]
+        if len(rows):
+            lowest = np.argsort(rows, kind="stable")[:PLACES].tolist()
+            self.add(check, message, *map(place_of, lowest), count=len(rows))
 
     def merge(self, other: Findings) -> None:
         """Add what ``other`` gathered behind what is here."""
-        for key, theirs in other._tallies.items():
-            mine = self._tallies.setdefault(key, _Tally())
-            mine.count += theirs.count
-            mine.places = (mine.places + theirs.places)[:PLACES]
-
-    def listed(self, order: Iterable[str]) -> tuple[Finding, ...]:
-        """All findings, by the place of their check in ``order``."""
-        rank = {check: place for place, check in enumerate(order)}
-        found = [
-            Finding(check, message, tally.count, tuple(tally.places))
-            for (check, message), tally in self._tallies.items()
-        ]
-        return tuple(sorted(found, key=lambda each: rank.get(each.check, len(rank))))
+        for each in other:
+            self.add(each.check, each.message, *each.places, count=each.count)
 
 
-def _spell(name: str, value: int | str) -> str:
-    # Numbers of rows are long, and the others are names.
-    return f"{value:,}" if name == "row" else str(value)
+@dataclass(frozen=True, slots=True)
+class NumberedRows:
+    """Rows that follow one another in a storage, of which no more than their numbers is known."""
+
+    start: int
+    """The first row's number."""
+
+    def place(self, at: int, what: str, column: str | None = None) -> Place:
+        """The place of entry ``at``."""
+        return Place(row=self.start + at, column=column, what=what)
+
+    def report(
+        self,
+        findings: Findings,
+        check: str,
+        message: str,
+        wrong: np.ndarray,
+        what: Callable[[int], str],
+        at: np.ndarray | None = None,
+        column: str | None = None,
+    ) -> None:
+        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's index.
+
+        ``at`` [n] says where among the rows they are, if not one behind the other.
+        """
+        where = np.flatnonzero(wrong)
+        places = where if at is None else at[where]
+        findings.add_rows(
+            check,
+            message,
+            places,
+            lambda i: self.place(int(places[i]), what(int(where[i])), column),
+        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, lane_order
-from tallyroll.storage.verification.findings import Findings, Place
+from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
 
 __all__ = ["CheckedRows", "LaneChecks", "RowPairs"]
 
@@ -19,11 +18,9 @@ _VAGUE = -2
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRows:
+class CheckedRows(NumberedRows):
     """Rows that follow one another: the collector's columns, each [n]."""
 
-    start: int
-    """The first row's number."""
     ids: np.ndarray
     steps: np.ndarray
     lane: np.ndarray
@@ -33,33 +30,8 @@ class CheckedRows:
 
     def place(self, at: int, what: str, column: str | None = None) -> Place:
         """The place of entry ``at``."""
-        return Place(
-            self.start + at,
-            int(self.lane[at]),
-            int(self.ids[at]),
-            int(self.steps[at]),
-            column,
-            what,
-        )
-
-    def report(
-        self,
-        findings: Findings,
-        check: str,
-        message: str,
-        wrong: np.ndarray,
-        what: Callable[[int], str],
-        at: np.ndarray | None = None,
-    ) -> None:
-        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's index.
-
-        ``at`` [n] says where in the chunk they are, if not one behind the other.
-        """
-        where = np.flatnonzero(wrong)
-        places = where if at is None else at[where]
-        findings.add_rows(
-            check, message, places, lambda i: self.place(int(places[i]), what(int(where[i])))
-        )
+        ids, lane, steps = int(self.ids[at]), int(self.lane[at]), int(self.steps[at])
+        return Place(self.start + at, lane, ids, steps, column, what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,32 +34,29 @@ class RunEntry:
     """Columns that look like observations and are none."""
 
 
-def check_runs(entries: list[Any], head: int, findings: Findings) -> list[RunEntry]:
+def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) -> list[RunEntry]:
     """The runs that ``entries`` describe, in the order of their rows; wrong ones are left out."""
     runs: list[RunEntry] = []
     if not entries:
         findings.add("runs", "the manifest names no run")
     for number, entry in enumerate(entries):
         problem = _problem_of(entry, runs[-1].first_row if runs else 0, head)
-        if not runs and number == 0 and not problem and entry["first_row"] != 0:
+        if number == 0 and not problem and entry["first_row"] != 0:
             problem = f"its first row is {entry['first_row']}, and the first run begins at row 0"
         if problem:
             place = Place(what=f"run {number}: {problem}")
             findings.add("runs", "a run in the manifest does not fit the rows", place)
         else:
-            lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
-            call = entry.get("call")
-            call = call if isinstance(call, dict) else {}
-            runs.append(
-                RunEntry(
-                    entry["first_row"],
-                    lanes,
-                    origin,
-                    call.get("finals") == "kept",
-                    _keys(call.get("unobserved")),
-                )
-            )
+            runs.append(_entry_of(entry))
     return runs
+
+
+def _entry_of(entry: Mapping[str, Any]) -> RunEntry:
+    call = entry.get("call")
+    call = call if isinstance(call, dict) else {}
+    kept, unobserved = call.get("finals") == "kept", _keys(call.get("unobserved"))
+    lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
+    return RunEntry(entry["first_row"], lanes, origin, kept, unobserved)
 
 
 def _keys(value: Any) -> frozenset[tuple[str, ...]]:
@@ -69,12 +67,8 @@ def _keys(value: Any) -> frozenset[tuple[str, ...]]:
     return frozenset(key for key in keys if all(isinstance(name, str) for name in key))
 
 
-def _problem_of(entry: Any, least: int, head: int) -> str | None:
-    if not isinstance(entry, dict):
-        return f"it is {type(entry).__name__}, not a JSON object"
-    first, origin, lanes = (entry.get(n) for n in ("first_row", "first_row_of_run", "lanes"))
-    if type(first) is not int:
-        return f"its first row is {first!r}"
+def _problem_of(entry: Mapping[str, Any], least: int, head: int) -> str | None:
+    first, origin, lanes = entry["first_row"], entry.get("first_row_of_run"), entry.get("lanes")
     if not least <= first <= head:
         return f"its first row is {first}, not from {least} to {head}"
     if origin is not None and (type(origin) is not int or not 0 <= origin <= first):
@@ -88,20 +82,12 @@ def _problem_of(entry: Any, least: int, head: int) -> str | None:
 
 
 def check_record(
-    record: tuple[int, bytes] | None,
-    runs: list[RunEntry],
-    head: int,
-    findings: Findings,
-    *,
-    damaged: bool = False,
+    record: tuple[int, bytes] | None, runs: list[RunEntry], head: int, findings: Findings
 ) -> RunRecord | None:
     """The newest record, checked against the runs; None where no collector wrote one.
 
-    ``head`` rows were committed when the record was read; ``damaged`` says that a newer one
-    is there and is not intact.
+    ``head`` rows were committed when the record was read.
     """
-    if damaged:
-        findings.add("record", "the newest commit record is damaged; the previous one was used")
     # The rows of the last commit: a run that has none yet comes behind them.
     last = next((run for run in reversed(runs) if run.first_row < head), None)
     collected = last is not None and last.origin is not None
@@ -121,13 +107,8 @@ def check_record(
         )
     origins = [run.origin for run in runs[runs.index(last) :]]
     if value.first_row not in origins:
-        findings.add(
-            "record",
-            "it is of another run than the last rows",
-            Place(
-                what=f"its run began at row {value.first_row:,}, and the last one at {last.origin}"
-            ),
-        )
+        what = f"its run began at row {value.first_row:,}, and the last one at {last.origin}"
+        findings.add("record", "it is of another run than the last rows", Place(what=what))
     _check_sums(value, findings)
     return value
 
@@ -142,8 +123,7 @@ def check_ledger(
     if record.next_id != -1 and record.next_id <= largest_id:
         what = f"it says {record.next_id}, and {largest_id} is the largest that was used"
         findings.add("record", "the next trajectory id is one that was used", Place(what=what))
-    stored = record.stored_before + record.at - record.first_row
-    wanted = {"stored": stored}
+    wanted = {"stored": record.stored_before + record.at - record.first_row}
     if episodes is not None and not record.stored_before:
         wanted["episodes_complete"] = episodes
     for name, count in wanted.items():

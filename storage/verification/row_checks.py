@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.rows.keys import (
@@ -26,19 +23,16 @@ from tallyroll.storage.rows.keys import (
     Key,
     spell,
 )
-from tallyroll.storage.trajectories import by_lane
-from tallyroll.storage.trajectories.columns import floats_of
-from tallyroll.storage.trajectories.episodes import EpisodeRows, runs_of
 from tallyroll.storage.verification.episode_checks import EpisodeChecks
-from tallyroll.storage.verification.findings import Findings, Place
+from tallyroll.storage.verification.findings import Findings, NumberedRows
 from tallyroll.storage.verification.lane_checks import CheckedRows, LaneChecks
 from tallyroll.storage.verification.observation_checks import ObservationChecks, observations_of
 from tallyroll.storage.verification.record_checks import RunEntry
 from tallyroll.storage.verification.self_reset_checks import ResetChecks
 from tallyroll.storage.verification.value_checks import (
     UnwrittenRows,
-    check_finite,
     holds_numbers,
+    not_finite,
     words,
 )
 
@@ -47,9 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RowChecks"]
 
-_PlaceOf: TypeAlias = Callable[[int, str, str | None], Place]
-
 _NUMBERS = (TRAJ_IDS, STEP, LANE)
+_ENDS = (DONE, TERMINATED, TRUNCATED)
+_FLAGS = (*_ENDS, CUT, NEXT_VALID)
 _CHUNK_ROWS = 2**18
 _CHUNK_NBYTES = 2**27
 _BY_TRAJECTORY = ("lanes", "ids", "steps", "versions", "observations", "finals")
@@ -84,28 +78,22 @@ class RowChecks:
         self.ended: dict[int, int] = {}
         """How many episodes ended in a run, by the run's first row."""
         self.largest_id = -1
-        self._both_known = self._look_at_flags()
-        self._followed = self._look_at_collector()
-        self._observations = ObservationChecks(self._columns, self._arrays, storage.ring)
-        self._resets = ResetChecks(self._columns, self._arrays, storage.ring)
-        self._observed = {(*prefix, *key) for key in observations_of(self._columns)
-                          for prefix in ((), (NEXT,))}  # fmt: skip
+        self._flags = [key for key in _FLAGS if self._is_scalar(key, "b")]
+        self._both_known = TERMINATED in self._flags and TRUNCATED in self._flags
+        observed = observations_of(self._columns)
+        self._observed = {key for each in observed for key in (each.key, (NEXT, *each.key))}
+        self._followed = self._look_at_columns()
+        self._observations = ObservationChecks(observed, self._arrays, storage.ring)
+        self._resets = ResetChecks(observed, self._arrays, storage.ring)
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
-        arrays = {} if self._followed else self._arrays
-        self._unwritten = UnwrittenRows({key: words(array) for key, array in arrays.items()})
-        self._episodes = None if table is None else self._episode_checks(table)
-
-    def _episode_checks(self, table: np.ndarray) -> EpisodeChecks | None:
-        if not self._followed or not self._both_known or REWARD not in self._columns:
-            self.unavailable["episodes"] = "not all columns are there that the table is made of"
-            return None
-        return EpisodeChecks(
-            table,
-            runs_of(self._storage.manifest["runs"]),
-            ring=self._storage.ring,
-            first=self.span.start,
-            reward_shape=self._columns[REWARD].shape,
-        )
+        self._unwritten = UnwrittenRows(() if self._followed else map(words, self._arrays.values()))
+        self._episodes: EpisodeChecks | None = None
+        if table is not None:
+            if self._followed and self._both_known and REWARD in self._columns:
+                self._episodes = EpisodeChecks(storage, table, self.span.start)
+            else:
+                why = "not all columns are there that the table is made of"
+                self.unavailable["episodes"] = why
 
     # --- what the columns allow -------------------------------------------------------------------
 
@@ -115,15 +103,12 @@ class RowChecks:
             column is not None and column.shape in ((), (1,)) and column.numpy_dtype.kind in kinds
         )
 
-    def _look_at_flags(self) -> bool:
-        known = self._is_scalar(TERMINATED, "b") and self._is_scalar(TRUNCATED, "b")
-        if not known or not self._is_scalar(DONE, "b"):
+    def _look_at_columns(self) -> bool:
+        """Say what cannot be checked; returns whether trajectories can be followed."""
+        if not self._both_known or DONE not in self._flags:
             self.unavailable["ends"] = "not all of next/done, terminated and truncated are there"
-        return known
-
-    def _look_at_collector(self) -> bool:
         lacking = [key for key in _NUMBERS if not self._is_scalar(key)]
-        if not self._both_known and not self._is_scalar(DONE, "b"):
+        if not self._both_known and DONE not in self._flags:
             lacking.append(DONE)
         if lacking:
             why = f"there is no column {spell(lacking[0])} of a collector"
@@ -131,7 +116,7 @@ class RowChecks:
             return False
         if not self._is_scalar(POLICY_VERSION):
             self.unavailable["versions"] = f"there is no column {spell(POLICY_VERSION)}"
-        if not observations_of(self._columns):
+        if not self._observed:
             why = "no column is alike at the root and under next"
             self.unavailable |= {"observations": why, "finals": why}
         return True
@@ -190,26 +175,31 @@ class RowChecks:
         """Check rows; returns the oldest row that was looked at."""
         first = slots_of(start, self._storage.ring)
         slots = slice(first, first + stop - start)
-        ended = self._ended(slots)
-        valid = self._scalar(NEXT_VALID, slots) if self._is_scalar(NEXT_VALID, "b") else None
-        if not self._followed or ended is None:
-            place = partial(_place, start)
-            self._check_flags(slots, ended, place, findings)
-            self._check_finite(slots, valid, place, findings)
+        flags = {key: self._scalar(key, slots) for key in self._flags}
+        # Without both columns an end is not known to be a termination, and taken for one.
+        ended = terminated = flags.get(DONE)
+        if self._both_known:
+            terminated = flags[TERMINATED]
+            ended = terminated | flags[TRUNCATED]
+        valid = flags.get(NEXT_VALID)
+        if not self._followed or ended is None or terminated is None:
+            rows = NumberedRows(start)
+            self._check_flags(rows, flags, ended, findings)
+            self._check_finite(rows, slots, valid, findings)
             self._unwritten.advance(start, slots, findings)
             return start
         chunk = self._chunk(start, slots, ended)
         if run.origin is not None:
             self.ended[run.origin] = self.ended.get(run.origin, 0) + int(ended.sum())
-        self._check_flags(slots, ended, chunk.place, findings)
-        self._check_finite(slots, valid, chunk.place, findings)
+        self._check_flags(chunk, flags, ended, findings)
+        self._check_finite(chunk, slots, valid, findings)
         _check_own(chunk, valid, findings)
         links = lanes.advance(chunk, findings)
         self._observations.check_links(chunk, links, findings)
         self._observations.check_zeros(chunk, links, valid)
-        self._resets.look(run, chunk, valid, self._terminated(slots, ended))
+        self._resets.look(run, chunk, valid, terminated)
         if self._episodes is not None:
-            self._episodes.extend(self._episode_rows(chunk, slots))
+            self._episodes.extend(start, stop)
         return min(start, int(links.before.min(initial=start)))
 
     def _scalar(self, key: Key, slots: slice) -> np.ndarray:
@@ -217,65 +207,36 @@ class RowChecks:
 
     def _chunk(self, start: int, slots: slice, ended: np.ndarray) -> CheckedRows:
         ids, steps, lane = (self._scalar(key, slots).astype(np.int64) for key in _NUMBERS)
-        if self._is_scalar(POLICY_VERSION):
-            return CheckedRows(start, ids, steps, lane, ended, self._scalar(POLICY_VERSION, slots))
-        return CheckedRows(start, ids, steps, lane, ended, np.full(len(ids), -1))
-
-    def _episode_rows(self, chunk: CheckedRows, slots: slice) -> EpisodeRows:
-        reward = self._arrays[REWARD][slots]
-        if self._columns[REWARD].dtype is torch.bfloat16:
-            reward = floats_of(reward)
-        if math.prod(reward.shape[1:]) == 1:
-            reward = reward.reshape(-1)
-        return EpisodeRows(
-            by_lane.RowChunk(chunk.start, chunk.ids, chunk.steps, chunk.lane),
-            self._scalar(TERMINATED, slots),
-            self._scalar(TRUNCATED, slots),
-            reward,
-            chunk.version,
-        )
-
-    def _ended(self, slots: slice) -> np.ndarray | None:
-        """Which rows end their episode, None where no column says so."""
-        if self._both_known:
-            ended: np.ndarray = self._scalar(TERMINATED, slots) | self._scalar(TRUNCATED, slots)
-            return ended
-        return self._scalar(DONE, slots) if self._is_scalar(DONE, "b") else None
-
-    def _terminated(self, slots: slice, ended: np.ndarray) -> np.ndarray:
-        return self._scalar(TERMINATED, slots) if self._both_known else ended
+        known = self._is_scalar(POLICY_VERSION)
+        version = self._scalar(POLICY_VERSION, slots) if known else np.full(len(ids), -1)
+        return CheckedRows(start, ids, steps, lane, ended, version)
 
     def _check_flags(
-        self, slots: slice, ended: np.ndarray | None, place: _PlaceOf, findings: Findings
+        self,
+        rows: NumberedRows,
+        flags: Mapping[Key, np.ndarray],
+        ended: np.ndarray | None,
+        findings: Findings,
     ) -> None:
-        if not self._both_known or not self._is_scalar(DONE, "b") or ended is None:
+        if "ends" in self.unavailable or ended is None:
             return
-        cut = self._scalar(CUT, slots) if self._is_scalar(CUT, "b") else False
-        wrong = np.flatnonzero(self._scalar(DONE, slots) != ended | cut)
-
-        def what(at: int) -> str:
-            flags = (self._scalar(key, slots)[at] for key in (DONE, TERMINATED, TRUNCATED))
-            done, terminated, truncated = map(bool, flags)
-            return f"done {done}, terminated {terminated}, truncated {truncated}"
-
-        message = "done is not terminated or truncated"
-        findings.add_rows(
-            "ends", message, wrong, lambda i: place(int(wrong[i]), what(int(wrong[i])), None)
-        )
+        rows.report(
+            findings, "ends", "done is not terminated or truncated",
+            flags[DONE] != ended | flags.get(CUT, np.False_),
+            lambda at: ", ".join(f"{key[-1]} {flags[key][at]}" for key in _ENDS),
+        )  # fmt: skip
 
     def _check_finite(
-        self, slots: slice, valid: np.ndarray | None, place: _PlaceOf, findings: Findings
+        self, rows: NumberedRows, slots: slice, valid: np.ndarray | None, findings: Findings
     ) -> None:
         for column in self._finite:
-            observed = column.key in self._observed
-            exempt = ~valid if valid is not None and observed and column.key[0] == NEXT else None
-            infinity = observed or column.key == REWARD
-            rows = self._arrays[column.key][slots]
-            check_finite(column, rows, findings, place, infinity=infinity, exempt=exempt)
-
-
-def _place(start: int, at: int, what: str, column: str | None) -> Place:
-    return Place(row=start + at, column=column, what=what)
+            key, name = column.key, spell(column.key)
+            infinity = key in self._observed or key == REWARD
+            wrong = not_finite(column, self._arrays[key][slots], infinity=infinity)
+            if valid is not None and key in self._observed and key[0] == NEXT:
+                wrong &= valid  # what was lost may be anything
+            message = f"{'NaN or infinity' if infinity else 'NaN'} in {name}"
+            rows.report(findings, "nan", message, wrong, lambda at: "", column=name)
 
 
 def _check_own(chunk: CheckedRows, valid: np.ndarray | None, findings: Findings) -> None:

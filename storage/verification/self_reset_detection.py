@@ -17,17 +17,18 @@ digests, and different ones differ but for one chance in about 2**60. So NaN equ
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
 import numpy as np
 
 from tallyroll.storage.trajectories.by_lane import lane_order
-from tallyroll.storage.verification.value_checks import BATCH_NBYTES, batches, words
+from tallyroll.storage.verification.findings import PLACES
+from tallyroll.storage.verification.value_checks import batches, words
 
-__all__ = ["Ends", "Seen", "SelfResets", "Verdict", "digest", "digests", "joined", "judge"]
+__all__ = ["Ends", "Seen", "SelfResets", "Verdict", "digest", "digests", "judge"]
 
 LEAST = 16
 """Ends, and four times the observations in mid-trajectory, before anything is said."""
@@ -35,12 +36,11 @@ MOST_INNER = 1024
 """Observations in mid-trajectory that are compared in all, or `LEAST` a lane where that is more."""
 _INNER_AN_END = 16
 _INNER_A_LOOK = 256
-_PLACES = 5
 _PATIENCE = 256
 """Ends after which, with `LEAST` more a lane, what is still undecided is left alone."""
 
-Digests = Callable[[np.ndarray], np.ndarray]
-"""Digests uint64 [k] of observations, of rows intp [k]."""
+Columns = Sequence[tuple[Callable[[np.ndarray], np.ndarray], int]]
+"""Of each column of an observation, what takes rows intp [k] of it, and the bytes of one row."""
 
 
 class Verdict(Enum):
@@ -95,40 +95,29 @@ class Ends:
     terminated: np.ndarray
     """bool. Ends of both kinds are judged apart, too: a time limit around an environment is kept
     by one that does not reset itself then."""
-    first: Digests
-    """Of the observations that rows begin with."""
-    next: Digests
-    """Of their next observations."""
+    first: Columns
+    """The observations that rows begin with."""
+    next: Columns
+    """Their next observations."""
     valid: np.ndarray | None = None
     """bool, the row's next observation is not known to be lost; None: none is."""
     start: int = 0
     """Number of the first row."""
 
 
-@dataclass(slots=True)
-class _Tails:
-    """The last row of every lane, each [lanes]."""
-
-    first: np.ndarray
-    """Digest of the first observation of its trajectory."""
-    known: np.ndarray
-    """That one was seen."""
-    final: np.ndarray
-    """Digest of its next observation, where ``ended``."""
-    ended: np.ndarray
-    """It is an end whose final observation is compared with what follows."""
-    kind: np.ndarray
-    """1 where terminated, else 0."""
-    row: np.ndarray
-
-    @classmethod
-    def none(cls, lanes: int) -> _Tails:
-        digests, flags = np.zeros(lanes, np.uint64), np.zeros(lanes, np.bool_)
-        numbers = np.zeros(lanes, np.int64)
-        return cls(digests, flags, digests.copy(), flags.copy(), numbers, numbers.copy())
+_TAIL = np.dtype(
+    [
+        ("first", np.uint64),  # digest of the first observation of its trajectory
+        ("known", np.bool_),  # that one was seen
+        ("final", np.uint64),  # digest of its next observation, where ``ended``
+        ("ended", np.bool_),  # it is an end whose final observation is compared with what follows
+        ("kind", np.int64),  # 1 where terminated, else 0
+        ("row", np.int64),
+    ]
+)
+"""What is known of a row, as far as the lane's next one needs it."""
 
 
-@dataclass(slots=True)
 class SelfResets:
     """Follow the rows of a run until it is decided whether its environment resets itself.
 
@@ -136,23 +125,21 @@ class SelfResets:
         lanes: how many the run has.
     """
 
-    lanes: int
-    verdict: Verdict = Verdict.UNDECIDED
-    seen: Seen = field(default_factory=Seen)
-    """Of the lanes, or of the kind of end, that the verdict is about; else of all."""
-    places: list[int] = field(default_factory=list)
-    """Numbers of the first few ends whose final observation is the first one that follows."""
-    _tails: _Tails = field(init=False)
-    _counts: np.ndarray = field(init=False)
-    """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
-    _inner: np.ndarray = field(init=False)
-    """Observations in mid-trajectory and equal ones: [2, lane]."""
-    _quota: int = _INNER_AN_END
-
-    def __post_init__(self) -> None:
-        self._tails = _Tails.none(self.lanes)
-        self._counts = np.zeros((4, 2, self.lanes), np.int64)
-        self._inner = np.zeros((2, self.lanes), np.int64)
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        self.verdict = Verdict.UNDECIDED
+        self.seen = Seen()
+        """Of the lanes, or of the kind of end, that the verdict is about; else of all."""
+        self.places: list[int] = []
+        """Numbers of the first few ends whose final observation is the first one that follows."""
+        self._tails = np.zeros(lanes, _TAIL)
+        """The last row of every lane."""
+        self._counts = np.zeros((4, 2, lanes), np.int64)
+        """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
+        self._inner = np.zeros((2, lanes), np.int64)
+        """Observations in mid-trajectory and equal ones: [2, lane]."""
+        self._quota = _INNER_AN_END
+        self._most = _PATIENCE + LEAST * lanes
 
     @property
     def decided(self) -> bool:
@@ -160,13 +147,12 @@ class SelfResets:
         return self.verdict in (Verdict.FINE, Verdict.SELF_RESET)
 
     @property
-    def likely(self) -> Verdict:
-        """The judgement of few ends, at least 4, that all agree."""
+    def likely(self) -> bool:
+        """Too few ends for a verdict, at least 4, agree that the environment resets itself."""
         seen = self.seen
-        agree = seen.equal == seen.ends and seen.telling_equal == seen.telling
-        if self.verdict is not Verdict.UNDECIDED or not agree or seen.telling < 2:
-            return Verdict.UNDECIDED
-        return judge(seen, least=4)
+        agree = seen.equal == seen.ends and seen.telling_equal == seen.telling >= 2
+        undecided = self.verdict is Verdict.UNDECIDED
+        return undecided and agree and judge(seen, least=4) is Verdict.SELF_RESET
 
     def look(self, rows: Ends) -> None:
         """Compare ``rows``, which follow those of the call before.
@@ -179,22 +165,17 @@ class SelfResets:
             self.verdict = Verdict.FINE
             return
         begins = rows.step == 0
-        if not (begins.any() or rows.ended.any()):
-            self._look_between(rows)
-            return
-        self._follow(rows, begins)
-        self._judge()
+        if begins.any() or rows.ended.any():
+            self._follow(rows, begins)
+            self._judge()
+        elif self._quota > 0:  # in mid-trajectory, whose first observations are those known
+            tails = self._tails.take(rows.lane)
+            self._compare_inner(rows, np.flatnonzero(tails["known"]), rows.lane, tails["first"])
 
     def forget(self, lanes: np.ndarray) -> None:
         """Rows of ``lanes``, bool [lanes], are missing from here on."""
-        self._tails.ended[lanes] = self._tails.known[lanes] = False
-
-    def _look_between(self, rows: Ends) -> None:
-        """Rows in mid-trajectory alone: their lanes' first observations are those known."""
-        if self._quota <= 0:
-            return
-        which = np.flatnonzero(self._tails.known[rows.lane])
-        self._compare_inner(rows, which, rows.lane, self._tails.first.take(rows.lane))
+        for name in ("ended", "known"):
+            self._tails[name][lanes] = False
 
     def _compare_inner(
         self, rows: Ends, which: np.ndarray, lane: np.ndarray, own: np.ndarray,
@@ -206,7 +187,7 @@ class SelfResets:
             return
         if len(which) > most:
             which = which[np.arange(most) * len(which) // most]
-        found = rows.next(which if at is None else at[which]) == own[which]
+        found = digests(rows.next, which if at is None else at[which]) == own[which]
         lanes = lane[which]
         self._quota -= len(which)
         self._inner[0] += np.bincount(lanes, minlength=self.lanes)
@@ -215,42 +196,30 @@ class SelfResets:
     def _follow(self, rows: Ends, begins: np.ndarray) -> None:
         order, tails = lane_order(rows.lane), self._tails
         at = order.at
+        now = np.zeros(len(at), _TAIL)
         ended = rows.ended[at]
-        compared = ended if rows.valid is None else ended & rows.valid[at]
-        begun = np.flatnonzero(begins[at])
-        here, final = np.zeros(len(at), np.uint64), np.zeros(len(at), np.uint64)
-        if len(begun):
-            here[begun] = rows.first(at[begun])
-        if len(finals := np.flatnonzero(compared)):
-            final[finals] = rows.next(at[finals])
+        now["ended"] = ended if rows.valid is None else ended & rows.valid[at]
+        now["kind"], now["row"] = rows.terminated[at], rows.start + at
+        finals, begun = np.flatnonzero(now["ended"]), np.flatnonzero(begins[at])
+        now["final"][finals] = digests(rows.next, at[finals])
+        here = np.zeros(len(at), np.uint64)
+        here[begun] = digests(rows.first, at[begun])
         follows = ~begins[at]
-        own = order.since(follows, here, tails.first)
-        known = order.since(follows, ~follows, tails.known)
-        kind = rows.terminated[at].astype(np.int64)
-        number = rows.start + at
-        behind = begun[order.before(compared, tails.ended)[begun]]
+        now["first"] = order.since(follows, here, tails["first"])
+        now["known"] = order.since(follows, ~follows, tails["known"])
+        behind = begun[order.before(now["ended"], tails["ended"])[begun]]
         if len(behind):
-            self._count_ends(
-                order.lane[behind],
-                order.before(kind, tails.kind)[behind],
-                order.before(final, tails.final)[behind] == here[behind],
-                order.before(known, tails.known)[behind]
-                & (order.before(own, tails.first)[behind] != here[behind]),
-                order.before(number, tails.row)[behind],
-            )
-        self._compare_inner(rows, np.flatnonzero(known & ~ended), order.lane, own, at)
-        last, lanes = order.last, order.own
-        for values, kept in (
-            (own, tails.first), (known, tails.known), (final, tails.final),
-            (compared, tails.ended), (kind, tails.kind), (number, tails.row),
-        ):  # fmt: skip
-            kept[lanes] = values[last]
+            before, here = order.before(now, tails)[behind], here[behind]
+            telling = before["known"] & (before["first"] != here)
+            self._count_ends(order.lane[behind], before, before["final"] == here, telling)
+        inner = np.flatnonzero(now["known"] & ~ended)
+        self._compare_inner(rows, inner, order.lane, now["first"], at)
+        tails[order.own] = order.ends(now)
 
     def _count_ends(
-        self, lane: np.ndarray, kind: np.ndarray, equal: np.ndarray, telling: np.ndarray,
-        row: np.ndarray,
-    ) -> None:  # fmt: skip
-        flat = kind * self.lanes + lane
+        self, lane: np.ndarray, ends: np.ndarray, equal: np.ndarray, telling: np.ndarray
+    ) -> None:
+        flat = ends["kind"] * self.lanes + lane
         for counts, which in zip(
             self._counts, (slice(None), equal, telling, telling & equal), strict=True
         ):
@@ -259,18 +228,16 @@ class SelfResets:
             self._quota + _INNER_AN_END * len(lane),
             max(MOST_INNER, LEAST * self.lanes) - int(self._inner[0].sum()),
         )
-        if len(self.places) < _PLACES:
-            self.places += row[equal].tolist()[: _PLACES - len(self.places)]
+        if len(self.places) < PLACES:
+            self.places += ends["row"][equal][: PLACES - len(self.places)].tolist()
 
     def _judge(self) -> None:
         of_lanes, inner = self._counts.sum(axis=1), self._inner
         every = _seen(of_lanes.sum(axis=1), inner.sum(axis=1))
         verdict, self.seen = judge(every), every
         if verdict is not Verdict.FINE:
-            if verdict is not Verdict.UNDECIDED or every.ends >= self._most:
-                self.verdict = verdict
-            if every.ends >= self._most and verdict is not Verdict.SELF_RESET:
-                self.verdict = Verdict.FINE
+            left_alone = every.ends >= self._most and verdict is not Verdict.SELF_RESET
+            self.verdict = Verdict.FINE if left_alone else verdict
             return
         # Environments, and kinds of ends, may differ: one lane in many, or every end but those
         # of a time limit.
@@ -291,10 +258,6 @@ class SelfResets:
         if not open_questions or every.ends >= self._most:
             self.verdict = Verdict.FINE
 
-    @property
-    def _most(self) -> int:
-        return _PATIENCE + LEAST * self.lanes
-
 
 def _seen(ends: np.ndarray, inner: np.ndarray) -> Seen:
     return Seen(*map(int, (*ends, *inner)))
@@ -307,17 +270,17 @@ def _factors(count: int) -> np.ndarray:
     return factors
 
 
-def digests(
-    take: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, row_nbytes: int
-) -> np.ndarray:
-    """Digests uint64 [k] of ``rows`` intp [k] of a column, of which ``take`` gives some.
+def digests(columns: Columns, rows: np.ndarray) -> np.ndarray:
+    """Digests uint64 [k] of ``rows`` intp [k] of all ``columns``, in their order.
 
     Large rows are taken few at a time.
     """
-    if len(rows) * row_nbytes <= BATCH_NBYTES:
-        return digest(take(rows))
-    parts = batches(len(rows), row_nbytes)
-    return np.concatenate([digest(take(rows[part])) for part in parts])
+    found = np.zeros(len(rows), np.uint64)
+    for take, row_nbytes in columns if len(rows) else ():
+        parts = [digest(take(rows[part])) for part in batches(len(rows), row_nbytes)]
+        found = (found ^ (found >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93)
+        found += np.concatenate(parts)
+    return found
 
 
 def digest(rows: np.ndarray) -> np.ndarray:
@@ -331,11 +294,3 @@ def digest(rows: np.ndarray) -> np.ndarray:
     mixed ^= mixed >> np.uint64(29)
     found: np.ndarray = mixed @ _factors(mixed.shape[1])
     return found
-
-
-def joined(digests: list[np.ndarray]) -> np.ndarray:
-    """One digest uint64 [n] for what several [n] stand for, in their order."""
-    whole = digests[0]
-    for each in digests[1:]:
-        whole = (whole ^ (whole >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93) + each
-    return whole

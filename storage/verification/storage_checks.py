@@ -99,12 +99,12 @@ class _Verification:
     def __init__(
         self, storage: DiskStorage, skip: Collection[str], progress: Progress | None
     ) -> None:
-        self._storage, self._skip, self._progress = storage, skip, progress
-        self._findings = Findings()
+        self._storage, self._progress = storage, progress
         self._left_open = storage.left_open
+        self._findings, self._notes = Findings(), Findings()
         # What a cut short write leaves, and the next writer writes anew.
-        self._notes = Findings() if self._left_open else self._findings
-        self._skipped = dict.fromkeys(skip, "not wanted")
+        self._cut_short = self._notes if self._left_open else self._findings
+        self._skip, self._skipped = skip, dict.fromkeys(skip, "not wanted")
         self._done = self._total = 0
 
     def report(self, path: str) -> Report:
@@ -118,30 +118,37 @@ class _Verification:
         table = None if "episodes" in self._skip else self._table()
         rows = RowChecks(storage, runs, nan="nan" not in self._skip, table=table)
         # A writer that is just writing one looks like that, once.
-        damaged = all(storage.record_damaged for _ in range(3))
-        known = check_record(record, runs, at, findings, damaged=damaged and not self._left_open)
-        if damaged and self._left_open:
-            self._notes.add(
-                "record", "the newest commit record was cut short; the previous one was used"
-            )
+        if all(storage.record_damaged for _ in range(3)):
+            what = "was cut short" if self._left_open else "is damaged"
+            message = f"the newest commit record {what}; the previous one was used"
+            self._cut_short.add("record", message)
+        known = check_record(record, runs, at, findings)
         sums = self._sums(manifest)
         self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
         rows.run(findings, self._tell)
         if known is None:
             self._leave_out("record", "no collector wrote one")
         else:
-            whole = known.first_row >= rows.span.start and not rows.overtaken
-            ended = (
-                rows.ended.get(known.first_row, 0) if whole and known.at == rows.span.stop else None
-            )
             # Of rows that came later, which no collector wrote, it knows nothing.
-            largest = rows.largest_id if known.at == rows.span.stop else -1
-            check_ledger(known, ended, largest, findings)
+            newest = known.at == rows.span.stop
+            whole = newest and known.first_row >= rows.span.start and not rows.overtaken
+            ended = rows.ended.get(known.first_row, 0) if whole else None
+            check_ledger(known, ended, rows.largest_id if newest else -1, findings)
         for name, why in rows.unavailable.items():
             self._leave_out(name, why)
         if sums is not None:
             self._check_sums(sums, rows.span)
-        return self._made(path, rows.span)
+        notes = self._listed(self._notes)
+        return Report(
+            path,
+            manifest["format"],
+            len(rows.span),
+            self._listed(findings),
+            tuple(name for name in CHECKS if name not in self._skipped),
+            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+            notes,
+            _HEALING if notes else None,
+        )
 
     def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
         """The rows that are committed, and the record that was written with them."""
@@ -156,7 +163,7 @@ class _Verification:
         try:
             with translated(storage.path):
                 for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
-                    self._notes.add("metadata", wrong)
+                    self._cut_short.add("metadata", wrong)
                 for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
                     self._findings.add("metadata", wrong)
         except MissingLibrary as error:
@@ -165,12 +172,12 @@ class _Verification:
     def _table(self) -> np.ndarray | None:
         """The table of episodes, where there is one that can be read."""
         storage = self._storage
-        reward = [each.shape for each in storage.schema.columns if each.key == REWARD]
-        path, dtype = storage.episodes_path, table_dtype(reward[0] if reward else ())
+        reward = next((each.shape for each in storage.schema.columns if each.key == REWARD), ())
+        path, dtype = storage.episodes_path, table_dtype(reward)
         try:
             table = read_table(storage.inside, path, dtype, storage.head)
         except DamagedTable as error:
-            self._notes.add("episodes", str(error))
+            self._cut_short.add("episodes", str(error))
             return None
         if table is None:
             self._leave_out("episodes", "there is no table yet; it is written when a writer closes")
@@ -184,6 +191,11 @@ class _Verification:
     def _leave_out(self, check: str, why: str) -> None:
         self._skipped.setdefault(check, why)
 
+    def _listed(self, gathered: Findings) -> tuple[Finding, ...]:
+        """The findings of the checks that are wanted, in the order of the checks."""
+        wanted = [name for name in CHECKS if name not in self._skip]
+        return tuple(found for name in wanted for found in gathered if found.check == name)
+
     def _sums(self, manifest: Mapping[str, Any]) -> Any:
         if "finalized" not in manifest:
             self._leave_out("checksums", "the storage was not finalized")
@@ -195,34 +207,12 @@ class _Verification:
     def _check_sums(self, recorded: Any, span: range) -> None:
         storage = self._storage
         columns = {key: storage.column(key) for key in storage.schema.keys}
+        message = "the bytes of a block of rows are not those that were finalized"
         try:
             for each in mismatches(columns, recorded, self._tell):
-                slots = np.arange(each.start, each.stop)
-                rows = rows_in(slots, span.stop, storage.ring) if storage.ring else slots
-                self._findings.add(
-                    "checksums",
-                    "the bytes of a block of rows are not those that were finalized",
-                    Place(
-                        row=int(rows.min()),
-                        column=spell(each.key),
-                        what=f"or one of the {len(rows) - 1:,} rows after it",
-                    ),
-                )
+                rows = rows_in(np.arange(each.start, each.stop), span.stop, storage.ring)
+                what = f"or one of the {len(rows) - 1:,} rows after it"
+                place = Place(row=int(rows.min()), column=spell(each.key), what=what)
+                self._findings.add("checksums", message, place)
         except CorruptStorage as error:
             self._findings.add("checksums", str(error))
-
-    def _made(self, path: str, span: range) -> Report:
-        found, notes = (
-            tuple(each for each in said.listed(CHECKS) if each.check not in self._skip)
-            for said in (self._findings, self._notes if self._left_open else Findings())
-        )
-        return Report(
-            path,
-            self._storage.manifest["format"],
-            len(span),
-            found,
-            tuple(name for name in CHECKS if name not in self._skipped),
-            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
-            notes,
-            _HEALING if notes else None,
-        )

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 
-from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.verification.findings import Findings, Place
 
 __all__ = [
-    "BATCH_NBYTES",
     "UnwrittenRows",
     "batches",
-    "check_finite",
     "holds_numbers",
+    "not_finite",
+    "rows_with",
     "words",
     "zero_rows",
 ]
 
-BATCH_NBYTES = 2**22
+_BATCH_NBYTES = 2**22
 """Rows are looked at in batches that stay in the processor's cache."""
 _FEW_WORDS = 16
 _LONG_RUN = 1024
@@ -37,7 +34,7 @@ def holds_numbers(column: Column) -> bool:
 
 def batches(rows: int, row_nbytes: int) -> Iterator[slice]:
     """Slices of ``rows`` rows, each small enough for the cache."""
-    step = max(1, BATCH_NBYTES // row_nbytes)
+    step = max(1, _BATCH_NBYTES // row_nbytes)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -61,91 +58,58 @@ def zero_rows(rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def check_finite(
-    column: Column,
-    rows: np.ndarray,
-    findings: Findings,
-    place_of: Callable[[int, str, str | None], Place],
-    *,
-    infinity: bool,
-    exempt: np.ndarray | None = None,
-) -> None:
-    """Find rows [n, ...] of a column that hold NaN, or infinity too.
-
-    Args:
-        column: the column.
-        rows: its values.
-        findings: gathers what is wrong.
-        place_of: where a row is, by index into ``rows``, what is wrong there, and the column.
-        infinity: infinity is wrong, too.
-        exempt: rows [n] that may hold anything.
-    """
-    test, name = _test_of(column, infinity), spell(column.key)
-    message = f"{'NaN or infinity' if infinity else 'NaN'} in {name}"
-    for part in batches(len(rows), column.row_nbytes):
-        bad = test(rows[part].reshape(part.stop - part.start, -1))
-        if not bad.any():
-            continue
-        wrong = bad.any(axis=1)
-        if exempt is not None:
-            wrong &= ~exempt[part]
-        where = part.start + np.flatnonzero(wrong)
-
-        def place(i: int, where: np.ndarray = where) -> Place:
-            return place_of(int(where[i]), "", name)
-
-        findings.add_rows("nan", message, where, place)
-
-
-def _test_of(column: Column, infinity: bool) -> Callable[[np.ndarray], np.ndarray]:
-    if column.dtype is torch.bfloat16:  # arrays of it are bits
-        return partial(_bits_above, limit=0x7F7F if infinity else 0x7F80)
-    return _not_finite if infinity else np.isnan
-
-
-def _not_finite(values: np.ndarray) -> np.ndarray:
-    found: np.ndarray = ~np.isfinite(values)
+def rows_with(bad: Callable[[slice], np.ndarray], count: int, row_nbytes: int) -> np.ndarray:
+    """Which of ``count`` rows [n] have a bad value; ``bad`` [k, values] looks at k at once."""
+    found = np.zeros(count, np.bool_)
+    for part in batches(count, row_nbytes):
+        values = bad(part)
+        if values.any():  # in a sound storage there is none, and all at once are fastest
+            found[part] = values.any(axis=1)
     return found
 
 
-def _bits_above(values: np.ndarray, limit: int) -> np.ndarray:
-    found: np.ndarray = (values & 0x7FFF) > limit
-    return found
+def not_finite(column: Column, rows: np.ndarray, *, infinity: bool) -> np.ndarray:
+    """Which rows [n, ...] of a column hold NaN, or infinity where that is wrong, too."""
+    flat = rows.reshape(len(rows), math.prod(column.shape))
+
+    def bad(part: slice) -> np.ndarray:
+        values = flat[part]
+        if column.dtype is torch.bfloat16:  # arrays of it are bits
+            found: np.ndarray = (values & 0x7FFF) > (0x7F7F if infinity else 0x7F80)
+        else:
+            found = ~np.isfinite(values) if infinity else np.isnan(values)
+        return found
+
+    return rows_with(bad, len(rows), column.row_nbytes)
 
 
-@dataclass
 class UnwrittenRows:
-    """Long runs of rows in which every byte is zero, among others in which some are not.
+    """Long runs of rows in which every byte is zero.
 
     For storages without observations, whose rows say nothing else.
+
+    Args:
+        columns: `words` [slots, k] of each.
     """
 
-    columns: Mapping[Key, np.ndarray]
-    """`words` [slots, k] by key."""
-    rows: int = 0
-    zeros: int = 0
-    _began: int | None = None
+    def __init__(self, columns: Iterable[np.ndarray]) -> None:
+        self._columns = list(columns)
+        self._began: int | None = None
 
     def advance(self, start: int, slots: slice, findings: Findings) -> None:
         """Look at the rows from number ``start`` on, which lie in ``slots``."""
-        count = slots.stop - slots.start
-        zero = np.ones(count, np.bool_)
-        for column in self.columns.values():
+        zero = np.ones(slots.stop - slots.start, np.bool_)
+        for column in self._columns:
             if zero.any():
                 zero &= zero_rows(column[slots])
-        self.rows += count
-        self.zeros += int(zero.sum())
-        edges = np.flatnonzero(np.diff(zero, prepend=self._began is not None))
-        for edge in edges:
-            self._turn(start + int(edge), bool(zero[edge]), findings)
+        for edge in np.flatnonzero(np.diff(zero, prepend=self._began is not None)).tolist():
+            if zero[edge]:
+                self._began = start + edge
+            else:
+                self.finish(start + edge, findings)
 
-    def _turn(self, row: int, zero: bool, findings: Findings) -> None:
-        if zero:
-            self._began = row
-            return
-        self._end(row, findings)
-
-    def _end(self, stop: int, findings: Findings) -> None:
+    def finish(self, stop: int, findings: Findings) -> None:
+        """A run of zeros, or all rows, end before ``stop``."""
         began, self._began = self._began, None
         if began is not None and stop - began >= _LONG_RUN:
             findings.add(
@@ -154,7 +118,3 @@ class UnwrittenRows:
                 Place(row=began, what=f"and up to row {stop - 1:,}"),
                 count=stop - began,
             )
-
-    def finish(self, stop: int, findings: Findings) -> None:
-        """The rows end before ``stop``."""
-        self._end(stop, findings)
