@@ -24,7 +24,7 @@ from tallyroll.collector.rollout.copying import CopyDriver
 from tallyroll.collector.rollout.driver import LocalDriver, ended_in
 from tallyroll.collector.rollout.in_place import InPlaceDriver
 from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
-from tallyroll.storage.rows.batch_dims import batch_dims_of, levels_of
+from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import (
     DONE,
     NEXT,
@@ -191,7 +191,8 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
 
 def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dict[Key, int]:
     """Batch dimensions of the specs; of TensorDicts that the policy alone writes, its own."""
-    lead, known = len(env.batch_size), set(levels_of(layout))
+    lead = len(env.batch_size)
+    known = {key[:depth] for key in layout for depth in range(len(key))}
     own = {} if policy is None else policy.batch_dims
     added = {level: count for level, count in own.items() if level not in known}
     return {**batch_dims_of(env.fake_tensordict(), lead), **added}

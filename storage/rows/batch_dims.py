@@ -7,7 +7,8 @@ the first dimensions of a row's value in every column at that level and below it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TypeAlias
 
 from tensordict import TensorDictBase, is_non_tensor
@@ -19,10 +20,8 @@ __all__ = [
     "BatchDims",
     "Shapes",
     "batch_dims_of",
-    "counts_along",
     "fitting",
     "from_counts",
-    "levels_of",
     "require_fitting",
     "shapes_of",
 ]
@@ -34,22 +33,13 @@ Shapes: TypeAlias = Mapping[Key, tuple[int, ...]]
 """The shape of a row's value by column, or the batch size behind the rows by level."""
 
 
-def batch_dims_of(td: TensorDictBase, lead: int = 1) -> dict[Key, int]:
-    """The counts of a TensorDict whose first ``lead`` batch dimensions are the rows."""
-    return {level: count for level, count in _walk(td, (), lead) if count > 0}
-
-
-def _walk(td: TensorDictBase, level: Key, lead: int) -> Iterator[tuple[Key, int]]:
-    yield level, td.batch_dims - lead
+def batch_dims_of(td: TensorDictBase, lead: int = 1, level: Key = ()) -> dict[Key, int]:
+    """The counts of a TensorDict, at ``level``, whose first ``lead`` batch dimensions are rows."""
+    found = {level: td.batch_dims - lead} if td.batch_dims > lead else {}
     for name, value in td.items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            yield from _walk(value, (*level, name), lead)
-
-
-def levels_of(keys: Iterable[Key]) -> list[Key]:
-    """Every level that the columns ``keys`` are in, parents first."""
-    found = dict.fromkeys(key[:depth] for key in keys for depth in range(len(key)))
-    return sorted(found, key=len)
+            found |= batch_dims_of(value, lead, (*level, name))
+    return found
 
 
 def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
@@ -59,9 +49,8 @@ def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
     found: dict[Key, int] = {}
     common = _common(shapes)
     for level in sorted(common, key=len):
-        parent = found.get(level[:-1], 0) if level else 0
-        count = max(dims.get(level, 0), parent)
-        found[level] = max(parent, min(count, len(common[level])))
+        count = max(dims.get(level, 0), found.get(level[:-1], 0))
+        found[level] = min(count, len(common[level]))
     return {level: count for level, count in found.items() if count}
 
 
@@ -70,11 +59,9 @@ def _common(shapes: Shapes) -> dict[Key, tuple[int, ...]]:
     found: dict[Key, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         for depth in range(len(key)):
-            other = found.setdefault(key[:depth], shape)
-            if other != shape[: len(other)]:
-                same = (at for at, (a, b) in enumerate(zip(other, shape, strict=False)) if a != b)
-                least = next(same, min(len(other), len(shape)))
-                found[key[:depth]] = shape[:least]
+            pairs = zip(found.get(key[:depth], shape), shape, strict=False)
+            same = takewhile(lambda pair: pair[0] == pair[1], pairs)
+            found[key[:depth]] = tuple(size for size, _ in same)
     return found
 
 
@@ -84,8 +71,6 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
     Raises:
         InvalidSchema: a level without columns, or one whose columns or parent have others.
     """
-    if not dims:
-        return
     possible = fitting(dims, shapes)
     for level in [*dims, *possible]:
         if dims.get(level, 0) != possible.get(level, 0):
@@ -97,15 +82,8 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
 
 def shapes_of(dims: BatchDims, shapes: Shapes) -> dict[Key, tuple[int, ...]]:
     """The batch size behind the rows of each level of ``dims``, which fits the columns."""
-    if not dims:
-        return {}
-    common = _common(shapes)
+    common = _common(shapes) if dims else {}
     return {level: common[level][:count] for level, count in dims.items()}
-
-
-def counts_along(dims: BatchDims, key: Key) -> list[int]:
-    """The counts of the levels that a column is in, the root first."""
-    return [dims.get(key[:depth], 0) for depth in range(len(key))]
 
 
 def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key, int]:

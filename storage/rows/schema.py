@@ -16,7 +16,6 @@ from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.batch_dims import (
     BatchDims,
     batch_dims_of,
-    counts_along,
     fitting,
     from_counts,
     require_fitting,
@@ -165,8 +164,7 @@ class Schema:
 
     def to_json(self) -> list[dict[str, Any]]:
         """A JSON value that `from_json` reads back."""
-        dims = dict(self.batch_dims)
-        return [_column_to_json(column, counts_along(dims, column.key)) for column in self.columns]
+        return [_column_to_json(column, dict(self.batch_dims)) for column in self.columns]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
@@ -251,9 +249,10 @@ def _column_of_array(key: Any, array: np.ndarray) -> Column:
     return Column(key, TORCH[array.dtype], tuple(array.shape[1:]))
 
 
-def _column_to_json(column: Column, batch_dims: list[int]) -> dict[str, Any]:
+def _column_to_json(column: Column, dims: BatchDims) -> dict[str, Any]:
     item = {"key": list(column.key), "dtype": column.dtype_name, "shape": list(column.shape)}
-    return {**item, "batch_dims": batch_dims} if any(batch_dims) else item
+    along = [dims.get(column.key[:depth], 0) for depth in range(len(column.key))]
+    return {**item, "batch_dims": along} if any(along) else item
 
 
 def _column_from_json(item: Any) -> Column:
