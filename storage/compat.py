@@ -15,18 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "COLLATE",
     "CURSOR",
+    "WRITER",
+    "WRITER_MAKER",
     "attached_buffers",
-    "collate_of",
     "counts_in_64_bits",
     "entries_of",
     "names_of",
     "new_tensordict",
-    "set_collate",
-    "set_writer_maker",
     "tensor_guards",
-    "writer_maker_of",
-    "writer_of",
 ]
 
 # --- tensordict -----------------------------------------------------------------------------------
@@ -63,36 +61,17 @@ def tensor_guards() -> Any:
 
 CURSOR: Final = "_cursor"
 """The attribute of a writer that says where it writes next."""
+WRITER: Final = "_writer"
+"""That of a buffer for its writer; it has none before it is initialised."""
+WRITER_MAKER: Final = "_init_writer"
+"""Until then, the writer that it will have, or what makes one; None for its default."""
+COLLATE: Final = "_init_collate_fn"
+"""The collate function that it will have; None for its default."""
 
 
 def attached_buffers(storage: Any) -> list[Any]:
     """The replay buffers over a storage."""
     return list(storage._attached_entities_list)
-
-
-def writer_of(buffer: Any) -> Any:
-    """A buffer's writer, None where it has none yet."""
-    return getattr(buffer, "_writer", None)
-
-
-def writer_maker_of(buffer: Any) -> Any:
-    """The writer of a buffer that is not initialised, or what makes one; None for its default."""
-    return getattr(buffer, "_init_writer", None)
-
-
-def set_writer_maker(buffer: Any, make: Callable[[], Any]) -> None:
-    """Let ``make`` do that."""
-    buffer._init_writer = make
-
-
-def collate_of(buffer: Any) -> Any:
-    """The collate function that a buffer will have; None for its default."""
-    return getattr(buffer, "_init_collate_fn", None)
-
-
-def set_collate(buffer: Any, collate: Callable[[Any], Any]) -> None:
-    """Let ``collate`` be that."""
-    buffer._init_collate_fn = collate
 
 
 def counts_in_64_bits(writer: Any) -> bool:

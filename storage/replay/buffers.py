@@ -14,14 +14,12 @@ from torchrl.data.replay_buffers.writers import (
 )
 
 from tallyroll.storage.compat import (
+    COLLATE,
     CURSOR,
+    WRITER,
+    WRITER_MAKER,
     attached_buffers,
-    collate_of,
     counts_in_64_bits,
-    set_collate,
-    set_writer_maker,
-    writer_maker_of,
-    writer_of,
 )
 from tallyroll.storage.errors import CursorOverflow, NotAnAppend, RowsMismatch
 from tallyroll.storage.rows.keys import Key
@@ -41,20 +39,19 @@ def join(storage: DiskStorage, buffer: Any) -> None:
     A buffer attaches to its storage before it makes its writer and chooses its
     collate function, for which it knows TorchRL's own storages only.
     """
-    writer = writer_of(buffer)
-    if writer is not None:
+    if (writer := getattr(buffer, WRITER, None)) is not None:
         _seat(writer, storage)
         return
-    maker = writer_maker_of(buffer)
+    maker = getattr(buffer, WRITER_MAKER, None)
 
     def make() -> Writer:
         made = maker if isinstance(maker, Writer) else maker() if maker else RoundRobinWriter()
         _seat(made, storage)
         return made
 
-    set_writer_maker(buffer, make)
-    if collate_of(buffer) is None:
-        set_collate(buffer, as_it_is)
+    setattr(buffer, WRITER_MAKER, make)
+    if getattr(buffer, COLLATE, None) is None:
+        setattr(buffer, COLLATE, as_it_is)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -136,7 +133,7 @@ def _next_slot(storage: DiskStorage) -> int:
 
 
 def _writers(storage: DiskStorage) -> list[Any]:
-    found = map(writer_of, attached_buffers(storage))
+    found = (getattr(buffer, WRITER, None) for buffer in attached_buffers(storage))
     return [writer for writer in found if isinstance(writer, RoundRobinWriter)]
 
 

@@ -165,13 +165,13 @@ def test_replay_buffers_have_writers_with_cursors(tmp_path: Path) -> None:
         return made[-1]
 
     buffer = ReplayBuffer(storage=storage, batch_size=2, delayed_init=True)
-    assert storage_compat.writer_of(buffer) is None
-    storage_compat.set_writer_maker(buffer, make)
-    assert storage_compat.writer_maker_of(buffer) is make
-    storage_compat.set_collate(buffer, lambda batch: batch)
-    assert storage_compat.collate_of(buffer) is not None
+    assert getattr(buffer, storage_compat.WRITER, None) is None
+    for name, value in ((storage_compat.WRITER_MAKER, make), (storage_compat.COLLATE, list)):
+        assert getattr(buffer, name) is None
+        setattr(buffer, name, value)
     buffer.extend(TensorDict({"a": torch.arange(3)}, [3]))
-    assert storage_compat.writer_of(buffer) is made[0]
+    assert getattr(buffer, storage_compat.WRITER) is made[0]
+    assert list(buffer.sample()) != []
     assert storage_compat.attached_buffers(storage) == [buffer]
     assert getattr(made[0], storage_compat.CURSOR) == 3
     assert not storage_compat.counts_in_64_bits(made[0])
