@@ -14,8 +14,9 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.options import Validate
+from tallyroll.collector.rollout.driver import ended_in
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key, as_key, spell
+from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
 
 
 class OutOfRangeWarning(UserWarning):
@@ -95,8 +96,8 @@ class RangeChecks:
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
         # A wrong action explains what the environment made of it: among equals it comes first.
-        found = sorted(self._violations(slab, used, state), key=lambda v: (v.slot, not v.by_policy))
-        first = found[0] if found else None
+        found = self._violations(slab, used, state)
+        first = min(found, key=lambda v: (v.slot, not v.by_policy), default=None)
         if first is not None and self._validate == "warn":
             self._ranges.clear()
             warnings.warn(str(first.error), OutOfRangeWarning, stacklevel=4)
@@ -107,52 +108,35 @@ class RangeChecks:
         """The fault of the policy's actions in ``slot``, which the environment refused."""
         for check in self._ranges:
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
-                values = _values(slab, check.key, slot, slot + 1)
-                bad = check.bad(values)
+                bad = check.bad(_values(slab, check.key, slot, slot + 1))
                 if bad is not None:
-                    lane = int(np.argmax(bad[0]))
-                    step = _step_of(slab, slot, lane, state)
-                    return self._error(check, values[0, lane], slab.first_lane + lane, step)
+                    return _violation(check, slab, slot, int(np.argmax(bad[0])), state).error
         return None
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         for check in self._ranges:
-            bad = self._bad(check, slab, used)
-            if bad is None:
+            if check.key not in slab.columns:
                 continue
-            bad &= slab.transitions[:used]
-            if bad.any():
+            bad = check.bad(_values(slab, check.key, 0, used))
+            if bad is not None and (bad := bad & slab.transitions[:used]).any():
                 slot, lane = (int(index) for index in np.argwhere(bad)[0])
-                step = _step_of(slab, slot, lane, state)
-                value = _values(slab, check.key, slot, slot + 1)[0, lane]
-                error = self._error(check, value, slab.first_lane + lane, step)
-                yield Violation(slot, error, check.by_policy)
+                yield _violation(check, slab, slot, lane, state)
 
-    def _bad(self, check: Range, slab: Slab, used: int) -> NDArray[np.bool_] | None:
-        """``[time, lane]`` where the column lies outside, or None if nowhere."""
-        key = check.key
-        if key not in slab.columns:
-            return None
-        if slab.shared and key in slab.flowing:
-            bad = check.bad(slab.flow(key, used))
-            return None if bad is None else bad[:-1]
-        if slab.shared and key[1:] in slab.flowing:
-            bad = check.bad(slab.flow(key[1:], used))
-            return None if bad is None else bad[1:]
-        return check.bad(_values(slab, key, 0, used))
 
-    def _error(self, check: Range, value: NDArray[Any], lane: int, step: int) -> Exception:
-        kind = PolicyError if check.by_policy else TransitionError
-        low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
-        at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
-        where = f" at {[int(index) for index in at]}" if at else ""
-        what = "the action space" if check.by_policy else "its space"
-        return kind(
-            f"{spell(check.key)} lies outside {what} at lane {lane}, step {step} of its "
-            f"trajectory: got {_exact(value[at])}{where}, expected [{_exact(low[at])}, "
-            f"{_exact(high[at])}] and no NaN; "
-            'correct it, or let it pass with validate "warn" or "off"'
-        )
+def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState) -> Violation:
+    value = _values(slab, check.key, slot, slot + 1)[0, lane]
+    kind = PolicyError if check.by_policy else TransitionError
+    low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
+    at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
+    where = f" at {[int(index) for index in at]}" if at else ""
+    what = "the action space" if check.by_policy else "its space"
+    error = kind(
+        f"{spell(check.key)} lies outside {what} at lane {slab.first_lane + lane}, step "
+        f"{_step_of(slab, slot, lane, state)} of its trajectory: got {_exact(value[at])}{where}, "
+        f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN; "
+        'correct it, or let it pass with validate "warn" or "off"'
+    )
+    return Violation(slot, error, check.by_policy)
 
 
 def _exact(number: Any) -> str:
@@ -190,10 +174,7 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
 def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
     """Step within its trajectory of the transition at ``slot`` and ``lane``."""
     before = slab.transitions[:slot, lane]
-    ended = slab.columns[TERMINATED][:slot, lane, 0].cpu().numpy()
-    if TRUNCATED in slab.columns:
-        ended = ended | slab.columns[TRUNCATED][:slot, lane, 0].cpu().numpy()
-    ends = np.nonzero(before & ended)[0]
+    ends = np.nonzero(before & ended_in(slab, 0, slot)[:, lane])[0]
     if len(ends):
         return int(before[ends[-1] + 1 :].sum())
     return int(state.step[slab.first_lane + lane] + before.sum())

@@ -175,14 +175,6 @@ class Slab:
             for memory in self._flow.values():
                 memory[to] = memory[used]
 
-    def flow(self, key: Key, used: int) -> Array:
-        """The values of a shared column before, between and after the first ``used`` slots.
-
-        ``[used + 1, lane, ...]``: entry ``t`` is the root of slot ``t``, entry ``t + 1`` its next.
-        """
-        view: Array = self._flow[key][: used + 1].numpy()
-        return view
-
     def set_root(self, at: int, td: TensorDict) -> None:
         """Write the observation that the policy sees in slot ``at``."""
         for key, memory in self._flow.items():
