@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ class RunEntry:
     """First row of the run that this one continues, or its own; None if no collector made it."""
     finals_kept: bool = False
     """Its final observations are right, also where they equal the first ones that follow."""
-    unobserved: frozenset[tuple[str, ...]] = frozenset()
-    """Columns that look like observations and are none."""
+    unobserved: Sequence[Any] = ()
+    """Columns that look like observations and are none: their keys, as lists."""
 
 
 def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) -> list[RunEntry]:
@@ -54,17 +54,10 @@ def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) 
 def _entry_of(entry: Mapping[str, Any]) -> RunEntry:
     call = entry.get("call")
     call = call if isinstance(call, dict) else {}
-    kept, unobserved = call.get("finals") == "kept", _keys(call.get("unobserved"))
+    kept, unobserved = call.get("finals") == "kept", call.get("unobserved")
     lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
+    unobserved = unobserved if isinstance(unobserved, list) else ()
     return RunEntry(entry["first_row"], lanes, origin, kept, unobserved)
-
-
-def _keys(value: Any) -> frozenset[tuple[str, ...]]:
-    """Keys of columns, of which a manifest holds a list; whatever else it holds is none."""
-    if not isinstance(value, list):
-        return frozenset()
-    keys = [tuple(each) for each in value if isinstance(each, list)]
-    return frozenset(key for key in keys if all(isinstance(name, str) for name in key))
 
 
 def _problem_of(entry: Mapping[str, Any], least: int, head: int) -> str | None:

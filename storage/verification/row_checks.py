@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tallyroll.storage.engine.ring import slots_of
+from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
@@ -128,15 +128,15 @@ class RowChecks:
         for run, rows in self._parts():
             late = run.first_row < rows.start
             lanes = LaneChecks(run.lanes, floor=self.largest_id, late=late)
-            for start, stop in self._chunks(rows):
+            for start, slots in self._chunks(rows):
                 found = Findings()
-                oldest = self._check(run, start, stop, lanes, found)
+                oldest = self._check(run, start, slots, lanes, found)
                 if self._storage.span.start > oldest:
                     self.overtaken = True
                     lanes = LaneChecks(run.lanes, floor=self.largest_id, late=True)
                 else:
                     findings.merge(found)
-                tell((stop - start) * self._storage.schema.row_nbytes)
+                tell((slots.stop - slots.start) * self._storage.schema.row_nbytes)
             lanes.finish(findings)
             self.largest_id = max(self.largest_id, lanes.largest)
         self._unwritten.finish(self.span.stop, findings)
@@ -158,54 +158,48 @@ class RowChecks:
             if rows:
                 yield run, rows
 
-    def _chunks(self, rows: range) -> Iterator[tuple[int, int]]:
-        """Pieces of ``rows`` that lie in consecutive slots and are read at once."""
+    def _chunks(self, rows: range) -> Iterator[tuple[int, slice]]:
+        """Pieces of ``rows`` that are read at once: the first row, and consecutive slots."""
         size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // self._storage.schema.row_nbytes))
-        ring, start = self._storage.ring, rows.start
-        while start < rows.stop:
-            stop = min(start + size, rows.stop)
-            if ring:
-                stop = min(stop, start - start % ring + ring)
-            yield start, stop
-            start = stop
+        for slot, first, count in pieces(rows.start, rows.stop, self._storage.ring):
+            for at in range(0, count, size):
+                slots = slice(slot + at, slot + min(at + size, count))
+                yield rows.start + first + at, slots
 
     def _check(
-        self, run: RunEntry, start: int, stop: int, lanes: LaneChecks, findings: Findings
+        self, run: RunEntry, start: int, slots: slice, lanes: LaneChecks, findings: Findings
     ) -> int:
         """Check rows; returns the oldest row that was looked at."""
-        first = slots_of(start, self._storage.ring)
-        slots = slice(first, first + stop - start)
         flags = {key: self._scalar(key, slots) for key in self._flags}
-        # Without both columns an end is not known to be a termination, and taken for one.
-        ended = terminated = flags.get(DONE)
+        ended, valid = flags.get(DONE), flags.get(NEXT_VALID)
         if self._both_known:
-            terminated = flags[TERMINATED]
-            ended = terminated | flags[TRUNCATED]
-        valid = flags.get(NEXT_VALID)
-        if not self._followed or ended is None or terminated is None:
-            rows = NumberedRows(start)
-            self._check_flags(rows, flags, ended, findings)
-            self._check_finite(rows, slots, valid, findings)
+            ended = flags[TERMINATED] | flags[TRUNCATED]
+        chunk = self._chunk(start, slots, ended)
+        rows = chunk or NumberedRows(start)
+        self._check_flags(rows, flags, ended, findings)
+        self._check_finite(rows, slots, valid, findings)
+        if chunk is None:
             self._unwritten.advance(start, slots, findings)
             return start
-        chunk = self._chunk(start, slots, ended)
         if run.origin is not None:
-            self.ended[run.origin] = self.ended.get(run.origin, 0) + int(ended.sum())
-        self._check_flags(chunk, flags, ended, findings)
-        self._check_finite(chunk, slots, valid, findings)
+            self.ended[run.origin] = self.ended.get(run.origin, 0) + int(chunk.ended.sum())
         _check_own(chunk, valid, findings)
         links = lanes.advance(chunk, findings)
         self._observations.check_links(chunk, links, findings)
         self._observations.check_zeros(chunk, links, valid)
+        terminated = flags[TERMINATED] if self._both_known else chunk.ended
         self._resets.look(run, chunk, valid, terminated)
         if self._episodes is not None:
-            self._episodes.extend(start, stop)
+            self._episodes.extend(start, start + len(chunk.ids))
         return min(start, int(links.before.min(initial=start)))
 
     def _scalar(self, key: Key, slots: slice) -> np.ndarray:
         return self._arrays[key][slots].reshape(-1)
 
-    def _chunk(self, start: int, slots: slice, ended: np.ndarray) -> CheckedRows:
+    def _chunk(self, start: int, slots: slice, ended: np.ndarray | None) -> CheckedRows | None:
+        """The rows with what a collector says of them, None where not all of it is there."""
+        if not self._followed or ended is None:
+            return None
         ids, steps, lane = (self._scalar(key, slots).astype(np.int64) for key in _NUMBERS)
         known = self._is_scalar(POLICY_VERSION)
         version = self._scalar(POLICY_VERSION, slots) if known else np.full(len(ids), -1)

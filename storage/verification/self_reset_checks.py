@@ -52,7 +52,7 @@ class ResetChecks:
             valid: which of them [n] hold their true next observation, None if all do.
             terminated: which of them [n] are terminated.
         """
-        observed = [each for each in self._observations if each.key not in run.unobserved]
+        observed = [each for each in self._observations if list(each.key) not in run.unobserved]
         if run.finals_kept or not observed:
             return
         resets = self._of(run, chunk)

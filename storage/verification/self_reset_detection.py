@@ -105,17 +105,16 @@ class Ends:
     """Number of the first row."""
 
 
-_TAIL = np.dtype(
-    [
-        ("first", np.uint64),  # digest of the first observation of its trajectory
-        ("known", np.bool_),  # that one was seen
-        ("final", np.uint64),  # digest of its next observation, where ``ended``
-        ("ended", np.bool_),  # it is an end whose final observation is compared with what follows
-        ("kind", np.int64),  # 1 where terminated, else 0
-        ("row", np.int64),
-    ]
-)
+_TAIL = {
+    "first": np.uint64,  # digest of the first observation of its trajectory
+    "known": np.bool_,  # that one was seen
+    "final": np.uint64,  # digest of its next observation, where ``ended``
+    "ended": np.bool_,  # it is an end whose final observation is compared with what follows
+    "kind": np.int64,  # 1 where terminated, else 0
+    "row": np.int64,
+}
 """What is known of a row, as far as the lane's next one needs it."""
+_Tails = dict[str, np.ndarray]
 
 
 class SelfResets:
@@ -132,8 +131,8 @@ class SelfResets:
         """Of the lanes, or of the kind of end, that the verdict is about; else of all."""
         self.places: list[int] = []
         """Numbers of the first few ends whose final observation is the first one that follows."""
-        self._tails = np.zeros(lanes, _TAIL)
-        """The last row of every lane."""
+        self._tails: _Tails = {name: np.zeros(lanes, dtype) for name, dtype in _TAIL.items()}
+        """Of the last row of every lane, [lanes] each."""
         self._counts = np.zeros((4, 2, lanes), np.int64)
         """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
         self._inner = np.zeros((2, lanes), np.int64)
@@ -169,56 +168,57 @@ class SelfResets:
             self._follow(rows, begins)
             self._judge()
         elif self._quota > 0:  # in mid-trajectory, whose first observations are those known
-            tails = self._tails.take(rows.lane)
-            self._compare_inner(rows, np.flatnonzero(tails["known"]), rows.lane, tails["first"])
+            inner = np.flatnonzero(self._tails["known"][rows.lane])
+            self._compare_inner(rows, inner, self._tails["first"][rows.lane[inner]])
 
     def forget(self, lanes: np.ndarray) -> None:
         """Rows of ``lanes``, bool [lanes], are missing from here on."""
         for name in ("ended", "known"):
             self._tails[name][lanes] = False
 
-    def _compare_inner(
-        self, rows: Ends, which: np.ndarray, lane: np.ndarray, own: np.ndarray,
-        at: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """Compare the entries ``which`` with the first observation of their trajectory, ``own``."""
+    def _compare_inner(self, rows: Ends, which: np.ndarray, own: np.ndarray) -> None:
+        """Compare rows [k] with the first observation of their trajectory, ``own``."""
         most = min(self._quota, _INNER_A_LOOK)
-        if most <= 0 or not len(which):
+        if most <= 0:
             return
         if len(which) > most:
-            which = which[np.arange(most) * len(which) // most]
-        found = digests(rows.next, which if at is None else at[which]) == own[which]
-        lanes = lane[which]
+            some = np.arange(most) * len(which) // most
+            which, own = which[some], own[some]
+        lanes, equal = rows.lane[which], digests(rows.next, which) == own
         self._quota -= len(which)
         self._inner[0] += np.bincount(lanes, minlength=self.lanes)
-        self._inner[1] += np.bincount(lanes[found], minlength=self.lanes)
+        self._inner[1] += np.bincount(lanes[equal], minlength=self.lanes)
 
     def _follow(self, rows: Ends, begins: np.ndarray) -> None:
         order, tails = lane_order(rows.lane), self._tails
         at = order.at
-        now = np.zeros(len(at), _TAIL)
-        ended = rows.ended[at]
-        now["ended"] = ended if rows.valid is None else ended & rows.valid[at]
-        now["kind"], now["row"] = rows.terminated[at], rows.start + at
-        finals, begun = np.flatnonzero(now["ended"]), np.flatnonzero(begins[at])
-        now["final"][finals] = digests(rows.next, at[finals])
-        here = np.zeros(len(at), np.uint64)
-        here[begun] = digests(rows.first, at[begun])
-        follows = ~begins[at]
-        now["first"] = order.since(follows, here, tails["first"])
-        now["known"] = order.since(follows, ~follows, tails["known"])
-        behind = begun[order.before(now["ended"], tails["ended"])[begun]]
+        ended, begun, follows = rows.ended[at], np.flatnonzero(begins[at]), ~begins[at]
+        compared = ended if rows.valid is None else ended & rows.valid[at]
+        finals = np.flatnonzero(compared)
+        here, final = np.zeros(len(at), np.uint64), np.zeros(len(at), np.uint64)
+        here[begun], final[finals] = digests(rows.first, at[begun]), digests(rows.next, at[finals])
+        now = {
+            "first": order.since(follows, here, tails["first"]),
+            "known": order.since(follows, ~follows, tails["known"]),
+            "final": final,
+            "ended": compared,
+            "kind": rows.terminated[at].astype(np.int64),
+            "row": rows.start + at,
+        }
+        behind = begun[order.before(compared, tails["ended"])[begun]]
         if len(behind):
-            before, here = order.before(now, tails)[behind], here[behind]
-            telling = before["known"] & (before["first"] != here)
-            self._count_ends(order.lane[behind], before, before["final"] == here, telling)
+            before = {name: order.before(now[name], tails[name])[behind] for name in now}
+            self._count_ends(order.lane[behind], before, here[behind])
         inner = np.flatnonzero(now["known"] & ~ended)
-        self._compare_inner(rows, inner, order.lane, now["first"], at)
-        tails[order.own] = order.ends(now)
+        self._compare_inner(rows, at[inner], now["first"][inner])
+        own, last = order.own, order.last
+        for name, values in now.items():
+            tails[name][own] = values[last]
 
-    def _count_ends(
-        self, lane: np.ndarray, ends: np.ndarray, equal: np.ndarray, telling: np.ndarray
-    ) -> None:
+    def _count_ends(self, lane: np.ndarray, ends: _Tails, following: np.ndarray) -> None:
+        """Compare ends in ``lane`` [k] with the first observations that follow them."""
+        equal = ends["final"] == following
+        telling = ends["known"] & (ends["first"] != following)
         flat = ends["kind"] * self.lanes + lane
         for counts, which in zip(
             self._counts, (slice(None), equal, telling, telling & equal), strict=True
@@ -275,11 +275,14 @@ def digests(columns: Columns, rows: np.ndarray) -> np.ndarray:
 
     Large rows are taken few at a time.
     """
-    found = np.zeros(len(rows), np.uint64)
-    for take, row_nbytes in columns if len(rows) else ():
-        parts = [digest(take(rows[part])) for part in batches(len(rows), row_nbytes)]
-        found = (found ^ (found >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93)
-        found += np.concatenate(parts)
+    if not len(rows):
+        return np.zeros(0, np.uint64)
+    found, *others = [
+        np.concatenate([digest(take(rows[part])) for part in batches(len(rows), row_nbytes)])
+        for take, row_nbytes in columns
+    ]
+    for each in others:
+        found = (found ^ (found >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93) + each
     return found
 
 

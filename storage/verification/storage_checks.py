@@ -127,15 +127,14 @@ class _Verification:
         self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
         rows.run(findings, self._tell)
         if known is None:
-            self._leave_out("record", "no collector wrote one")
+            self._skipped.setdefault("record", "no collector wrote one")
         else:
             # Of rows that came later, which no collector wrote, it knows nothing.
             newest = known.at == rows.span.stop
             whole = newest and known.first_row >= rows.span.start and not rows.overtaken
             ended = rows.ended.get(known.first_row, 0) if whole else None
             check_ledger(known, ended, rows.largest_id if newest else -1, findings)
-        for name, why in rows.unavailable.items():
-            self._leave_out(name, why)
+        self._skipped = rows.unavailable | self._skipped
         if sums is not None:
             self._check_sums(sums, rows.span)
         notes = self._listed(self._notes)
@@ -167,7 +166,7 @@ class _Verification:
                 for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
                     self._findings.add("metadata", wrong)
         except MissingLibrary as error:
-            self._leave_out("metadata", str(error))
+            self._skipped.setdefault("metadata", str(error))
 
     def _table(self) -> np.ndarray | None:
         """The table of episodes, where there is one that can be read."""
@@ -180,16 +179,15 @@ class _Verification:
             self._cut_short.add("episodes", str(error))
             return None
         if table is None:
-            self._leave_out("episodes", "there is no table yet; it is written when a writer closes")
+            self._skipped.setdefault(
+                "episodes", "there is no table yet; it is written when a writer closes"
+            )
         return table
 
     def _tell(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-    def _leave_out(self, check: str, why: str) -> None:
-        self._skipped.setdefault(check, why)
 
     def _listed(self, gathered: Findings) -> tuple[Finding, ...]:
         """The findings of the checks that are wanted, in the order of the checks."""
@@ -198,7 +196,7 @@ class _Verification:
 
     def _sums(self, manifest: Mapping[str, Any]) -> Any:
         if "finalized" not in manifest:
-            self._leave_out("checksums", "the storage was not finalized")
+            self._skipped.setdefault("checksums", "the storage was not finalized")
         elif "checksums" not in self._skip:
             done = manifest["finalized"]
             return done.get("checksums", {}) if isinstance(done, dict) else {}
