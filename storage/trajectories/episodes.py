@@ -124,8 +124,8 @@ class Episodes:
         self._ring = ring
         self._lines = np.zeros(_FIRST_ROOM, table_dtype(reward_shape))
         self._count = 0
-        # The line of the last trajectory of each lane, -1 without one.
-        self._tail = np.empty(0, np.int64)
+        # The last trajectory of each lane: its line, -1 without one, and its id.
+        self._tail, self._tail_id = np.empty(0, np.int64), np.empty(0, np.int64)
         self._since = self.seen = 0
         """The rows up to this number are counted."""
 
@@ -147,6 +147,7 @@ class Episodes:
         self._count = len(lines)
         self._know_lanes(int(lines["lane"].max(initial=-1)) + 1)
         self._tail[lines["lane"]] = np.arange(len(lines))  # the last one stays
+        self._tail_id[lines["lane"]] = lines["id"]
         self.seen = int(lines["last_row"].max(initial=-1)) + 1
         self._since = self.seen if self._ring else 0
 
@@ -171,39 +172,27 @@ class Episodes:
 
     def _begin_anew(self, since: int) -> None:
         self._count, self._since = 0, since
-        self._tail[:] = -1
+        self._tail[:], self._tail_id[:] = -1, NOBODY
 
     def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[RunSeeds]) -> None:
         """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
-        chunk, at, own = rows.chunk, order.at, order.own
-        self._know_lanes(int(own[-1]) + 1)
-        # By lane and time, a stretch begins where the id differs from the row before; at a lane's
-        # first row, from the id of the lane's last line.
-        ids, tail = chunk.ids[at], self._tail[own]
-        begins = np.empty(len(at), np.bool_)
-        begins[1:] = ids[1:] != ids[:-1]
-        begins[order.first] = (
-            np.where(tail < 0, NOBODY, self._lines["id"][tail]) != ids[order.first]
-        )
-        opens_lane = np.zeros(len(at), np.bool_)
-        opens_lane[order.first] = True
-
-        # From here on one entry a stretch. A lane's first one may go on with its last line; all
-        # that begin get new lines, numbered in the order of their first rows.
-        start = np.flatnonzero(begins | opens_lane)
-        stop = np.append(start[1:], len(at))
-        fresh, of_lane = begins[start], np.flatnonzero(opens_lane[start])
+        chunk, at = rows.chunk, order.at
+        self._know_lanes(int(order.lane[-1]) + 1)
+        ids = chunk.ids[at]
+        begins = order.carry(ids, self._tail_id) != ids
+        stretches = order.stretches(begins)
+        # From here on one entry a stretch. Those that do not begin go on with their lane's last
+        # line; all that do get new lines, numbered in the order of their first rows.
+        start, last = stretches.at, at[stretches.until]
+        fresh = begins[start]
         new = self._new_lines(chunk, at[start[fresh]], rows.version)
-        tail = self._tail[own]  # lines may have moved
-        line = np.empty(len(start), np.int64)
-        line[of_lane], line[fresh] = tail, new
-        before = np.empty_like(line)
-        before[1:] = line[:-1]
-        before[of_lane] = tail
+        line = self._tail.take(stretches.lane)
+        line[fresh] = new
+        before = stretches.carry(line, self._tail)
 
         # No line comes twice, so that sums can be added by index.
-        lines, last = self._lines, at[stop - 1]
-        lines["length"][line] += stop - start
+        lines = self._lines
+        lines["length"][line] += stretches.length
         lines["return"][line] += np.add.reduceat(rows.reward[at].astype(np.float64), start, axis=0)
         lines["last_row"][line] = last + chunk.start
         lines["version_last"][line] = rows.version[last]
@@ -216,7 +205,6 @@ class Episodes:
         superseded = before[fresh]
         superseded = superseded[superseded >= 0]
         lines["end"][superseded[lines["end"][superseded] == END_OPEN]] = END_CUT
-        self._tail[own] = line[np.append(of_lane[1:], len(line)) - 1]
         self._seed(line[fresh], before[fresh], runs)
 
     def _new_lines(self, chunk: RowChunk, at: np.ndarray, version: np.ndarray) -> np.ndarray:
@@ -253,6 +241,7 @@ class Episodes:
 
     def _know_lanes(self, lanes: int) -> None:
         self._tail = extended(self._tail, lanes, -1)
+        self._tail_id = extended(self._tail_id, lanes, NOBODY)
 
     def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
         """Give the first trajectory of every lane in a run the lane's seed.

@@ -228,23 +228,15 @@ class SelfResets:
         known = order.since(follows, ~follows, tails.known)
         kind = rows.terminated[at].astype(np.int64)
         number = rows.start + at
-        behind = begun[order.before(compared, tails.ended)[begun]]
+        telling = order.carry(known, tails.known) & (order.carry(own, tails.first) != here)
+        equal = order.carry(final, tails.final) == here
+        kind, number = order.carry(kind, tails.kind), order.carry(number, tails.row)
+        behind = begun[order.carry(compared, tails.ended)[begun]]
         if len(behind):
             self._count_ends(
-                order.lane[behind],
-                order.before(kind, tails.kind)[behind],
-                order.before(final, tails.final)[behind] == here[behind],
-                order.before(known, tails.known)[behind]
-                & (order.before(own, tails.first)[behind] != here[behind]),
-                order.before(number, tails.row)[behind],
+                order.lane[behind], kind[behind], equal[behind], telling[behind], number[behind]
             )
         self._compare_inner(rows, np.flatnonzero(known & ~ended), order.lane, own, at)
-        last, lanes = order.last, order.own
-        for values, kept in (
-            (own, tails.first), (known, tails.known), (final, tails.final),
-            (compared, tails.ended), (kind, tails.kind), (number, tails.row),
-        ):  # fmt: skip
-            kept[lanes] = values[last]
 
     def _count_ends(
         self, lane: np.ndarray, kind: np.ndarray, equal: np.ndarray, telling: np.ndarray,
