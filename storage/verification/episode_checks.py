@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episodes import (
     END_CUT,
     END_NAMES,
@@ -115,7 +116,7 @@ def _of(id: int) -> Place:
 
 def _part(rows: EpisodeRows, count: int) -> EpisodeRows:
     chunk = rows.chunk
-    first = type(chunk)(chunk.start, chunk.ids[:count], chunk.steps[:count], chunk.lane[:count])
+    first = RowChunk(chunk.start, chunk.ids[:count], chunk.steps[:count], chunk.lane[:count])
     return EpisodeRows(
         first,
         rows.terminated[:count],

@@ -26,7 +26,6 @@ from tallyroll.storage.rows.keys import (
     Key,
     spell,
 )
-from tallyroll.storage.trajectories import by_lane
 from tallyroll.storage.trajectories.columns import floats_of
 from tallyroll.storage.trajectories.episodes import EpisodeRows, runs_of
 from tallyroll.storage.verification.episode_checks import EpisodeChecks
@@ -228,7 +227,7 @@ class RowChecks:
         if math.prod(reward.shape[1:]) == 1:
             reward = reward.reshape(-1)
         return EpisodeRows(
-            by_lane.RowChunk(chunk.start, chunk.ids, chunk.steps, chunk.lane),
+            chunk,
             self._scalar(TERMINATED, slots),
             self._scalar(TRUNCATED, slots),
             reward,
