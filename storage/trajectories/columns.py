@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
     from tallyroll.storage.trajectories.row_links import RowLinks
 
-__all__ = ["WHOSE", "RowOrder", "floats_of", "unread"]
+__all__ = ["WHOSE", "RowOrder", "flags_of", "floats_of", "numbers_of", "unread"]
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
@@ -72,10 +73,12 @@ class RowOrder:
     def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
         """The rows that episodes are counted from, as `chunk`."""
         columns, count = engine.columns(), stop - start
-        terminated = self._flags(engine, columns, TERMINATED, start, stop)
-        truncated = np.zeros(count, np.bool_)
-        if TRUNCATED in self._places:
-            truncated = self._flags(engine, columns, TRUNCATED, start, stop)
+        terminated, truncated = (
+            flags_of(self._column(engine, columns, key, start, stop))
+            if key in self._places
+            else np.zeros(count, np.bool_)
+            for key in (TERMINATED, TRUNCATED)
+        )
         reward = np.full(count, np.nan)
         if REWARD in self._places:
             reward = self._column(engine, columns, REWARD, start, stop)
@@ -96,16 +99,7 @@ class RowOrder:
     def _numbers(
         self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
     ) -> np.ndarray:
-        column = self._column(engine, columns, key, start, stop)
-        column = column if column.ndim == 1 else column.reshape(stop - start)
-        return column if column.dtype == np.int64 else column.astype(np.int64)
-
-    def _flags(
-        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
-    ) -> np.ndarray:
-        flags = self._column(engine, columns, key, start, stop).reshape(stop - start, -1)
-        found: np.ndarray = flags[:, 0] if flags.shape[1] == 1 else np.any(flags, axis=1)
-        return found
+        return numbers_of(self._column(engine, columns, key, start, stop))
 
     def _column(
         self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
@@ -118,6 +112,21 @@ class RowOrder:
             parts = pieces(start, stop, engine.ring)
             found = np.concatenate([column[slot : slot + count] for slot, _, count in parts])
         return floats_of(found) if key in self._sixteen_bits else found
+
+
+def numbers_of(column: np.ndarray) -> np.ndarray:
+    """Whole numbers [n, ...], one a row, as int64 [n]."""
+    column = column if column.ndim == 1 else column.reshape(len(column))
+    return column if column.dtype == np.int64 else column.astype(np.int64)
+
+
+def flags_of(column: np.ndarray) -> np.ndarray:
+    """Flags [n, ...], bools or numbers, as bools [n]: any of a row."""
+    flags: np.ndarray = column if column.dtype == np.bool_ else column != 0
+    if flags.ndim > 1:
+        flags = flags.reshape(len(flags), math.prod(flags.shape[1:]))
+        flags = flags[:, 0] if flags.shape[1] == 1 else np.any(flags, axis=1)
+    return flags
 
 
 def floats_of(bits: np.ndarray) -> np.ndarray:

@@ -140,6 +140,10 @@ class Episodes:
         found = np.flatnonzero(self._lines["id"][: self._count] == id)
         return int(self._lines["last_row"][found[-1]]) if len(found) else None
 
+    def last_id(self, lane: int) -> int:
+        """The last trajectory of a lane, `NOBODY` without one."""
+        return self._tail_id.item(lane) if lane < len(self._tail_id) else NOBODY
+
     def resume(self, lines: np.ndarray) -> None:
         """Go on behind the lines of a table that `what_is_wrong` has nothing to say about."""
         self._begin_anew(0)

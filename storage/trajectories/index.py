@@ -66,7 +66,8 @@ class TrajectoryIndex:
         with self.lock:
             engine = store._running()
             if self._episodes is None:
-                self._episodes = self._load(store, engine)
+                _require(store, (*WHOSE, TERMINATED))
+                self._episodes = self.load(store)
             episodes = self._episodes
             if engine.head > episodes.seen:
                 order, runs = self._order_of(engine), runs_of(store.manifest["runs"])
@@ -84,17 +85,19 @@ class TrajectoryIndex:
             self._order = RowOrder(engine.schema)
         return self._order
 
-    def _load(self, store: RowStore, engine: Engine) -> Episodes:
-        _require(store, (*WHOSE, TERMINATED))
+    def load(self, store: RowStore) -> Episodes:
+        """A table as far as its file goes, for anyone who counts from there on."""
+        engine = store._running()
         shapes = {column.key: column.shape for column in engine.schema.columns}
         episodes = Episodes(engine.ring, shapes.get(REWARD, ()))
         try:
             lines = read_table(store.inside, store.episodes_path, episodes.dtype, engine.head)
         except DamagedTable:
             return episodes  # what is in it follows from the rows; `verify` tells
-        if lines is not None and self._belongs(lines, engine):
-            episodes.resume(lines)
-            self._in_file = episodes.seen
+        with self.lock:
+            if lines is not None and self._belongs(lines, engine):
+                episodes.resume(lines)
+                self._in_file = episodes.seen
         return episodes
 
     def _belongs(self, lines: np.ndarray, engine: Engine) -> bool:
