@@ -8,8 +8,8 @@ is needed of each lane's last row is kept in tails, arrays of one entry for ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,6 +48,17 @@ class RowChunk:
     def stop(self) -> int:
         """One more than the last row's number."""
         return self.start + len(self.ids)
+
+    @property
+    def most_lanes(self) -> int:
+        """Lanes that there are by these rows, of those that can be."""
+        inside = self.lane[(self.lane >= 0) & (self.lane < MOST_LANES)]
+        return int(inside.max(initial=-1)) + 1
+
+    def part(self, begin: int, stop: int | None = None) -> Self:
+        """Some of these rows, by their index."""
+        arrays = (getattr(self, each.name)[begin:stop] for each in fields(self)[1:])
+        return type(self)(self.start + begin, *arrays)
 
 
 class LaneOrder:

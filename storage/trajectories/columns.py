@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    spell,
 )
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.by_lane import RowChunk
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
     from tallyroll.storage.trajectories.row_links import RowLinks
 
-__all__ = ["WHOSE", "RowOrder", "flags_of", "floats_of", "numbers_of", "unread"]
+__all__ = ["WHOSE", "RowOrder", "flags_of", "floats_of", "missing", "numbers_of", "unread"]
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
+_NUMBERS = (*WHOSE, POLICY_VERSION)
+
+Chunk = TypeVar("Chunk", bound=RowChunk)
 
 _CHUNK_ROWS = 2**18
 _LOOKS = 8
@@ -59,59 +63,67 @@ class RowOrder:
     def __init__(self, schema: Schema) -> None:
         self._places = {column.key: at for at, column in enumerate(schema.columns)}
         self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
+        self._versions = not missing(schema, (POLICY_VERSION,))
 
     def chunk(self, engine: Engine, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
-        columns = engine.columns()
-        numbers = [self._numbers(engine, columns, key, start, stop) for key in WHOSE]
-        if engine.ring:
-            # A writer may have overwritten the oldest while they were copied.
-            gone = min(max(0, engine.span.start - start), stop - start)
-            start, numbers = start + gone, [column[gone:] for column in numbers]
-        return RowChunk(start, *numbers)
+        return _left(engine, RowChunk(start, *self._whose(engine, start, stop)))
 
     def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
         """The rows that episodes are counted from, as `chunk`."""
-        columns, count = engine.columns(), stop - start
+        count = stop - start
         terminated, truncated = (
-            flags_of(self._column(engine, columns, key, start, stop))
+            flags_of(self._column(engine, key, start, stop))
             if key in self._places
             else np.zeros(count, np.bool_)
             for key in (TERMINATED, TRUNCATED)
         )
-        reward = np.full(count, np.nan)
+        reward, version = np.full(count, np.nan), np.full(count, -1)
         if REWARD in self._places:
-            reward = self._column(engine, columns, REWARD, start, stop)
+            reward = self._column(engine, REWARD, start, stop)
             reward = reward.reshape(count) if reward.size == count else reward
-        version = np.full(count, -1)
-        if POLICY_VERSION in self._places:
-            version = self._numbers(engine, columns, POLICY_VERSION, start, stop)
-        # Last, for what is overwritten until then is told by it.
-        chunk = self.chunk(engine, start, stop)
-        gone = chunk.start - start
-        return EpisodeRows(chunk, *(a[gone:] for a in (terminated, truncated, reward, version)))
+        if self._versions:
+            version = numbers_of(self._column(engine, POLICY_VERSION, start, stop))
+        # Last, for what is overwritten until then is left out.
+        ids, steps, lane = self._whose(engine, start, stop)
+        rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version)
+        return _left(engine, rows)
 
     def ids_at(self, engine: Engine, slots: np.ndarray) -> np.ndarray:
         """The trajectories of the rows in slots, [n]."""
         ids = engine.columns()[self._places[TRAJ_IDS]]
         return ids.reshape(len(ids)).take(slots)
 
-    def _numbers(
-        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
-    ) -> np.ndarray:
-        return numbers_of(self._column(engine, columns, key, start, stop))
+    def _whose(self, engine: Engine, start: int, stop: int) -> list[np.ndarray]:
+        return [numbers_of(self._column(engine, key, start, stop)) for key in WHOSE]
 
-    def _column(
-        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
-    ) -> np.ndarray:
+    def _column(self, engine: Engine, key: Key, start: int, stop: int) -> np.ndarray:
         """Rows of one column, [stop - start, ...]."""
-        column = columns[self._places[key]]
+        column = engine.columns()[self._places[key]]
         if not engine.ring:
             found = column[start:stop]
         else:
             parts = pieces(start, stop, engine.ring)
             found = np.concatenate([column[slot : slot + count] for slot, _, count in parts])
         return floats_of(found) if key in self._sixteen_bits else found
+
+
+def _left(engine: Engine, rows: Chunk) -> Chunk:
+    """The rows without the first ones, if a writer overwrote them while they were copied."""
+    gone = min(max(0, engine.span.start - rows.start), len(rows.ids)) if engine.ring else 0
+    return rows.part(gone) if gone else rows
+
+
+def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
+    """Those of the columns that are not there, or not as they are read: one number a row, flags."""
+    columns = {column.key: column for column in schema.columns}
+    return [
+        spell(key)
+        for key in keys
+        if key not in columns
+        or (key in _NUMBERS and math.prod(columns[key].shape) != 1)
+        or columns[key].numpy_dtype.kind not in ("iu" if key in _NUMBERS else "b")
+    ]
 
 
 def numbers_of(column: np.ndarray) -> np.ndarray:

@@ -78,10 +78,9 @@ def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeRows:
+class EpisodeRows(RowChunk):
     """Rows to be counted, [n] each."""
 
-    chunk: RowChunk
     terminated: np.ndarray
     truncated: np.ndarray
     reward: np.ndarray
@@ -167,12 +166,11 @@ class Episodes:
         Raises:
             CorruptStorage: a lane that cannot be.
         """
-        chunk = rows.chunk
-        if chunk.start > self.seen:
-            self._begin_anew(chunk.start)
-        if len(chunk.ids):
-            self._count_in(rows, lane_order(chunk.lane, chunk.start), runs)
-        self.seen = chunk.stop
+        if rows.start > self.seen:
+            self._begin_anew(rows.start)
+        if len(rows.ids):
+            self._count_in(rows, lane_order(rows.lane, rows.start), runs)
+        self.seen = rows.stop
 
     def _begin_anew(self, since: int) -> None:
         self._count, self._since = 0, since
@@ -180,16 +178,16 @@ class Episodes:
 
     def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[RunSeeds]) -> None:
         """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
-        chunk, at = rows.chunk, order.at
+        at = order.at
         self._know_lanes(int(order.lane[-1]) + 1)
-        ids = chunk.ids[at]
+        ids = rows.ids[at]
         begins = order.carry(ids, self._tail_id) != ids
         stretches = order.stretches(begins)
         # From here on one entry a stretch. Those that do not begin go on with their lane's last
         # line; all that do get new lines, numbered in the order of their first rows.
         start, last = stretches.at, at[stretches.until]
         fresh = begins[start]
-        new = self._new_lines(chunk, at[start[fresh]], rows.version)
+        new = self._new_lines(rows, at[start[fresh]])
         line = self._tail.take(stretches.lane)
         line[fresh] = new
         before = stretches.carry(line, self._tail)
@@ -198,7 +196,7 @@ class Episodes:
         lines = self._lines
         lines["length"][line] += stretches.length
         lines["return"][line] += np.add.reduceat(rows.reward[at].astype(np.float64), start, axis=0)
-        lines["last_row"][line] = last + chunk.start
+        lines["last_row"][line] = last + rows.start
         lines["version_last"][line] = rows.version[last]
         lines["end"][line] = np.where(
             rows.terminated[last],
@@ -211,16 +209,16 @@ class Episodes:
         lines["end"][superseded[lines["end"][superseded] == END_OPEN]] = END_CUT
         self._seed(line[fresh], before[fresh], runs)
 
-    def _new_lines(self, chunk: RowChunk, at: np.ndarray, version: np.ndarray) -> np.ndarray:
-        """Begin lines at the rows ``at`` of the chunk; returns their numbers."""
-        self._make_room(len(at), chunk.stop)
+    def _new_lines(self, rows: EpisodeRows, at: np.ndarray) -> np.ndarray:
+        """Begin lines at the rows of index ``at``; returns their numbers."""
+        self._make_room(len(at), rows.stop)
         number = np.empty(len(at), np.int64)
         number[np.argsort(at)] = np.arange(self._count, self._count + len(at))
         lines = self._lines
-        lines["id"][number], lines["lane"][number] = chunk.ids[at], chunk.lane[at]
-        lines["first_row"][number] = at + chunk.start
-        lines["first_step"][number] = chunk.steps[at]
-        lines["version_first"][number] = version[at]
+        lines["id"][number], lines["lane"][number] = rows.ids[at], rows.lane[at]
+        lines["first_row"][number] = at + rows.start
+        lines["first_step"][number] = rows.steps[at]
+        lines["version_first"][number] = rows.version[at]
         lines["reset_seed"][number] = -1
         lines["length"][number] = 0
         lines["return"][number] = 0

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episodes import (
     END_CUT,
     END_NAMES,
@@ -55,12 +54,11 @@ class EpisodeChecks:
 
     def extend(self, rows: EpisodeRows) -> None:
         """Count the rows behind those that were counted."""
-        chunk = rows.chunk
-        count = min(len(chunk.ids), self._stop - chunk.start)
+        count = min(len(rows.ids), self._stop - rows.start)
         if self._episodes is None or count <= 0:
             return
         try:
-            self._episodes.extend(_part(rows, count), self._runs)
+            self._episodes.extend(rows.part(0, count), self._runs)
         except CorruptStorage:
             self._episodes = None  # a lane that cannot be, which another check names
 
@@ -112,18 +110,6 @@ class EpisodeChecks:
 
 def _of(id: int) -> Place:
     return Place(trajectory=id)
-
-
-def _part(rows: EpisodeRows, count: int) -> EpisodeRows:
-    chunk = rows.chunk
-    first = RowChunk(chunk.start, chunk.ids[:count], chunk.steps[:count], chunk.lane[:count])
-    return EpisodeRows(
-        first,
-        rows.terminated[:count],
-        rows.truncated[:count],
-        rows.reward[:count],
-        rows.version[:count],
-    )
 
 
 def _ends(table: np.ndarray) -> np.ndarray:

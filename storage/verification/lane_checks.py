@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tallyroll.storage.trajectories.by_lane import (
-    MOST_LANES,
     LaneOrder,
     RowChunk,
     extended,
@@ -143,8 +142,7 @@ class LaneChecks:
 
     def _know_lanes(self, chunk: CheckedRows) -> None:
         if self._declared is None:
-            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
-            self._lanes = max(self._lanes, int(inside.max(initial=-1)) + 1)
+            self._lanes = max(self._lanes, chunk.most_lanes)
         self._tails = _Rows(*map(extended, self._tails, repeat(self._lanes), _NO_ROW))
 
     # --- row by row -------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.rows.keys import (
@@ -26,8 +24,8 @@ from tallyroll.storage.rows.keys import (
     Key,
     spell,
 )
-from tallyroll.storage.trajectories.columns import floats_of
-from tallyroll.storage.trajectories.episodes import EpisodeRows, runs_of
+from tallyroll.storage.trajectories.columns import RowOrder
+from tallyroll.storage.trajectories.episodes import runs_of
 from tallyroll.storage.verification.episode_checks import EpisodeChecks
 from tallyroll.storage.verification.findings import Findings, Place
 from tallyroll.storage.verification.lane_checks import CheckedRows, LaneChecks
@@ -92,6 +90,7 @@ class RowChecks:
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
         arrays = {} if self._followed else self._arrays
         self._unwritten = UnwrittenRows({key: words(array) for key, array in arrays.items()})
+        self._order = RowOrder(storage.schema)
         self._episodes = None if table is None else self._episode_checks(table)
 
     def _episode_checks(self, table: np.ndarray) -> EpisodeChecks | None:
@@ -208,7 +207,8 @@ class RowChecks:
         self._observations.check_zeros(chunk, links, valid)
         self._resets.look(run, chunk, valid, self._terminated(slots, ended))
         if self._episodes is not None:
-            self._episodes.extend(self._episode_rows(chunk, slots))
+            engine = self._storage._running()
+            self._episodes.extend(self._order.episode_rows(engine, start, stop))
         return min(start, int(links.before.min(initial=start)))
 
     def _scalar(self, key: Key, slots: slice) -> np.ndarray:
@@ -219,20 +219,6 @@ class RowChecks:
         if self._is_scalar(POLICY_VERSION):
             return CheckedRows(start, ids, steps, lane, ended, self._scalar(POLICY_VERSION, slots))
         return CheckedRows(start, ids, steps, lane, ended, np.full(len(ids), -1))
-
-    def _episode_rows(self, chunk: CheckedRows, slots: slice) -> EpisodeRows:
-        reward = self._arrays[REWARD][slots]
-        if self._columns[REWARD].dtype is torch.bfloat16:
-            reward = floats_of(reward)
-        if math.prod(reward.shape[1:]) == 1:
-            reward = reward.reshape(-1)
-        return EpisodeRows(
-            chunk,
-            self._scalar(TERMINATED, slots),
-            self._scalar(TRUNCATED, slots),
-            reward,
-            chunk.version,
-        )
 
     def _ended(self, slots: slice) -> np.ndarray | None:
         """Which rows end their episode, None where no column says so."""

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,9 +106,8 @@ class Ends:
     """Number of the first row."""
 
 
-@dataclass(slots=True)
-class _Tails:
-    """The last row of every lane, each [lanes]."""
+class _Followed(NamedTuple):
+    """What is followed along the lanes: of rows, of those before them, or of each lane's last."""
 
     first: np.ndarray
     """Digest of the first observation of its trajectory."""
@@ -121,11 +121,8 @@ class _Tails:
     """1 where terminated, else 0."""
     row: np.ndarray
 
-    @classmethod
-    def none(cls, lanes: int) -> _Tails:
-        digests, flags = np.zeros(lanes, np.uint64), np.zeros(lanes, np.bool_)
-        numbers = np.zeros(lanes, np.int64)
-        return cls(digests, flags, digests.copy(), flags.copy(), numbers, numbers.copy())
+
+_DTYPES = (np.uint64, np.bool_, np.uint64, np.bool_, np.int64, np.int64)
 
 
 @dataclass(slots=True)
@@ -142,7 +139,7 @@ class SelfResets:
     """Of the lanes, or of the kind of end, that the verdict is about; else of all."""
     places: list[int] = field(default_factory=list)
     """Numbers of the first few ends whose final observation is the first one that follows."""
-    _tails: _Tails = field(init=False)
+    _tails: _Followed = field(init=False)
     _counts: np.ndarray = field(init=False)
     """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
     _inner: np.ndarray = field(init=False)
@@ -150,7 +147,7 @@ class SelfResets:
     _quota: int = _INNER_AN_END
 
     def __post_init__(self) -> None:
-        self._tails = _Tails.none(self.lanes)
+        self._tails = _Followed(*(np.zeros(self.lanes, dtype) for dtype in _DTYPES))
         self._counts = np.zeros((4, 2, self.lanes), np.int64)
         self._inner = np.zeros((2, self.lanes), np.int64)
 
@@ -227,14 +224,16 @@ class SelfResets:
         own = order.since(follows, here, tails.first)
         known = order.since(follows, ~follows, tails.known)
         kind = rows.terminated[at].astype(np.int64)
-        number = rows.start + at
-        telling = order.carry(known, tails.known) & (order.carry(own, tails.first) != here)
-        equal = order.carry(final, tails.final) == here
-        kind, number = order.carry(kind, tails.kind), order.carry(number, tails.row)
-        behind = begun[order.carry(compared, tails.ended)[begun]]
+        followed = _Followed(own, known, final, compared, kind, rows.start + at)
+        before = _Followed(*map(order.carry, followed, tails))
+        behind = begun[before.ended[begun]]
         if len(behind):
             self._count_ends(
-                order.lane[behind], kind[behind], equal[behind], telling[behind], number[behind]
+                order.lane[behind],
+                before.kind[behind],
+                (before.final == here)[behind],
+                (before.known & (before.first != here))[behind],
+                before.row[behind],
             )
         self._compare_inner(rows, np.flatnonzero(known & ~ended), order.lane, own, at)
 
