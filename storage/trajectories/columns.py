@@ -27,6 +27,7 @@ from tallyroll.storage.trajectories.episodes import EpisodeRows, Episodes
 
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
+    from tallyroll.storage.trajectories.id_checks import IdChecks
     from tallyroll.storage.trajectories.row_links import RowLinks
 
 __all__ = ["WHOSE", "RowOrder", "flags_of", "floats_of", "missing", "numbers_of", "unread"]
@@ -41,7 +42,7 @@ _CHUNK_ROWS = 2**18
 _LOOKS = 8
 
 
-def unread(engine: Engine, reader: RowLinks | Episodes) -> Iterator[tuple[int, int]]:
+def unread(engine: Engine, reader: RowLinks | Episodes | IdChecks) -> Iterator[tuple[int, int]]:
     """Rows that are there and that ``reader`` has not seen, in stretches that a ring holds at once.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is

@@ -36,9 +36,7 @@ __all__ = ["IdChecks", "Ids", "renumbered"]
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
-_CHUNK_ROWS = 2**18
 _FIRST = np.zeros(1, np.int64)
-_NONE = np.empty(0, np.int64)
 
 
 class IdChecks:
@@ -56,7 +54,7 @@ class IdChecks:
         ends = [keys.index(key) for key in (DONE, TERMINATED, TRUNCATED) if key in keys]
         self._ends = ends[:1] if DONE in keys else ends  # which says it for both
         self._order = RowOrder(store.schema)
-        self._head = 0
+        self.seen = 0
         """The rows up to this number are known."""
         self._largest: int = NOBODY
         # The last row of each lane, if its trajectory goes on: whose it is, and the step after
@@ -78,7 +76,7 @@ class IdChecks:
         Raises:
             TrajectoryIdTaken: its ids are not its own.
         """
-        if self._head != engine.head:
+        if self.seen != engine.head:
             self._catch_up(engine)
         self._admitted = None
         ids, steps, lane = (values[place] for place in self._places)
@@ -181,7 +179,7 @@ class IdChecks:
         if self._admitted is not None:
             (largest, lane, id, step), self._admitted = self._admitted, None
             self._tail_id[lane], self._tail_next[lane] = id, step
-            self._largest, self._head = max(self._largest, largest), head
+            self._largest, self.seen = max(self._largest, largest), head
 
     def _know_lane(self, lane: int) -> None:
         if lane >= len(self._tail_id):
@@ -197,12 +195,11 @@ class IdChecks:
 
     def _catch_up(self, engine: Engine) -> None:
         """Rows were written that were not asked about."""
-        start, stop = max(self._head, engine.span.start), engine.head
-        self._tail_id = _NONE
-        for first in range(start, stop, _CHUNK_ROWS):
-            ids = self._order.chunk(engine, first, min(first + _CHUNK_ROWS, stop)).ids
+        self._tail_id = np.empty(0, np.int64)
+        for start, stop in unread(engine, self):
+            ids = self._order.chunk(engine, start, stop).ids
             self._largest = max(self._largest, int(ids.max(initial=NOBODY)))
-        self._head = stop
+            self.seen = stop
 
     def _require_own(
         self, engine: Engine, id: int, step: int, lane: int, row: int, *, opens: bool

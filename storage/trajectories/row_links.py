@@ -229,13 +229,11 @@ class _Ends:
         return self._room[self._begin : self._stop]
 
     def add(self, rows: np.ndarray) -> None:
-        stop = self._stop + len(rows)
-        if stop > len(self._room) and 2 * self._begin > self._stop:
+        if self._stop + len(rows) > len(self._room):
             kept = self.rows
-            self._room[: len(kept)] = kept
+            self._room = grown(kept, len(kept) + len(rows))
             self._begin, self._stop = 0, len(kept)
-            stop = self._stop + len(rows)
-        self._room = grown(self._room, stop)
+        stop = self._stop + len(rows)
         self._room[self._stop : stop] = rows
         self._stop = stop
 
