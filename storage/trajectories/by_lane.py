@@ -49,12 +49,6 @@ class RowChunk:
         """One more than the last row's number."""
         return self.start + len(self.ids)
 
-    @property
-    def most_lanes(self) -> int:
-        """Lanes that there are by these rows, of those that can be."""
-        inside = self.lane[(self.lane >= 0) & (self.lane < MOST_LANES)]
-        return int(inside.max(initial=-1)) + 1
-
     def part(self, begin: int, stop: int | None = None) -> Self:
         """Some of these rows, by their index."""
         arrays = (getattr(self, each.name)[begin:stop] for each in fields(self)[1:])

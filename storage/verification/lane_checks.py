@@ -9,12 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tallyroll.storage.trajectories.by_lane import (
-    LaneOrder,
-    RowChunk,
-    extended,
-    lane_order,
-)
+from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, extended, lane_order
 from tallyroll.storage.verification.findings import Findings, Place
 
 __all__ = ["CheckedRows", "LaneChecks", "RowPairs"]
@@ -26,9 +21,14 @@ _VAGUE = -2
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRows(RowChunk):
+class CheckedRows:
     """Rows that follow one another: the collector's columns, each [n]."""
 
+    start: int
+    """The first row's number."""
+    ids: np.ndarray
+    steps: np.ndarray
+    lane: np.ndarray
     ended: np.ndarray
     """Terminated or truncated."""
     version: np.ndarray
@@ -142,7 +142,8 @@ class LaneChecks:
 
     def _know_lanes(self, chunk: CheckedRows) -> None:
         if self._declared is None:
-            self._lanes = max(self._lanes, chunk.most_lanes)
+            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
+            self._lanes = max(self._lanes, int(inside.max(initial=-1)) + 1)
         self._tails = _Rows(*map(extended, self._tails, repeat(self._lanes), _NO_ROW))
 
     # --- row by row -------------------------------------------------------------------------------

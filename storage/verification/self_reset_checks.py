@@ -10,6 +10,7 @@ import numpy as np
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.rows.keys import COUNTERS, NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
 from tallyroll.storage.verification.lane_checks import CheckedRows
 from tallyroll.storage.verification.observation_checks import observations_of
@@ -78,8 +79,10 @@ class ResetChecks:
     def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
         """The findings on the run, a continued one included, that ``run`` belongs to."""
         origin = run.first_row if run.origin is None else run.origin
-        # No collector wrote it: as many as its first rows have.
-        lanes = chunk.most_lanes if run.lanes is None else run.lanes
+        lanes = run.lanes
+        if lanes is None:  # no collector wrote it: as many as its first rows have
+            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
+            lanes = int(inside.max(initial=-1)) + 1
         known = self._runs.get(origin)
         if known is None or not (known.decided or known.lanes >= lanes):
             known = self._runs[origin] = SelfResets(lanes)

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -106,8 +105,9 @@ class Ends:
     """Number of the first row."""
 
 
-class _Followed(NamedTuple):
-    """What is followed along the lanes: of rows, of those before them, or of each lane's last."""
+@dataclass(slots=True)
+class _Tails:
+    """The last row of every lane, each [lanes]."""
 
     first: np.ndarray
     """Digest of the first observation of its trajectory."""
@@ -121,8 +121,11 @@ class _Followed(NamedTuple):
     """1 where terminated, else 0."""
     row: np.ndarray
 
-
-_DTYPES = (np.uint64, np.bool_, np.uint64, np.bool_, np.int64, np.int64)
+    @classmethod
+    def none(cls, lanes: int) -> _Tails:
+        digests, flags = np.zeros(lanes, np.uint64), np.zeros(lanes, np.bool_)
+        numbers = np.zeros(lanes, np.int64)
+        return cls(digests, flags, digests.copy(), flags.copy(), numbers, numbers.copy())
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ class SelfResets:
     """Of the lanes, or of the kind of end, that the verdict is about; else of all."""
     places: list[int] = field(default_factory=list)
     """Numbers of the first few ends whose final observation is the first one that follows."""
-    _tails: _Followed = field(init=False)
+    _tails: _Tails = field(init=False)
     _counts: np.ndarray = field(init=False)
     """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
     _inner: np.ndarray = field(init=False)
@@ -147,7 +150,7 @@ class SelfResets:
     _quota: int = _INNER_AN_END
 
     def __post_init__(self) -> None:
-        self._tails = _Followed(*(np.zeros(self.lanes, dtype) for dtype in _DTYPES))
+        self._tails = _Tails.none(self.lanes)
         self._counts = np.zeros((4, 2, self.lanes), np.int64)
         self._inner = np.zeros((2, self.lanes), np.int64)
 
@@ -224,18 +227,24 @@ class SelfResets:
         own = order.since(follows, here, tails.first)
         known = order.since(follows, ~follows, tails.known)
         kind = rows.terminated[at].astype(np.int64)
-        followed = _Followed(own, known, final, compared, kind, rows.start + at)
-        before = _Followed(*map(order.carry, followed, tails))
-        behind = begun[before.ended[begun]]
+        number = rows.start + at
+        behind = begun[order.before(compared, tails.ended)[begun]]
         if len(behind):
             self._count_ends(
                 order.lane[behind],
-                before.kind[behind],
-                (before.final == here)[behind],
-                (before.known & (before.first != here))[behind],
-                before.row[behind],
+                order.before(kind, tails.kind)[behind],
+                order.before(final, tails.final)[behind] == here[behind],
+                order.before(known, tails.known)[behind]
+                & (order.before(own, tails.first)[behind] != here[behind]),
+                order.before(number, tails.row)[behind],
             )
         self._compare_inner(rows, np.flatnonzero(known & ~ended), order.lane, own, at)
+        last, lanes = order.last, order.own
+        for values, kept in (
+            (own, tails.first), (known, tails.known), (final, tails.final),
+            (compared, tails.ended), (kind, tails.kind), (number, tails.row),
+        ):  # fmt: skip
+            kept[lanes] = values[last]
 
     def _count_ends(
         self, lane: np.ndarray, kind: np.ndarray, equal: np.ndarray, telling: np.ndarray,
