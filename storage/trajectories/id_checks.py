@@ -204,15 +204,9 @@ class IdChecks:
     def _require_own(
         self, engine: Engine, id: int, step: int, lane: int, row: int, *, opens: bool
     ) -> None:
-        """Refuse an id that is stored, unless ``row`` of a batch goes on from that id's last row.
+        """Refuse an id that is stored, unless such a row goes on from that id's last row.
 
-        Args:
-            engine: of the storage.
-            id: the row's, as ``step`` and ``lane``.
-            step: see ``id``.
-            lane: see ``id``.
-            row: of the batch.
-            opens: it is its lane's first one in the batch.
+        It is ``row`` of the batch, and ``opens`` its lane there.
         """
         episodes = self._counted(engine)
         last, current = episodes.last_row(id), episodes.last_id(lane)
