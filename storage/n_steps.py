@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from tallyroll.storage.rows.keys import (
     Key,
     spell,
 )
+from tallyroll.storage.trajectories.columns import flags_of
 
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
@@ -132,8 +132,9 @@ def _read(storage: RowStore, rows: np.ndarray, n: int, gamma: float) -> TensorDi
     slots = storage.slots_of(chain)
     columns = engine.columns()
     reward = _tensor(engine, REWARD, slots)
-    flags = [columns[keys.index(key)].take(slots, axis=0) for key in _FLAGS if key in keys]
-    used = _used(chain, np.logical_or.reduce([_any(flag, slots.shape) for flag in flags]))
+    flags = [columns[keys.index(key)] for key in _FLAGS if key in keys]
+    ended = [flags_of(column.take(slots.reshape(-1), axis=0)) for column in flags]
+    used = _used(chain, np.logical_or.reduce(ended).reshape(chain.shape))
     count = used.sum(axis=0)
 
     last = slots[count - 1, np.arange(len(rows))]
@@ -152,14 +153,6 @@ def _tensor(engine: Engine, key: Key, slots: np.ndarray) -> torch.Tensor:
     found = torch.from_numpy(engine.columns()[place].take(slots, axis=0))
     dtype = engine.schema.columns[place].dtype
     return found.view(dtype) if dtype is torch.bfloat16 else found
-
-
-def _any(flags: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Whether any flag of each row is set; most have one."""
-    if flags.size == math.prod(shape):
-        return flags.reshape(shape)
-    found: np.ndarray = np.any(flags, axis=tuple(range(len(shape), flags.ndim)))
-    return found
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:

@@ -513,8 +513,7 @@ class RowStore:
     @cached_property
     def _id_checks(self) -> IdChecks | None:
         """The checks of ids that are written; None if rows have no ids."""
-        schema = self.schema
-        return IdChecks(schema, self.path) if says_whose(schema) else None
+        return IdChecks(self) if says_whose(self.schema) else None
 
     def _renumbered(self, rows: Any) -> Any:
         """The rows with ids behind those that are stored or were given away."""

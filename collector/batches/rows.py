@@ -126,7 +126,7 @@ class RowSource:
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
-        numbers = number(state, block.lane, block.per_lane, ended, self._rewards(rows), version)
+        numbers = number(state, block.lane, ended, self._rewards(rows), version)
         rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)

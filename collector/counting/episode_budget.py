@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.counting.transitions import Mask, starts
+from tallyroll.collector.counting.transitions import Mask, lane_major
+from tallyroll.storage.trajectories.by_lane import LaneOrder
 
 
 class EpisodeBudget:
@@ -38,29 +39,18 @@ class EpisodeBudget:
 
     def wanted(self, transitions: Mask, ended: Mask) -> Mask:
         """Those of ``transitions`` ``[time, lane]`` that belong to the budget's episodes."""
-        if not len(transitions):
+        index, lane = lane_major(transitions)
+        if not len(index):
             return transitions
-        first = starts(transitions, ended, self._fresh)
-        rank = self.started + np.cumsum(first).reshape(first.shape)
-        admitted = first & (rank <= self.total)
-        last_start = np.maximum.accumulate(
-            np.where(first, np.arange(len(first))[:, None], -1), axis=0
-        )
-        lane = np.arange(first.shape[1])
-        admitted_here = np.where(last_start >= 0, admitted[last_start, lane], self._open)
-        wanted: Mask = transitions & admitted_here
-        self.started = min(self.total, self.started + int(first.sum()))
-        self.completed += int((wanted & ended).sum())
-        self._open = admitted_here[-1]
-        self._fresh = self._freshness(transitions, ended)
-        return wanted
-
-    def _freshness(self, transitions: Mask, ended: Mask) -> NDArray[np.bool_]:
-        """Whether each lane's next transition opens an episode."""
-        steps = np.arange(len(transitions))[:, None]
-        last = np.where(transitions, steps, -1).max(axis=0)
-        lane = np.arange(transitions.shape[1])
-        return np.where(last >= 0, ended[last, lane], self._fresh)
+        order, over = LaneOrder.of(index, lane), ended.take(index)
+        # An episode begins behind the transition that ended the one before it in its lane.
+        begins = order.carry(over, self._fresh)
+        rank = self.started + np.cumsum(_at(index, begins, transitions.shape))
+        admitted = order.since(~begins, rank.take(index) <= self.total, self._open)
+        order.keep(admitted, self._open)
+        self.started = min(self.total, int(rank[-1]))
+        self.completed += int((admitted & over).sum())
+        return _at(index, admitted, transitions.shape)
 
     def cut(self, lanes: NDArray[np.bool_]) -> None:
         """The episodes under way in ``lanes`` were cut by a fault: others take their places."""
@@ -73,3 +63,10 @@ class EpisodeBudget:
         self.started = self.completed = delivered
         self._fresh[:] = True
         self._open[:] = False
+
+
+def _at(index: NDArray[np.intp], flags: NDArray[np.bool_], shape: tuple[int, ...]) -> Mask:
+    """``[time, lane]``, the flags of the slots ``index``, and False elsewhere."""
+    slots = np.zeros(shape, np.bool_)
+    slots.put(index, flags)
+    return slots

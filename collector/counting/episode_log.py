@@ -1,11 +1,13 @@
 """Finished episodes of a run, kept in columns that grow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tallyroll.storage.trajectories.by_lane import grown
 
 ENDS = ("truncated", "terminated")
 _DTYPE = np.dtype(
@@ -63,10 +65,7 @@ class EpisodeLog(Sequence[Episode]):
     ) -> None:
         """Add episodes; one entry of each array an episode."""
         stop = self._count + len(traj_id)
-        if stop > len(self._rows):
-            grown = np.zeros(max(stop, 2 * len(self._rows)), _DTYPE)
-            grown[: self._count] = self._rows[: self._count]
-            self._rows = grown
+        self._rows = grown(self._rows, stop)
         new = self._rows[self._count : stop]
         columns = (traj_id, lane, returns, lengths, terminated, *versions)
         for name, column in zip(_DTYPE.names or (), columns, strict=True):
@@ -92,9 +91,6 @@ class EpisodeLog(Sequence[Episode]):
         if not -self._count <= index < self._count:
             raise IndexError(f"episode {index} of {self._count}")
         return _episode(self._rows[index % self._count])
-
-    def __iter__(self) -> Iterator[Episode]:
-        return (_episode(row) for row in self._rows[: self._count])
 
     @property
     def returns(self) -> NDArray[np.float64]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tallyroll.storage.trajectories.by_lane import LaneOrder
+
 Int64 = NDArray[np.int64]
 
 SEED_MASK = 0x7FFF_FFFF
@@ -119,7 +121,6 @@ class Numbers:
 def number(
     state: LaneState,
     lane: NDArray[np.int32],
-    per_lane: Int64,
     ended: NDArray[np.bool_],
     reward: NDArray[np.float64],
     version: Int64,
@@ -129,7 +130,6 @@ def number(
     Args:
         state: where each lane stood before the block; updated in place.
         lane: ``[row]``, ascending.
-        per_lane: rows of each lane, of all or of a range of lanes that holds those of the block.
         ended: ``[row]``, terminated or truncated.
         reward: ``[row]``.
         version: ``[row]``, policy version.
@@ -139,21 +139,17 @@ def number(
         none = np.zeros(0, np.int64)
         return Numbers(none, none, none, none, np.zeros(0), none, none)
     # A trajectory's part begins at a lane's first row, and after each row that ended one.
-    lane_start = (np.cumsum(per_lane) - per_lane)[per_lane > 0]
-    is_start = np.empty(rows, np.bool_)
-    is_start[1:] = ended[:-1]
-    is_start[lane_start] = True
-    # From here on one entry a segment: the part of one trajectory that lies in this block.
-    begin = np.nonzero(is_start)[0]
-    size = _gaps(begin, rows)
-    own = lane[begin]
-    # Segments are counted within their lane: number 0 continues what the lane had before.
-    nth = np.arange(len(begin))
-    opens_lane = np.searchsorted(begin, lane_start)
-    ordinal = nth - np.repeat(opens_lane, _gaps(opens_lane, len(begin)))
+    begins = np.empty(rows, np.bool_)
+    begins[1:] = ended[:-1]
+    row = np.arange(rows)
+    parts = LaneOrder.of(row, lane).stretches(begins)
+    # From here on one entry a part: what of one trajectory lies in this block.
+    begin, size, own = parts.at, parts.length, parts.lane
+    # Parts are counted within their lane: number 0 continues what the lane had before.
+    ordinal = np.arange(len(begin)) - np.repeat(parts.first, parts.last - parts.first + 1)
     carries_on = ordinal == 0
-    closes = ended[begin + size - 1]
-    # Sums over a segment, to which the first of a lane adds what earlier blocks had.
+    closes = ended[parts.until]
+    # Sums over a part, to which the first of a lane adds what earlier blocks had.
     trajectory = state.trajectory[own] + ordinal
     offset = np.where(carries_on, state.step[own], 0)
     returns = np.add.reduceat(reward, begin) + np.where(carries_on, state.returns[own], 0.0)
@@ -164,27 +160,17 @@ def number(
     ids = state.base + trajectory * len(state.step) + own
     numbers = Numbers(
         np.repeat(ids, size),
-        np.arange(rows) + np.repeat(offset - begin, size),
+        row + np.repeat(offset - begin, size),
         begin[before == 0],
-        (begin + size - 1)[closes],
+        parts.until[closes],
         returns[closes],
         lengths[closes],
         first_version[closes],
     )
-    # The last segment of each lane is what the next block continues, unless it ended.
-    last = np.append(opens_lane[1:], len(begin)) - 1
-    own, closed = own[last], closes[last]
-    state.trajectory[own] = trajectory[last] + closed
-    state.step[own] = np.where(closed, 0, (offset + size)[last])
-    state.returns[own] = np.where(closed, 0.0, returns[last])
-    state.length[own] = np.where(closed, 0, lengths[last])
-    state.first_version[own] = first_version[last]
+    # The last part of each lane is what the next block continues, unless it ended.
+    parts.keep(trajectory + closes, state.trajectory)
+    parts.keep(np.where(closes, 0, offset + size), state.step)
+    parts.keep(np.where(closes, 0.0, returns), state.returns)
+    parts.keep(np.where(closes, 0, lengths), state.length)
+    parts.keep(first_version, state.first_version)
     return numbers
-
-
-def _gaps(begin: NDArray[np.intp], end: int) -> NDArray[np.intp]:
-    """Distance of each entry of ``begin`` to the next, of the last to ``end``."""
-    gaps = np.empty_like(begin)
-    np.subtract(begin[1:], begin[:-1], out=gaps[:-1])
-    gaps[-1:] = end - begin[-1:]
-    return gaps

@@ -58,39 +58,17 @@ def first_in_slot_order(transitions: Mask, count: int) -> Mask:
     return taken
 
 
-def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32], NDArray[np.int64]]:
+def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
     """Rows in layout order: lane by lane, in time within the lane.
 
     Args:
         taken: ``[time, lane]``.
 
     Returns:
-        ``index`` into the flattened ``[time * lane]`` slots, the ``lane`` of each row (int32),
-        and the number of rows of each lane ``[lane]``.
+        ``index`` into the flattened ``[time * lane]`` slots, and the ``lane`` of each row (int32).
     """
     slots, lanes = taken.shape
-    per_lane = taken.sum(axis=0)
-    lane = np.repeat(np.arange(lanes, dtype=np.int32), per_lane)
+    lane = np.repeat(np.arange(lanes, dtype=np.int32), taken.sum(axis=0))
     flat = np.flatnonzero(taken.T)  # lane * slots + time
     index = (flat - lane * slots) * lanes + lane
-    return index, lane, per_lane
-
-
-def starts(transitions: Mask, ended: Mask, fresh: Mask) -> Mask:
-    """Slots that hold the first transition of an episode.
-
-    Args:
-        transitions: ``[time, lane]``.
-        ended: ``[time, lane]``; only read where ``transitions`` holds.
-        fresh: ``[lane]``, lanes whose next transition is the first of an episode.
-    """
-    index, lane, per_lane = lane_major(transitions)
-    first = np.zeros(transitions.size, np.bool_)
-    if len(index):
-        # Lane by lane, an episode begins after the transition that ended the one before it.
-        is_start = np.empty(len(index), np.bool_)
-        is_start[1:] = ended.reshape(-1)[index[:-1]]
-        opening = (np.cumsum(per_lane) - per_lane)[per_lane > 0]
-        is_start[opening] = fresh[lane[opening]]
-        first[index] = is_start
-    return first.reshape(transitions.shape)
+    return index, lane

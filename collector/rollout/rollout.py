@@ -39,17 +39,15 @@ class Block:
     """``[row]``, into the slots flattened to ``[used * lane]``."""
     lane: NDArray[np.int32]
     """``[row]``, numbered over the whole run."""
-    per_lane: NDArray[np.int64]
-    """``[lane]`` of the slab, rows of each."""
 
     @classmethod
     def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":
         """The first ``count`` of ``transitions`` ``[used, lane]``."""
         taken = first_in_slot_order(transitions, count)
-        index, lane, per_lane = lane_major(taken)
+        index, lane = lane_major(taken)
         if slab.first_lane:
             lane += np.int32(slab.first_lane)
-        return cls(slab, len(transitions), taken, index, lane, per_lane)
+        return cls(slab, len(transitions), taken, index, lane)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -1,20 +1,30 @@
-"""Rows that follow one another in a storage, put in the order of their lanes. Pure.
+"""Rows that follow one another, walked lane by lane, chunk after chunk. Pure.
 
-Within a storage each lane's rows are in time order, whatever lies between them, and one
-trajectory of a lane follows the other. So a row continues the row before it in its lane,
-or it begins a trajectory.
+Within a storage, and within what a collector makes, each lane's rows are in time order, whatever
+lies between them, and one trajectory of a lane follows the other. So a row continues the row
+before it in its lane, or it begins a trajectory. The row before may be in an earlier chunk: what
+is needed of each lane's last row is kept in tails, arrays of one entry for every lane.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
 
-__all__ = ["MOST_LANES", "NOBODY", "LaneOrder", "RowChunk", "extended", "grown", "lane_order"]
+__all__ = [
+    "MOST_LANES",
+    "NOBODY",
+    "LaneOrder",
+    "RowChunk",
+    "Stretches",
+    "extended",
+    "grown",
+    "lane_order",
+]
 
 MOST_LANES = 2**20
 """Lanes are numbered from 0; a number beyond that is taken for damage."""
@@ -39,36 +49,39 @@ class RowChunk:
         """One more than the last row's number."""
         return self.start + len(self.ids)
 
+    def part(self, begin: int, stop: int | None = None) -> Self:
+        """Some of these rows, by their index."""
+        arrays = (getattr(self, each.name)[begin:stop] for each in fields(self)[1:])
+        return type(self)(self.start + begin, *arrays)
 
-@dataclass(frozen=True, slots=True)
+
 class LaneOrder:
-    """A chunk's rows by lane, and in time within it."""
+    """Rows by lane, and in time within it.
 
-    at: np.ndarray
-    """Indices into the chunk, [n]."""
-    lane: np.ndarray
-    """[n], ascending."""
-    first: np.ndarray
-    """Where each lane that has rows begins, [lanes]."""
+    Args:
+        at: indices into the chunk, [n].
+        lane: of each, [n], ascending.
+        first: where each lane that has rows begins, [lanes].
+    """
 
-    @property
-    def own(self) -> np.ndarray:
+    __slots__ = ("_one_each", "at", "first", "lane", "last", "own")
+
+    def __init__(self, at: np.ndarray, lane: np.ndarray, first: np.ndarray) -> None:
+        self.at, self.lane, self.first = at, lane, first
+        # Vectors of environments give a row of each lane at a time: then little is to be done.
+        self._one_each = len(first) == len(at)
+        self.own = lane if self._one_each else lane.take(first)
         """The lanes that have rows, [lanes]."""
-        return self.lane.take(self.first)
+        self.last = first if self._one_each else _lasts(first, len(at))
+        """The last row of each, [lanes]."""
 
-    @property
-    def _one_each(self) -> bool:
-        return len(self.first) == len(self.at)
-
-    @property
-    def last(self) -> np.ndarray:
-        """The last entry of each lane that has rows, [lanes]."""
-        last: np.ndarray = np.append(self.first[1:], len(self.at))[: len(self.first)] - 1
-        return last
-
-    def ends(self, values: np.ndarray) -> np.ndarray:
-        """The values [n] of the last row of each lane that has rows, [lanes]."""
-        return values if self._one_each else values.take(self.last)
+    @classmethod
+    def of(cls, at: np.ndarray, lane: np.ndarray) -> LaneOrder:
+        """The order of rows ``at`` of a chunk that are in it already, by their lanes."""
+        begins = np.empty(len(lane), np.bool_)
+        begins[:1] = True
+        np.not_equal(lane[1:], lane[:-1], out=begins[1:])
+        return cls(at, lane, begins.nonzero()[0])
 
     def before(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
         """The value of the row before each row in its lane, [n].
@@ -83,6 +96,16 @@ class LaneOrder:
         shifted[1:] = values[:-1]
         shifted.put(self.first, tails.take(self.own))
         return shifted
+
+    def keep(self, values: np.ndarray, tails: np.ndarray) -> None:
+        """Write the value of each lane's last row into ``tails``."""
+        tails.put(self.own, values if self._one_each else values.take(self.last))
+
+    def carry(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
+        """As `before`, and `keep` the values for the next chunk."""
+        before = self.before(values, tails)
+        self.keep(values, tails)
+        return before
 
     def since(self, follows: np.ndarray, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
         """For each row the value of the one from which on rows follow one another, [n].
@@ -101,6 +124,40 @@ class LaneOrder:
         values[first] = np.where(follows[first], tails.take(self.own), values[first])
         begun = np.maximum.accumulate(np.where(begins, np.arange(len(values)), 0))
         return values.take(begun)
+
+    def stretches(self, begins: np.ndarray) -> Stretches:
+        """Rows of a lane that follow one another, up to one that ``begins``, bool [n]."""
+        begins = begins.copy()
+        begins.put(self.first, True)
+        start = begins.nonzero()[0]
+        first = start.searchsorted(self.first)
+        return Stretches(start, self.lane.take(start), first, _lasts(start, len(begins)))
+
+
+class Stretches(LaneOrder):
+    """Stretches of the rows of an order, which come one after the other in their lanes as rows do.
+
+    ``at`` are their first rows, as indices into that order.
+    """
+
+    __slots__ = ("length", "until")
+
+    def __init__(
+        self, at: np.ndarray, lane: np.ndarray, first: np.ndarray, until: np.ndarray
+    ) -> None:
+        super().__init__(at, lane, first)
+        self.until = until
+        """Their last rows, [n]."""
+        self.length = until - at + 1
+        """Rows that each has, [n]."""
+
+
+def _lasts(first: np.ndarray, count: int) -> np.ndarray:
+    """The last entry of each part of ``count`` entries, of which ``first`` are the first ones."""
+    last = np.empty_like(first)
+    np.subtract(first[1:], 1, out=last[:-1])
+    last[-1:] = count - 1
+    return last
 
 
 def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
@@ -124,10 +181,7 @@ def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
                 f"row {start + at[end]} says that it is of lane {ordered[end]}, and lanes are "
                 f"numbered from 0 to {MOST_LANES - 1}. Restore it from a copy."
             )
-    begins = np.empty(len(at), np.bool_)
-    begins[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
-    return LaneOrder(at, ordered, begins.nonzero()[0])
+    return LaneOrder.of(at, ordered)
 
 
 def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:

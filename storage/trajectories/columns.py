@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    spell,
 )
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.by_lane import RowChunk
@@ -25,18 +27,22 @@ from tallyroll.storage.trajectories.episodes import EpisodeRows, Episodes
 
 if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
+    from tallyroll.storage.trajectories.id_checks import IdChecks
     from tallyroll.storage.trajectories.row_links import RowLinks
 
-__all__ = ["WHOSE", "RowOrder", "floats_of", "unread"]
+__all__ = ["WHOSE", "RowOrder", "flags_of", "floats_of", "missing", "numbers_of", "unread"]
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
+_NUMBERS = (*WHOSE, POLICY_VERSION)
+
+Chunk = TypeVar("Chunk", bound=RowChunk)
 
 _CHUNK_ROWS = 2**18
 _LOOKS = 8
 
 
-def unread(engine: Engine, reader: RowLinks | Episodes) -> Iterator[tuple[int, int]]:
+def unread(engine: Engine, reader: RowLinks | Episodes | IdChecks) -> Iterator[tuple[int, int]]:
     """Rows that are there and that ``reader`` has not seen, in stretches that a ring holds at once.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is
@@ -58,66 +64,82 @@ class RowOrder:
     def __init__(self, schema: Schema) -> None:
         self._places = {column.key: at for at, column in enumerate(schema.columns)}
         self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
+        self._versions = not missing(schema, (POLICY_VERSION,))
 
     def chunk(self, engine: Engine, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
-        columns = engine.columns()
-        numbers = [self._numbers(engine, columns, key, start, stop) for key in WHOSE]
-        if engine.ring:
-            # A writer may have overwritten the oldest while they were copied.
-            gone = min(max(0, engine.span.start - start), stop - start)
-            start, numbers = start + gone, [column[gone:] for column in numbers]
-        return RowChunk(start, *numbers)
+        return _left(engine, RowChunk(start, *self._whose(engine, start, stop)))
 
     def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
         """The rows that episodes are counted from, as `chunk`."""
-        columns, count = engine.columns(), stop - start
-        terminated = self._flags(engine, columns, TERMINATED, start, stop)
-        truncated = np.zeros(count, np.bool_)
-        if TRUNCATED in self._places:
-            truncated = self._flags(engine, columns, TRUNCATED, start, stop)
-        reward = np.full(count, np.nan)
+        count = stop - start
+        terminated, truncated = (
+            flags_of(self._column(engine, key, start, stop))
+            if key in self._places
+            else np.zeros(count, np.bool_)
+            for key in (TERMINATED, TRUNCATED)
+        )
+        reward, version = np.full(count, np.nan), np.full(count, -1)
         if REWARD in self._places:
-            reward = self._column(engine, columns, REWARD, start, stop)
+            reward = self._column(engine, REWARD, start, stop)
             reward = reward.reshape(count) if reward.size == count else reward
-        version = np.full(count, -1)
-        if POLICY_VERSION in self._places:
-            version = self._numbers(engine, columns, POLICY_VERSION, start, stop)
-        # Last, for what is overwritten until then is told by it.
-        chunk = self.chunk(engine, start, stop)
-        gone = chunk.start - start
-        return EpisodeRows(chunk, *(a[gone:] for a in (terminated, truncated, reward, version)))
+        if self._versions:
+            version = numbers_of(self._column(engine, POLICY_VERSION, start, stop))
+        # Last, for what is overwritten until then is left out.
+        ids, steps, lane = self._whose(engine, start, stop)
+        rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version)
+        return _left(engine, rows)
 
     def ids_at(self, engine: Engine, slots: np.ndarray) -> np.ndarray:
         """The trajectories of the rows in slots, [n]."""
         ids = engine.columns()[self._places[TRAJ_IDS]]
         return ids.reshape(len(ids)).take(slots)
 
-    def _numbers(
-        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
-    ) -> np.ndarray:
-        column = self._column(engine, columns, key, start, stop)
-        column = column if column.ndim == 1 else column.reshape(stop - start)
-        return column if column.dtype == np.int64 else column.astype(np.int64)
+    def _whose(self, engine: Engine, start: int, stop: int) -> list[np.ndarray]:
+        return [numbers_of(self._column(engine, key, start, stop)) for key in WHOSE]
 
-    def _flags(
-        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
-    ) -> np.ndarray:
-        flags = self._column(engine, columns, key, start, stop).reshape(stop - start, -1)
-        found: np.ndarray = flags[:, 0] if flags.shape[1] == 1 else np.any(flags, axis=1)
-        return found
-
-    def _column(
-        self, engine: Engine, columns: list[np.ndarray], key: Key, start: int, stop: int
-    ) -> np.ndarray:
+    def _column(self, engine: Engine, key: Key, start: int, stop: int) -> np.ndarray:
         """Rows of one column, [stop - start, ...]."""
-        column = columns[self._places[key]]
+        column = engine.columns()[self._places[key]]
         if not engine.ring:
             found = column[start:stop]
         else:
             parts = pieces(start, stop, engine.ring)
             found = np.concatenate([column[slot : slot + count] for slot, _, count in parts])
         return floats_of(found) if key in self._sixteen_bits else found
+
+
+def _left(engine: Engine, rows: Chunk) -> Chunk:
+    """The rows without the first ones, if a writer overwrote them while they were copied."""
+    gone = min(max(0, engine.span.start - rows.start), len(rows.ids)) if engine.ring else 0
+    return rows.part(gone) if gone else rows
+
+
+def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
+    """Those of the columns that are not there, or not as they are read: one number a row, flags."""
+    columns = {column.key: column for column in schema.columns}
+    return [
+        spell(key)
+        for key in keys
+        if key not in columns
+        or (key in _NUMBERS and math.prod(columns[key].shape) != 1)
+        or columns[key].numpy_dtype.kind not in ("iu" if key in _NUMBERS else "b")
+    ]
+
+
+def numbers_of(column: np.ndarray) -> np.ndarray:
+    """Whole numbers [n, ...], one a row, as int64 [n]."""
+    column = column if column.ndim == 1 else column.reshape(len(column))
+    return column if column.dtype == np.int64 else column.astype(np.int64)
+
+
+def flags_of(column: np.ndarray) -> np.ndarray:
+    """Flags [n, ...], bools or numbers, as bools [n]: any of a row."""
+    flags: np.ndarray = column if column.dtype == np.bool_ else column != 0
+    if flags.ndim > 1:
+        flags = flags.reshape(len(flags), math.prod(flags.shape[1:]))
+        flags = flags[:, 0] if flags.shape[1] == 1 else np.any(flags, axis=1)
+    return flags
 
 
 def floats_of(bits: np.ndarray) -> np.ndarray:

@@ -78,10 +78,9 @@ def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeRows:
+class EpisodeRows(RowChunk):
     """Rows to be counted, [n] each."""
 
-    chunk: RowChunk
     terminated: np.ndarray
     truncated: np.ndarray
     reward: np.ndarray
@@ -124,8 +123,8 @@ class Episodes:
         self._ring = ring
         self._lines = np.zeros(_FIRST_ROOM, table_dtype(reward_shape))
         self._count = 0
-        # The line of the last trajectory of each lane, -1 without one.
-        self._tail = np.empty(0, np.int64)
+        # The last trajectory of each lane: its line, -1 without one, and its id.
+        self._tail, self._tail_id = np.empty(0, np.int64), np.empty(0, np.int64)
         self._since = self.seen = 0
         """The rows up to this number are counted."""
 
@@ -140,6 +139,10 @@ class Episodes:
         found = np.flatnonzero(self._lines["id"][: self._count] == id)
         return int(self._lines["last_row"][found[-1]]) if len(found) else None
 
+    def last_id(self, lane: int) -> int:
+        """The last trajectory of a lane, `NOBODY` without one."""
+        return self._tail_id.item(lane) if lane < len(self._tail_id) else NOBODY
+
     def resume(self, lines: np.ndarray) -> None:
         """Go on behind the lines of a table that `what_is_wrong` has nothing to say about."""
         self._begin_anew(0)
@@ -147,6 +150,7 @@ class Episodes:
         self._count = len(lines)
         self._know_lanes(int(lines["lane"].max(initial=-1)) + 1)
         self._tail[lines["lane"]] = np.arange(len(lines))  # the last one stays
+        self._tail_id[lines["lane"]] = lines["id"]
         self.seen = int(lines["last_row"].max(initial=-1)) + 1
         self._since = self.seen if self._ring else 0
 
@@ -162,50 +166,37 @@ class Episodes:
         Raises:
             CorruptStorage: a lane that cannot be.
         """
-        chunk = rows.chunk
-        if chunk.start > self.seen:
-            self._begin_anew(chunk.start)
-        if len(chunk.ids):
-            self._count_in(rows, lane_order(chunk.lane, chunk.start), runs)
-        self.seen = chunk.stop
+        if rows.start > self.seen:
+            self._begin_anew(rows.start)
+        if len(rows.ids):
+            self._count_in(rows, lane_order(rows.lane, rows.start), runs)
+        self.seen = rows.stop
 
     def _begin_anew(self, since: int) -> None:
         self._count, self._since = 0, since
-        self._tail[:] = -1
+        self._tail[:], self._tail_id[:] = -1, NOBODY
 
     def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[RunSeeds]) -> None:
         """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
-        chunk, at, own = rows.chunk, order.at, order.own
-        self._know_lanes(int(own[-1]) + 1)
-        # By lane and time, a stretch begins where the id differs from the row before; at a lane's
-        # first row, from the id of the lane's last line.
-        ids, tail = chunk.ids[at], self._tail[own]
-        begins = np.empty(len(at), np.bool_)
-        begins[1:] = ids[1:] != ids[:-1]
-        begins[order.first] = (
-            np.where(tail < 0, NOBODY, self._lines["id"][tail]) != ids[order.first]
-        )
-        opens_lane = np.zeros(len(at), np.bool_)
-        opens_lane[order.first] = True
-
-        # From here on one entry a stretch. A lane's first one may go on with its last line; all
-        # that begin get new lines, numbered in the order of their first rows.
-        start = np.flatnonzero(begins | opens_lane)
-        stop = np.append(start[1:], len(at))
-        fresh, of_lane = begins[start], np.flatnonzero(opens_lane[start])
-        new = self._new_lines(chunk, at[start[fresh]], rows.version)
-        tail = self._tail[own]  # lines may have moved
-        line = np.empty(len(start), np.int64)
-        line[of_lane], line[fresh] = tail, new
-        before = np.empty_like(line)
-        before[1:] = line[:-1]
-        before[of_lane] = tail
+        at = order.at
+        self._know_lanes(int(order.lane[-1]) + 1)
+        ids = rows.ids[at]
+        begins = order.carry(ids, self._tail_id) != ids
+        stretches = order.stretches(begins)
+        # From here on one entry a stretch. Those that do not begin go on with their lane's last
+        # line; all that do get new lines, numbered in the order of their first rows.
+        start, last = stretches.at, at[stretches.until]
+        fresh = begins[start]
+        new = self._new_lines(rows, at[start[fresh]])
+        line = self._tail.take(stretches.lane)
+        line[fresh] = new
+        before = stretches.carry(line, self._tail)
 
         # No line comes twice, so that sums can be added by index.
-        lines, last = self._lines, at[stop - 1]
-        lines["length"][line] += stop - start
+        lines = self._lines
+        lines["length"][line] += stretches.length
         lines["return"][line] += np.add.reduceat(rows.reward[at].astype(np.float64), start, axis=0)
-        lines["last_row"][line] = last + chunk.start
+        lines["last_row"][line] = last + rows.start
         lines["version_last"][line] = rows.version[last]
         lines["end"][line] = np.where(
             rows.terminated[last],
@@ -216,19 +207,18 @@ class Episodes:
         superseded = before[fresh]
         superseded = superseded[superseded >= 0]
         lines["end"][superseded[lines["end"][superseded] == END_OPEN]] = END_CUT
-        self._tail[own] = line[np.append(of_lane[1:], len(line)) - 1]
         self._seed(line[fresh], before[fresh], runs)
 
-    def _new_lines(self, chunk: RowChunk, at: np.ndarray, version: np.ndarray) -> np.ndarray:
-        """Begin lines at the rows ``at`` of the chunk; returns their numbers."""
-        self._make_room(len(at), chunk.stop)
+    def _new_lines(self, rows: EpisodeRows, at: np.ndarray) -> np.ndarray:
+        """Begin lines at the rows of index ``at``; returns their numbers."""
+        self._make_room(len(at), rows.stop)
         number = np.empty(len(at), np.int64)
         number[np.argsort(at)] = np.arange(self._count, self._count + len(at))
         lines = self._lines
-        lines["id"][number], lines["lane"][number] = chunk.ids[at], chunk.lane[at]
-        lines["first_row"][number] = at + chunk.start
-        lines["first_step"][number] = chunk.steps[at]
-        lines["version_first"][number] = version[at]
+        lines["id"][number], lines["lane"][number] = rows.ids[at], rows.lane[at]
+        lines["first_row"][number] = at + rows.start
+        lines["first_step"][number] = rows.steps[at]
+        lines["version_first"][number] = rows.version[at]
         lines["reset_seed"][number] = -1
         lines["length"][number] = 0
         lines["return"][number] = 0
@@ -253,6 +243,7 @@ class Episodes:
 
     def _know_lanes(self, lanes: int) -> None:
         self._tail = extended(self._tail, lanes, -1)
+        self._tail_id = extended(self._tail_id, lanes, NOBODY)
 
     def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
         """Give the first trajectory of every lane in a run the lane's seed.

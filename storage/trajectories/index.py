@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,9 @@ from tensordict import TensorDictBase
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage, DamagedTable
 from tallyroll.storage.files.lock import is_held
-from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
+from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, unread
+from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, unread
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
 from tallyroll.storage.trajectories.row_links import RowLinks
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from tallyroll.storage.row_store import RowStore
 
 __all__ = ["TrajectoryIndex", "says_whose"]
+
+_COUNTED = (*WHOSE, TERMINATED)
 
 
 class TrajectoryIndex:
@@ -66,7 +67,8 @@ class TrajectoryIndex:
         with self.lock:
             engine = store._running()
             if self._episodes is None:
-                self._episodes = self._load(store, engine)
+                _require(store, _COUNTED)
+                self._episodes = self.load(store)
             episodes = self._episodes
             if engine.head > episodes.seen:
                 order, runs = self._order_of(engine), runs_of(store.manifest["runs"])
@@ -84,17 +86,19 @@ class TrajectoryIndex:
             self._order = RowOrder(engine.schema)
         return self._order
 
-    def _load(self, store: RowStore, engine: Engine) -> Episodes:
-        _require(store, (*WHOSE, TERMINATED))
+    def load(self, store: RowStore) -> Episodes:
+        """A table as far as its file goes, for anyone who counts from there on."""
+        engine = store._running()
         shapes = {column.key: column.shape for column in engine.schema.columns}
         episodes = Episodes(engine.ring, shapes.get(REWARD, ()))
         try:
             lines = read_table(store.inside, store.episodes_path, episodes.dtype, engine.head)
         except DamagedTable:
             return episodes  # what is in it follows from the rows; `verify` tells
-        if lines is not None and self._belongs(lines, engine):
-            episodes.resume(lines)
-            self._in_file = episodes.seen
+        with self.lock:
+            if lines is not None and self._belongs(lines, engine):
+                episodes.resume(lines)
+                self._in_file = episodes.seen
         return episodes
 
     def _belongs(self, lines: np.ndarray, engine: Engine) -> bool:
@@ -121,7 +125,7 @@ class TrajectoryIndex:
             NotWritable: the file system does not let us write there.
         """
         with self.lock:
-            if store._engine is None or not store.head or _missing(store, (*WHOSE, TERMINATED)):
+            if store._engine is None or not store.head or missing(store.schema, _COUNTED):
                 return
             with contextlib.suppress(CorruptStorage):  # as above
                 episodes = self.episodes(store)
@@ -142,28 +146,13 @@ def _active_from(store: RowStore) -> int | None:
 
 def says_whose(schema: Schema) -> bool:
     """Whether rows of these columns say to which trajectory they belong."""
-    return not _missing_in(schema, WHOSE)
-
-
-def _missing(store: RowStore, keys: tuple[Key, ...]) -> list[str]:
-    return _missing_in(store.schema, keys)
-
-
-def _missing_in(schema: Schema, keys: tuple[Key, ...]) -> list[str]:
-    columns = {column.key: column for column in schema.columns}
-    return [
-        spell(key)
-        for key in keys
-        if key not in columns
-        or (key in WHOSE and math.prod(columns[key].shape) != 1)
-        or columns[key].numpy_dtype.kind not in ("iu" if key in WHOSE else "b")
-    ]
+    return not missing(schema, WHOSE)
 
 
 def _require(store: RowStore, keys: tuple[Key, ...]) -> None:
-    if missing := _missing(store, keys):
+    if lacking := missing(store.schema, keys):
         raise ColumnsMissing(
-            f"{store.path} has no {', no '.join(missing)} (whole numbers, one a row; flags for "
+            f"{store.path} has no {', no '.join(lacking)} (whole numbers, one a row; flags for "
             "ends), so that nobody knows which rows make a trajectory. Tallyroll's collectors "
             "write these columns; rows from elsewhere need them, too."
         )

@@ -66,15 +66,16 @@ class RowLinks:
     def _link(self, chunk: RowChunk) -> None:
         # Commits of few rows are frequent: `take` and `put` cost a fraction of indexing there.
         order = lane_order(chunk.lane, chunk.start)
-        at, own = order.at, order.own
-        self._know_lanes(int(own[-1]) + 1)
+        at = order.at
+        self._know_lanes(int(order.lane[-1]) + 1)
         rows, ids, steps = at + chunk.start, chunk.ids.take(at), chunk.steps.take(at)
         # For each row the one before it in its lane, which may be the last of an earlier chunk.
-        before = order.before(rows, self._tail_row)
-        same = order.before(ids, self._tail_id) == ids
-        follows = (order.before(steps, self._tail_step) + 1 == steps) & same
+        before = order.carry(rows, self._tail_row)
+        same = order.carry(ids, self._tail_id) == ids
+        follows = (order.carry(steps, self._tail_step) + 1 == steps) & same
         # The step at which the rows without a gap began: their number is the difference to it.
         base = order.since(follows, steps, self._tail_base)
+        order.keep(base, self._tail_base)
 
         slots = slots_of(rows, self._ring)
         distance = (rows - before) * same
@@ -84,11 +85,6 @@ class RowLinks:
         # In a ring, another row is in that slot already.
         follows &= before >= (chunk.stop - self._ring if self._ring else 0)
         self._ahead.put(slots_of(before[follows], self._ring), distance[follows])
-
-        self._tail_row.put(own, order.ends(rows))
-        self._tail_id.put(own, order.ends(ids))
-        self._tail_step.put(own, order.ends(steps))
-        self._tail_base.put(own, order.ends(base))
 
     def _make_room(self, stop: int) -> None:
         if stop > _INT32 and self._back.dtype == np.int32:
@@ -233,13 +229,11 @@ class _Ends:
         return self._room[self._begin : self._stop]
 
     def add(self, rows: np.ndarray) -> None:
-        stop = self._stop + len(rows)
-        if stop > len(self._room) and 2 * self._begin > self._stop:
+        if self._stop + len(rows) > len(self._room):
             kept = self.rows
-            self._room[: len(kept)] = kept
+            self._room = grown(kept, len(kept) + len(rows))
             self._begin, self._stop = 0, len(kept)
-            stop = self._stop + len(rows)
-        self._room = grown(self._room, stop)
+        stop = self._stop + len(rows)
         self._room[self._stop : stop] = rows
         self._stop = stop
 

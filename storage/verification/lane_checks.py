@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
-from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, lane_order
+from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, extended, lane_order
 from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
 
 __all__ = ["CheckedRows", "LaneChecks", "RowPairs"]
@@ -42,6 +44,20 @@ class RowPairs:
     after: np.ndarray
 
 
+class _Rows(NamedTuple):
+    """What is followed along the lanes: of rows, of those before them, or of each lane's last."""
+
+    row: np.ndarray
+    """Its number, or `_NONE` or `_VAGUE`."""
+    ids: np.ndarray
+    steps: np.ndarray
+    ended: np.ndarray
+    version: np.ndarray
+
+
+_NO_ROW = (_NONE, -1, -1, False, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Series:
     """The rows of a chunk in the order of their lanes. All arrays are [n]."""
@@ -50,24 +66,9 @@ class _Series:
     order: LaneOrder
     vague: np.ndarray
     """The row names two lanes: it stands in both, and what follows it is not judged by it."""
-    row: np.ndarray
-    """Its number, or `_VAGUE`."""
-    ids: np.ndarray
-    steps: np.ndarray
-    ended: np.ndarray
-    version: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The entry before each entry of a series in its lane, [n]."""
-
-    row: np.ndarray
-    """Its number, or `_NONE` or `_VAGUE`."""
-    ids: np.ndarray
-    steps: np.ndarray
-    ended: np.ndarray
-    version: np.ndarray
+    rows: _Rows
+    before: _Rows
+    """The row before each in its lane."""
 
 
 class LaneChecks:
@@ -88,21 +89,17 @@ class LaneChecks:
         """The largest id so far, of those that a lane of the run can have."""
         self._rest: int | None = None
         self._begun: list[np.ndarray] = []
-        none = np.empty(0, np.int64)
-        self._tails = _Before(none, none, none, np.empty(0, np.bool_), none)
-        self._grow(lanes or 0)
+        self._lanes = lanes or 0
+        self._tails = _Rows(*(np.empty(0, np.array(fill).dtype) for fill in _NO_ROW))
 
     def advance(self, chunk: CheckedRows, findings: Findings) -> RowPairs:
         """Check the rows of ``chunk`` against one another and against those before them."""
-        lanes = self._lanes_of(chunk)
-        usable = self._check_owners(chunk, lanes, findings)
+        self._know_lanes(chunk)
+        usable = self._check_owners(chunk, findings)
         self._check_floor(chunk, findings)
         ids = chunk.ids if usable.all() else chunk.ids[usable]
         self.largest = max(self.largest, int(ids.max(initial=-1)))
-        series = _series(chunk, *self._in_order(chunk, usable, lanes))
-        before = self._before(series)
-        self._keep(series)
-        return self._follow(series, before, findings)
+        return self._follow(self._series(chunk, usable), findings)
 
     def finish(self, findings: Findings) -> None:
         """If no run says whose ids are which, check that each id has one lane."""
@@ -115,28 +112,17 @@ class LaneChecks:
             lambda i: Place(trajectory=int(twice[i]), what=f"begins {counts[counts > 1][i]} times"),
         )  # fmt: skip
 
-    def _lanes_of(self, chunk: CheckedRows) -> int:
+    def _know_lanes(self, chunk: CheckedRows) -> None:
         if self._declared is None:
             inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
-            self._grow(int(inside.max(initial=-1)) + 1)
-        return len(self._tails.row)
-
-    def _grow(self, lanes: int) -> None:
-        tails, more = self._tails, lanes - len(self._tails.row)
-        if more > 0:
-            self._tails = _Before(
-                np.append(tails.row, np.full(more, _NONE)),
-                np.append(tails.ids, np.full(more, -1)),
-                np.append(tails.steps, np.full(more, -1)),
-                np.append(tails.ended, np.zeros(more, np.bool_)),
-                np.append(tails.version, np.full(more, -1)),
-            )
+            self._lanes = max(self._lanes, int(inside.max(initial=-1)) + 1)
+        self._tails = _Rows(*map(extended, self._tails, repeat(self._lanes), _NO_ROW))
 
     # --- row by row -------------------------------------------------------------------------------
 
-    def _check_owners(self, chunk: CheckedRows, lanes: int, findings: Findings) -> np.ndarray:
+    def _check_owners(self, chunk: CheckedRows, findings: Findings) -> np.ndarray:
         """Which rows [n] have a lane, and an id that is this lane's."""
-        lane, ids = chunk.lane, chunk.ids
+        lane, ids, lanes = chunk.lane, chunk.ids, self._lanes
         inside: np.ndarray = (lane >= 0) & (lane < lanes)
         chunk.report(
             findings, "lanes", "a lane that the run does not have", ~inside,
@@ -171,83 +157,69 @@ class LaneChecks:
 
     # --- row behind row ---------------------------------------------------------------------------
 
-    def _in_order(
-        self, chunk: CheckedRows, usable: np.ndarray, lanes: int
-    ) -> tuple[LaneOrder, np.ndarray]:
+    def _series(self, chunk: CheckedRows, usable: np.ndarray) -> _Series:
+        order, vague = self._in_order(chunk, usable)
+        at = order.at
+        rows = _Rows(
+            np.where(vague, _VAGUE, chunk.start + at),
+            chunk.ids[at],
+            chunk.steps[at],
+            chunk.ended[at],
+            chunk.version[at],
+        )
+        return _Series(chunk, order, vague, rows, _Rows(*map(order.carry, rows, self._tails)))
+
+    def _in_order(self, chunk: CheckedRows, usable: np.ndarray) -> tuple[LaneOrder, np.ndarray]:
         """The rows by lane and time, and which of them are vague."""
         if usable.all():
             return lane_order(chunk.lane, chunk.start), np.zeros(len(usable), np.bool_)
         good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
-        by_column = bad[(chunk.lane[bad] >= 0) & (chunk.lane[bad] < lanes)]
+        by_column = bad[(chunk.lane[bad] >= 0) & (chunk.lane[bad] < self._lanes)]
         by_id = bad if self._rest is not None else bad[:0]
-        owner = (chunk.ids[by_id] - (self._rest or 0)) % max(1, lanes)
+        owner = (chunk.ids[by_id] - (self._rest or 0)) % max(1, self._lanes)
         at = np.concatenate([good, by_column, by_id])
         lane = np.concatenate([chunk.lane[good], chunk.lane[by_column], owner])
         order = np.lexsort((at, lane))
-        lane = lane[order]
-        first = np.flatnonzero(np.diff(lane, prepend=-1))
-        return LaneOrder(at[order], lane, first), order >= len(good)
+        return LaneOrder.of(at[order], lane[order]), order >= len(good)
 
-    def _before(self, series: _Series) -> _Before:
-        order, tails = series.order, self._tails
-        return _Before(
-            order.before(series.row, tails.row),
-            order.before(series.ids, tails.ids),
-            order.before(series.steps, tails.steps),
-            order.before(series.ended, tails.ended),
-            order.before(series.version, tails.version),
-        )
-
-    def _keep(self, series: _Series) -> None:
-        own, last, tails = series.order.own, series.order.last, self._tails
-        tails.row[own], tails.ids[own] = series.row[last], series.ids[last]
-        tails.steps[own], tails.ended[own] = series.steps[last], series.ended[last]
-        tails.version[own] = series.version[last]
-
-    def _follow(self, series: _Series, before: _Before, findings: Findings) -> RowPairs:
-        known = (before.row >= 0) & ~series.vague
-        same: np.ndarray = known & (series.ids == before.ids)
+    def _follow(self, series: _Series, findings: Findings) -> RowPairs:
+        rows, before, clear = series.rows, series.before, ~series.vague
+        known = (before.row >= 0) & clear
+        same: np.ndarray = known & (rows.ids == before.ids)
         series.chunk.report(
             findings, "ids", "a lane goes back to an earlier trajectory",
-            known & (series.ids < before.ids),
+            known & (rows.ids < before.ids),
             lambda i: f"row {before.row[i]:,} of this lane has trajectory {before.ids[i]} already",
             series.order.at,
         )  # fmt: skip
         # A lane's first row begins one as well, unless older rows may have been overwritten.
-        begins = (known & ~same) | ((before.row == _NONE) & ~series.vague & (not self._late))
+        begins = (known & ~same) | ((before.row == _NONE) & clear & (not self._late))
         if self._declared is None:
-            self._begun.append(series.ids[(before.row != _VAGUE) & ~same & ~series.vague])
-        _check_steps(series, before, same, begins, findings)
-        _check_versions(series, before, known, findings)
+            self._begun.append(rows.ids[(before.row != _VAGUE) & ~same & clear])
+        _check_steps(series, same, begins, findings)
+        series.chunk.report(
+            findings, "versions", "the policy's version goes back within a lane",
+            # Random actions, -1, may come again where a lane began anew.
+            known
+            & (rows.version < before.version)
+            & ((rows.version >= 0) | (rows.ids == before.ids)),
+            lambda i: f"version {rows.version[i]} behind version {before.version[i]}",
+            series.order.at,
+        )  # fmt: skip
         over = same & before.ended
-        _check_over(series, before, over, findings)
+        _check_over(series, over, findings)
         # Observations are compared along these pairs: only where steps follow one another.
-        linked = same & ~over & (series.steps == before.steps + 1)
-        return RowPairs(before.row[linked], series.row[linked])
+        linked = same & ~over & (rows.steps == before.steps + 1)
+        return RowPairs(before.row[linked], rows.row[linked])
 
 
-def _series(chunk: CheckedRows, order: LaneOrder, vague: np.ndarray) -> _Series:
-    at = order.at
-    return _Series(
-        chunk,
-        order,
-        vague,
-        np.where(vague, _VAGUE, chunk.start + at),
-        chunk.ids[at],
-        chunk.steps[at],
-        chunk.ended[at],
-        chunk.version[at],
-    )
-
-
-def _check_steps(
-    series: _Series, before: _Before, same: np.ndarray, begins: np.ndarray, findings: Findings
-) -> None:
-    wanted = np.where(same, before.steps + 1, 0)
-    wrong: np.ndarray = (same | begins) & (series.steps != wanted)
+def _check_steps(series: _Series, same: np.ndarray, begins: np.ndarray, findings: Findings) -> None:
+    steps = series.rows.steps
+    wanted = np.where(same, series.before.steps + 1, 0)
+    wrong: np.ndarray = (same | begins) & (steps != wanted)
     if wrong.any():
         # A row behind a wrong one is right if it goes on as if that had been right.
-        excused = wrong[:-1] & same[1:] & (series.steps[1:] == wanted[:-1] + 1)
+        excused = wrong[:-1] & same[1:] & (steps[1:] == wanted[:-1] + 1)
         excused[series.order.first[1:] - 1] = False
         wrong[1:] &= ~excused
     series.chunk.report(
@@ -257,28 +229,14 @@ def _check_steps(
     )  # fmt: skip
 
 
-def _check_versions(
-    series: _Series, before: _Before, known: np.ndarray, findings: Findings
-) -> None:
-    series.chunk.report(
-        findings, "versions", "the policy's version goes back within a lane",
-        # Random actions, -1, may come again where a lane began anew.
-        known
-        & (series.version < before.version)
-        & ((series.version >= 0) | (series.ids == before.ids)),
-        lambda i: f"version {series.version[i]} behind version {before.version[i]}",
-        series.order.at,
-    )  # fmt: skip
-
-
-def _check_over(series: _Series, before: _Before, over: np.ndarray, findings: Findings) -> None:
+def _check_over(series: _Series, over: np.ndarray, findings: Findings) -> None:
     """The place is the row that claims an end."""
-    where = np.flatnonzero(over)
+    before, where = series.before, np.flatnonzero(over)
     findings.add_rows(
         "ends", "a trajectory goes on behind its end", before.row[where],
         lambda i: Place(
             int(before.row[where[i]]), int(series.order.lane[where[i]]), int(before.ids[where[i]]),
             int(before.steps[where[i]]), None,
-            f"terminated or truncated, and goes on at row {series.row[where[i]]:,}",
+            f"terminated or truncated, and goes on at row {series.rows.row[where[i]]:,}",
         ),
     )  # fmt: skip

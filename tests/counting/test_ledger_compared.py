@@ -91,19 +91,15 @@ def block_without(block: Block) -> Block | None:
     """The last row is no more."""
     if not len(block):
         return None
-    per_lane = block.per_lane.copy()
-    per_lane[np.flatnonzero(per_lane)[-1]] -= 1
-    return replace(block, index=block.index[:-1], lane=block.lane[:-1], per_lane=per_lane)
+    return replace(block, index=block.index[:-1], lane=block.lane[:-1])
 
 
 def block_twice(block: Block) -> Block | None:
     """The last row comes again."""
     if not len(block):
         return None
-    per_lane = block.per_lane.copy()
-    per_lane[np.flatnonzero(per_lane)[-1]] += 1
     index, lane = (np.append(each, each[-1:]) for each in (block.index, block.lane))
-    return replace(block, index=index, lane=lane, per_lane=per_lane)
+    return replace(block, index=index, lane=lane)
 
 
 def part_of(rows: list[int], part: Part) -> Part:

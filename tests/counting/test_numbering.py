@@ -25,7 +25,6 @@ from tallyroll.collector.counting.transitions import (
     first_in_slot_order,
     lane_major,
     next_step_transitions,
-    starts,
 )
 
 masks = hnp.arrays(np.bool_, st.tuples(st.integers(0, 8), st.integers(1, 4)))
@@ -58,7 +57,7 @@ def test_slot_order_is_time_first_then_lane(transitions: Any, count: int) -> Non
 
 @given(masks)
 def test_rows_stand_lane_by_lane_in_time(taken: Any) -> None:
-    index, lane, per_lane = lane_major(taken)
+    index, lane = lane_major(taken)
     wanted = [
         (own, slot * taken.shape[1] + own)
         for own in range(taken.shape[1])
@@ -66,24 +65,7 @@ def test_rows_stand_lane_by_lane_in_time(taken: Any) -> None:
         if taken[slot, own]
     ]
     assert list(zip(lane.tolist(), index.tolist(), strict=True)) == wanted
-    assert per_lane.tolist() == taken.sum(axis=0).tolist()
     assert lane.dtype == np.int32
-
-
-@given(st.data(), st.integers(1, 8), st.integers(1, 4))
-def test_an_episode_starts_after_an_end_or_a_fresh_lane(
-    data: st.DataObject, time: int, lanes: int
-) -> None:
-    transitions, ended = data.draw(hnp.arrays(np.bool_, (2, time, lanes)))
-    fresh = data.draw(hnp.arrays(np.bool_, lanes))
-    wanted = np.zeros((time, lanes), bool)
-    for lane in range(lanes):
-        opens = bool(fresh[lane])
-        for slot in range(time):
-            if transitions[slot, lane]:
-                wanted[slot, lane] = opens
-                opens = bool(ended[slot, lane])
-    assert np.array_equal(starts(transitions, ended, fresh), wanted)
 
 
 @st.composite
@@ -123,7 +105,6 @@ def test_rows_are_numbered_as_a_plain_loop_numbers_them(
         numbers = number(
             state,
             np.array(rows, np.int32),
-            np.bincount(rows, minlength=lanes) if rows else np.zeros(lanes, np.int64),
             np.array(ended, bool),
             reward,
             version,
@@ -145,16 +126,15 @@ def test_rows_are_numbered_as_a_plain_loop_numbers_them(
 
 def test_a_cut_trajectory_gives_its_id_up() -> None:
     state = LaneState.fresh(2, 10)
-    per_lane = np.array([2, 1])
     args = (np.array([False] * 3), np.zeros(3), np.zeros(3, np.int64))
-    assert number(state, np.array([0, 0, 1], np.int32), per_lane, *args).traj_ids.tolist() == [
+    assert number(state, np.array([0, 0, 1], np.int32), *args).traj_ids.tolist() == [
         10,
         10,
         11,
     ]
     assert state.cut(np.array([True, False])) == 1
     assert state.cut(np.array([True, False])) == 0
-    again = number(state, np.array([0, 0, 1], np.int32), per_lane, *args)
+    again = number(state, np.array([0, 0, 1], np.int32), *args)
     assert again.traj_ids.tolist() == [12, 12, 11]
     assert again.step.tolist() == [0, 1, 1]
 

@@ -291,11 +291,11 @@ def test_a_reader_that_is_lapped_while_it_reads_whose_rows_are(
     writer: Writer, reader: DiskStorage, count: int
 ) -> None:
     act = times(2, lambda: writer.write(count))
-    with after(RowOrder, "_numbers", act):
+    with after(RowOrder, "_column", act):
         assert len(reader.trajectories.table)
     assert_table(reader, writer.storage.head)
     act = times(2, lambda: writer.write(count))
-    with after(RowOrder, "_numbers", act):
+    with after(RowOrder, "_column", act):
         assert_slices(reader.trajectories.sample_slices(20, 3))
     assert_slices(reader.trajectories.sample_slices(20, 3))
 

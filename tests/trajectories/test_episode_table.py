@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tallyroll.storage.errors import DamagedTable, NotWritable
 from tallyroll.storage.files.safe_files import Inside
-from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import (
     END_CUT,
@@ -38,7 +37,10 @@ def rows_of(model: Model, start: int, stop: int) -> EpisodeRows:
     assert model.truncated is not None
     part = slice(start, stop)
     return EpisodeRows(
-        RowChunk(start, model.ids[part], model.steps[part], model.lane[part]),
+        start,
+        model.ids[part],
+        model.steps[part],
+        model.lane[part],
         model.terminated[part],
         model.truncated[part],
         model.rewards[part],
@@ -211,10 +213,10 @@ def test_both_flags_say_terminated() -> None:
 
 
 def test_several_rewards_give_several_returns() -> None:
-    chunk = RowChunk(0, *(np.array(c) for c in ([5, 6, 5], [0, 0, 1], [0, 1, 0])))
+    whose = (np.array(c) for c in ([5, 6, 5], [0, 0, 1], [0, 1, 0]))
     flags, reward = np.zeros(3, bool), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     episodes = Episodes(reward_shape=(2,))
-    episodes.extend(EpisodeRows(chunk, flags, flags, reward, np.zeros(3, int)))
+    episodes.extend(EpisodeRows(0, *whose, flags, flags, reward, np.zeros(3, int)))
     assert episodes.table()["return"].tolist() == [[6.0, 8.0], [3.0, 4.0]]
     assert table_dtype((1,)) == table_dtype(()) == table_dtype((1, 1))
 

@@ -276,7 +276,7 @@ def test_it_is_not_made_anew_on_opening(path: Path, monkeypatch: pytest.MonkeyPa
 
     def count(self: Any, rows: Any, runs: Any = ()) -> None:
         nonlocal seen
-        seen += len(rows.chunk.ids)
+        seen += len(rows.ids)
         extend(self, rows, runs)
 
     extend = Episodes.extend

@@ -25,7 +25,7 @@ from tallyroll.storage import (
 from tallyroll.storage.errors import ColumnsMissing, RowsMismatch, TrajectoryIdTaken
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories import id_checks
+from tallyroll.storage.trajectories import columns
 
 import lane_model
 
@@ -427,15 +427,30 @@ def test_a_write_that_failed_took_no_ids(tmp_path: Path, monkeypatch: pytest.Mon
         assert storage.head == 13
 
 
-def test_ids_from_long_ago_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever among the rows that are looked through piece by piece their last row is."""
-    for name, count in (("_NEAR_FIRST", 4), ("_NEAR", 8), ("_CHUNK_ROWS", 16)):
-        monkeypatch.setattr(id_checks, name, count)
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_ids_from_long_ago_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopened: bool, ends: bool
+) -> None:
+    """Wherever their last row is, and also where no column says how trajectories end."""
+    monkeypatch.setattr(columns, "_CHUNK_ROWS", 16)
     model = lane_model.Model.random(np.random.default_rng(3), rows=100, lanes=3, mean_length=4.0)
-    with MemmapStorage(tmp_path / "rows") as storage:
-        storage.extend(model.rows())
-        for id, rows in model.trajectories().items():
-            again = model.rows(rows[0], rows[0] + 1)
+
+    def rows(start: int, stop: int) -> TensorDict:
+        found = model.rows(start, stop)
+        return found if ends else found.exclude("next")
+
+    path = tmp_path / "rows"
+    storage: DiskStorage = MemmapStorage(path)
+    storage.extend(rows(0, 100))
+    if reopened:
+        storage.close()
+        storage = open_storage(path, "append")
+    with storage:
+        for id, own in model.trajectories().items():
             with pytest.raises(TrajectoryIdTaken, match=f"trajectory {id} is stored in"):
-                storage.extend(again)
+                storage.extend(rows(own[0], own[0] + 1))
         assert storage.head == 100
+        if not ends:
+            with pytest.raises(ColumnsMissing):
+                _ = storage.trajectories.table
