@@ -172,7 +172,7 @@ class RowStore:
 
     @told
     def _write_manifest(self, manifest: Manifest) -> None:
-        self._format.write_manifest(manifest, durable=self._durability == "power")
+        self._format.write_manifest(manifest)
         self._manifest = manifest
 
     @told

@@ -172,7 +172,7 @@ def create_new(
         header.begin_writing()
         if format.durable:
             engine.settle()
-        format.write_manifest(manifest, durable=format.durable)
+        format.write_manifest(manifest)
         undo.pop_all()
     return Opened(engine, manifest)
 

@@ -159,12 +159,12 @@ def nearest(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Raise errors of the system within it as errors of the storage at ``path``."""
+def translated(path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raise errors of the system within it as `failed` tells them."""
     try:
         yield
     except OSError as error:
-        raise failed(path, error, 0) from error
+        raise failed(path, error, nbytes) from error
 
 
 def told(

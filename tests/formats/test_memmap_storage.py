@@ -203,7 +203,7 @@ def test_a_file_in_the_way_is_refused(path: Path) -> None:
     for mode in ("append", "read"):
         with pytest.raises(NotAStorage, match="is a file"):
             MemmapStorage(path, mode=mode)
-        with pytest.raises(NotAStorage, match="is a file"):
+        with pytest.raises(NotAStorage, match="is an empty file"):
             open_storage(path, mode)
 
 
