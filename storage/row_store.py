@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.creation import Opened, create_new, manifest_of, open_existing
+from tallyroll.storage.engine.creation import create_new, manifest_of, open_existing
 from tallyroll.storage.engine.engine import Durability, Engine
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import (
@@ -96,13 +96,8 @@ class RowStore:
         if mode == "create":
             self._format.refuse_existing()
         else:
-            self._take(
-                open_existing(
-                    self._format,
-                    writable=mode == "append",
-                    accept_copy=accept_copy,
-                    **self._options,
-                )
+            self._engine, self._manifest = open_existing(
+                self._format, writable=mode == "append", accept_copy=accept_copy, **self._options
             )
             try:
                 self._make_ready()
@@ -133,9 +128,6 @@ class RowStore:
                 + " Leave max_size out when opening."
             )
 
-    def _take(self, opened: Opened) -> None:
-        self._manifest, self._engine = opened.manifest, opened.engine
-
     @told
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         """Make a new storage's files, or check that an existing one has these columns.
@@ -165,7 +157,9 @@ class RowStore:
 
     @told
     def _create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        self._take(create_new(self._format, schema, runs, id=id, ring=self._ring, **self._options))
+        self._engine, self._manifest = create_new(
+            self._format, schema, runs, id=id, ring=self._ring, **self._options
+        )
 
     def _write_runs(self, runs: list[Any]) -> None:
         self._write_manifest({**self.manifest, "runs": runs})
@@ -201,14 +195,14 @@ class RowStore:
         self._last_head = engine.head
         try:
             engine.close()
-            self._take(
-                open_existing(
-                    self._format, writable=True, **{**self._options, "capacity": capacity}
-                )
+            self._engine, self._manifest = open_existing(
+                self._format, writable=True, **{**self._options, "capacity": capacity}
             )
         except BaseException:
             try:
-                self._take(open_existing(self._format, writable=True, durability=self._durability))
+                self._engine, self._manifest = open_existing(
+                    self._format, writable=True, durability=self._durability
+                )
             except BaseException:
                 self._engine, self._closed = None, True
                 raise

@@ -5,13 +5,13 @@ Layout, little-endian, offsets in bytes::
     0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of all that
     64     reserve   count: rows that may have been written
     128    head      count: rows that are committed
-    192    which file it lies in, and whether a writer has it open (see `origin`)
+    192    which file it lies in, and whether a writer has it open (see `header_words`)
     4096   two record slots, each: sequence, head at write, length, CRC, payload
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
 machine word each, so that a reader, or whoever opens the file after a kill,
 sees the old count or the new one and nothing else. They have check bits (see
-`count_words`). Records are written into the two slots in turn; a torn one fails
+`header_words`). Records are written into the two slots in turn; a torn one fails
 its CRC and leaves the older.
 """
 
@@ -26,10 +26,20 @@ from pathlib import Path
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, RecordTooLarge
-from tallyroll.storage.files.checked_counts import COUNT_BITS, count_of, word_of
-from tallyroll.storage.files.origin import Origin
-from tallyroll.storage.files.paths import failed
+from tallyroll.storage.errors import CopyOfOpenStorage, CorruptStorage, RecordTooLarge
+from tallyroll.storage.files.header_words import (
+    BORN,
+    CLOSED_AT,
+    COUNT,
+    COUNT_BITS,
+    INODE,
+    OPEN,
+    born_at,
+    count_of,
+    inode_of,
+    word_of,
+)
+from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.files.versions import (
     FORMAT_VERSION,
@@ -60,7 +70,6 @@ _MAGIC = b"TALLYROL"
 _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD = 64 // 8, 128 // 8
-_COUNT = (1 << COUNT_BITS) - 1
 _MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
 """So that rows can be added to any storage, and counts stay counts."""
 _SLOT = struct.Struct("<qqqI")
@@ -145,9 +154,9 @@ class Header:
             self._map = self._mapped(writable)
             self.ring = self._check(schema_crc, version)
             self._words = memoryview(self._map)[:_SLOTS_AT].cast("Q")
-            self._origin = None if version < 3 else Origin(self._words, self._file, path)
-            if self._origin is not None:
-                self._origin.require(accept_copy=accept_copy)
+            self._knows_file = version >= 3
+            if self._knows_file:
+                self._refuse_copy(accept_copy=accept_copy)
             self._check_counts()
             self._left_open = self.open
         except BaseException:
@@ -177,6 +186,29 @@ class Header:
             raise CorruptStorage(
                 f"{self._path} was cut short while it was opened ({error}). Restore it from a copy."
             ) from error
+
+    def _refuse_copy(self, *, accept_copy: bool) -> None:
+        closed_at = self._count(CLOSED_AT)
+        # The mark first: a writer takes a storage that is closed for its own before it sets it.
+        if not self.open or self._is_own or accept_copy:
+            return
+        raise CopyOfOpenStorage(
+            f"{self._path} is a copy of a storage that was open for writing when it was copied, or "
+            "whose writer was killed before. Files that are copied one by one are of different "
+            "moments, so that committed rows may be missing here: only the first "
+            f"{closed_at}, which were committed when the original was last closed, are sure to be "
+            "whole. Close the original (if its writer was killed, open it for appending and close "
+            "it) and copy it again. To open this copy as it is, give accept_copy=True "
+            "(--accept-copy on the command line); so too if it is no copy, and its file system "
+            "gives files new inode numbers."
+        )
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this is the file that the last writer wrote to."""
+        born, now = self._count(BORN), born_at(self._file)
+        same_age = born == now or not born or not now
+        return same_age and self._count(INODE) == inode_of(self._file)
 
     def _check_counts(self) -> None:
         # A reader may look while both change: head first, then it is never the larger one.
@@ -257,7 +289,7 @@ class Header:
     @property
     def open(self) -> bool:
         """Whether a writer has the storage open, or did not close it; False of version 2."""
-        return self._origin is not None and self._origin.open
+        return self._knows_file and self._count(OPEN) != 0
 
     def begin_writing(self) -> None:
         """Mark the storage as open for writing, in this file.
@@ -266,20 +298,22 @@ class Header:
         """
         if self._left_open:
             self._forget_torn()
-        if self._origin is not None:
-            self._origin.take()
+        if self._knows_file:
+            # Not yet marked, it may be opened anywhere; marked, only here.
+            self._words[INODE] = word_of(inode_of(self._file))
+            self._words[BORN] = word_of(born_at(self._file))
+            self._words[OPEN] = word_of(1)
 
     def end_writing(self) -> None:
         """Take that mark away: all committed rows are in the files, and nothing else is."""
-        if self._origin is not None:
-            self._origin.leave(self.head)
+        if self._knows_file:
+            self._words[CLOSED_AT] = word_of(self.head)
+            self._words[OPEN] = word_of(0)
 
     def sync(self) -> None:
         """Return when the header is on the disk."""
-        try:
+        with translated(self._path):
             os.fdatasync(self._file)
-        except OSError as error:
-            raise failed(self._path, error, 0) from error
 
     @property
     def record(self) -> tuple[int, bytes] | None:
@@ -359,7 +393,7 @@ class Header:
 def committed_counts(header: bytes) -> tuple[int, int]:
     """``reserve`` and ``head`` in the bytes of a header; zeros where it is too short for them."""
     words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.uint64)
-    return int(words[_RESERVE]) & _COUNT, int(words[_HEAD]) & _COUNT
+    return int(words[_RESERVE]) & COUNT, int(words[_HEAD]) & COUNT
 
 
 def check_record_size(payload: bytes) -> None:

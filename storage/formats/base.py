@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import torch
 
-from tallyroll.storage.errors import StorageExists, StorageMissing
+from tallyroll.storage.errors import InvalidSchema, StorageExists, StorageMissing
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import make_directory, refuse_impossible, told, translated
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Access
 from tallyroll.storage.formats.space import Footprint
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["Format"]
@@ -34,6 +36,9 @@ class Format(ABC):
 
     most_dims: ClassVar[int] = 64
     """Dimensions of a column, rows included. NumPy has so many."""
+
+    lacks_bfloat16: ClassVar[str] = ""
+    """What the format is called, if it has no such dtype."""
 
     durable = False
     """Whether the manifest, and what is shown to other libraries, is to survive a power cut."""
@@ -93,9 +98,19 @@ class Format(ABC):
                 f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
             )
 
-    @abstractmethod
     def check(self, schema: Schema) -> None:
         """Raise `InvalidSchema` if the format cannot hold these columns."""
+        for column in schema.columns:
+            if (dims := 1 + len(column.shape)) > self.most_dims:
+                raise InvalidSchema(
+                    f"column {spell(column.key)} has {dims} dimensions, rows included, and this "
+                    f"format holds {self.most_dims}. Flatten some."
+                )
+            if self.lacks_bfloat16 and column.dtype is torch.bfloat16:
+                raise InvalidSchema(
+                    f"column {spell(column.key)} is bfloat16, which {self.lacks_bfloat16} does not "
+                    "have. Convert it to float32 before writing, or use MemmapStorage."
+                )
 
     def prepare(self) -> None:
         """Make the place for a new storage's lock file."""

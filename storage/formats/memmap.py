@@ -62,6 +62,7 @@ class MemmapFormat(DirectoryFormat):
 
     def check(self, schema: Schema) -> None:
         """Refuse names that collide with files or with fields of tensordict's metadata."""
+        super().check(schema)
         taken = {Path(name): f"the file {name}" for name in sorted(_OURS)}
         for column in schema.columns:
             for depth, part in enumerate(column.key):

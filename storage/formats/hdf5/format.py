@@ -25,7 +25,6 @@ import numpy as np
 from tallyroll.storage.errors import (
     CapacityMissing,
     CorruptStorage,
-    InvalidSchema,
     MissingLibrary,
     NotAStorage,
     NotWritable,
@@ -75,7 +74,6 @@ from tallyroll.storage.formats.hdf5.user_block import (
 from tallyroll.storage.formats.mapping import Access, map_file
 from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
-from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["H5Format"]
@@ -89,6 +87,7 @@ class H5Format(Format):
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
     most_dims: ClassVar[int] = 32
+    lacks_bfloat16: ClassVar[str] = "HDF5"
 
     _places: FilePlaces
     """As the manifest says, which is read before `open`, or as they were made."""
@@ -198,15 +197,6 @@ class H5Format(Format):
         show_manifest(self._file, manifest, self._places, durable=self.durable)
         if self.durable:
             os.fdatasync(self._file)
-
-    def check(self, schema: Schema) -> None:
-        """Refuse what HDF5 has no dtype or name for."""
-        for column in schema.columns:
-            if column.dtype_name == "bfloat16":
-                raise InvalidSchema(
-                    f"column {spell(column.key)} is bfloat16, which HDF5 does not have. Convert it "
-                    "to float32 before writing, or use MemmapStorage."
-                )
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
         """Space that ``rows`` rows take: one file, mapped for writing and for views."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tallyroll.storage.errors import ForeignContent, StorageFull
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
+from tallyroll.storage.files.header_words import moved_into
 from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.files.origin import moved_into
 from tallyroll.storage.files.paths import failed, free_bytes
 from tallyroll.storage.files.safe_files import Inside, write_all
 from tallyroll.storage.formats.hdf5.datasets import (

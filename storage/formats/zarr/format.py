@@ -83,6 +83,7 @@ class ZarrFormat(DirectoryFormat):
 
     name: ClassVar[str] = "tallyroll.zarr"
     most_dims: ClassVar[int] = 32  # what TensorStore opens
+    lacks_bfloat16: ClassVar[str] = "Zarr"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -122,6 +123,7 @@ class ZarrFormat(DirectoryFormat):
 
     def check(self, schema: Schema) -> None:
         """Refuse names and dtypes that Zarr does not have, and rows that fill no pages."""
+        super().check(schema)
         require_names(schema)
         for column, rows in zip(schema.columns, _chunks(schema, 0), strict=True):
             _require_mappable(column, rows)
