@@ -40,7 +40,6 @@ from tallyroll.storage.files.header_words import (
     word_of,
 )
 from tallyroll.storage.files.paths import failed, translated
-from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.files.versions import (
     FORMAT_VERSION,
     READABLE,
@@ -59,7 +58,6 @@ __all__ = [
     "count_of",
     "header_bytes",
     "refuse_newer",
-    "refuse_newer_header",
     "word_of",
 ]
 
@@ -98,15 +96,6 @@ def refuse_newer(header: bytes, path: Path) -> None:
     ours = (_IDENTITY.pack(magic, known, *rest) for known in READABLE)
     if checksum not in map(zlib.crc32, ours):
         raise mismatch(version, path)
-
-
-def refuse_newer_header(inside: Inside, path: Path) -> None:
-    """Raise `FormatVersionMismatch` where the file at ``path`` is a later version's header."""
-    try:
-        header = inside.read_start(path, _SLOTS_AT)
-    except OSError:
-        return
-    refuse_newer(header, path)
 
 
 class Header:
@@ -261,8 +250,8 @@ class Header:
         return count
 
     def _hint(self) -> str:
-        slots = [slot for slot in map(self._read_slot, (0, 1)) if slot]
-        return f" (the last record was written with {max(slots)[1]})" if slots else ""
+        slots = self._intact
+        return f" (the last record was written with {slots[0][1]})" if slots else ""
 
     @property
     def reserve(self) -> int:
@@ -319,11 +308,7 @@ class Header:
     def record(self) -> tuple[int, bytes] | None:
         """The newest intact record of committed rows, with the rows committed by it."""
         head = self.head
-        intact = [slot for slot in map(self._read_slot, (0, 1)) if slot and slot[1] <= head]
-        if not intact:
-            return None
-        _, rows, payload = max(intact)
-        return rows, payload
+        return next(((rows, payload) for _, rows, payload in self._intact if rows <= head), None)
 
     @property
     def record_damaged(self) -> bool:
@@ -331,12 +316,8 @@ class Header:
 
         A kill while a record is written leaves an older sequence in its slot.
         """
-        intact = self._newest_sequence()
-        for index in (0, 1):
-            sequence = _SLOT.unpack_from(self._map, self._slot_start(index))[0]
-            if sequence != 0 and self._read_slot(index) is None and sequence > intact:
-                return True
-        return False
+        begun = [_SLOT.unpack_from(self._map, self._slot_start(index))[0] for index in (0, 1)]
+        return bool(max(begun) > self._newest_sequence())
 
     def write_record(self, payload: bytes, head: int) -> None:
         """Write ``payload``, valid from the moment that ``head`` rows are committed.
@@ -370,7 +351,12 @@ class Header:
                 _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
 
     def _newest_sequence(self) -> int:
-        return max((slot[0] for slot in map(self._read_slot, (0, 1)) if slot), default=0)
+        return max((sequence for sequence, _, _ in self._intact), default=0)
+
+    @property
+    def _intact(self) -> list[tuple[int, int, bytes]]:
+        """The records that pass their check, as `_read_slot` gives them, the newest first."""
+        return sorted(filter(None, map(self._read_slot, (0, 1))), reverse=True)
 
     def _slot_start(self, index: int) -> int:
         return _SLOTS_AT + index * _SLOT_NBYTES

@@ -20,7 +20,6 @@ from tallyroll.storage.files.commit_header import (
     HEADER_NBYTES,
     committed_counts,
     refuse_newer,
-    refuse_newer_header,
 )
 from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
 from tallyroll.storage.files.paths import refuse_impossible, require_creatable, translated
@@ -63,7 +62,9 @@ class DirectoryFormat(Format):
         try:
             return read_manifest(self.inside, self.manifest_path)
         except (NotAStorage, CorruptStorage):
-            refuse_newer_header(self.inside, self.header_path)
+            with contextlib.suppress(OSError):
+                header = self.inside.read_start(self.header_path, HEADER_NBYTES)
+                refuse_newer(header, self.header_path)
             raise
 
     def write_manifest(self, manifest: Manifest) -> None:

@@ -92,10 +92,6 @@ class Region:
         flags, prot = _mode(self._access)
         if self.mapped + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes behind {self.mapped} do not fit into {self.nbytes}.")
-        self._map(nbytes, prot, flags, file)
-        self.mapped += nbytes
-
-    def _map(self, nbytes: int, prot: int, flags: int, file: int) -> None:
         where = self._address + self.mapped
         if _libc.mmap(where, nbytes, prot, flags | _MAP_FIXED, file, 0) == _FAILED:
             code = ctypes.get_errno()
@@ -103,6 +99,7 @@ class Region:
             cover = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
             _libc.mmap(where, nbytes, _PROT_NONE, cover, -1, 0)
             raise OSError(code, os.strerror(code))
+        self.mapped += nbytes
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:
         """An array from the start, no longer than what is mapped; it keeps the region alive."""

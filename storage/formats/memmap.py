@@ -24,8 +24,7 @@ from tallyroll.storage.files.paths import failed, opened, told
 from tallyroll.storage.files.safe_files import write_all
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import Access, map_file
-from tallyroll.storage.formats.tensordict_layout import META_FIELDS, encode, meta_of, place_of
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
 __all__ = ["MemmapFormat"]
@@ -42,6 +41,12 @@ _WHOLE = {_MANIFEST, _META, _EPISODES}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
 _LONGEST_NAME = 255
 _LOOKS = 100
+
+_META_FIELDS = frozenset({"shape", "device", "_type"})
+"""Fields of ``meta.json`` that stand beside the names of columns."""
+
+# Characters that tensordict writes as %XX in file names.
+_ENCODED = {*map(chr, range(32)), *'/<>:"|?*\\ %', chr(127)}
 
 
 class MemmapFormat(DirectoryFormat):
@@ -66,19 +71,19 @@ class MemmapFormat(DirectoryFormat):
         taken = {Path(name): f"the file {name}" for name in sorted(_OURS)}
         for column in schema.columns:
             for depth, part in enumerate(column.key):
-                if part in META_FIELDS:
+                if part in _META_FIELDS:
                     raise InvalidSchema(
                         f"{part!r} in column {spell(column.key)} is a field of tensordict's "
                         "meta.json and cannot be a name there. Rename it."
                     )
                 leaf = depth == len(column.key) - 1
-                name = encode(part) + (".memmap" if leaf else "")
+                name = _encode(part) + (".memmap" if leaf else "")
                 if len(name.encode()) + len(_ASIDE) > _LONGEST_NAME:
                     raise InvalidSchema(
                         f"{part!r} in column {spell(column.key)} is too long for a file name."
                     )
                 place, owner = (
-                    place_of(column.key[: depth + 1], leaf=leaf),
+                    _place_of(column.key[: depth + 1], leaf=leaf),
                     spell(column.key[: depth + 1]),
                 )
                 if taken.setdefault(place, owner) != owner or place.name in _OURS:
@@ -108,7 +113,7 @@ class MemmapFormat(DirectoryFormat):
         self._files = tuple(files)
 
     def _file_of(self, column: Column) -> Path:
-        return self.path / place_of(column.key, leaf=True)
+        return self.path / _place_of(column.key, leaf=True)
 
     @told
     def grow(self, rows: int) -> None:
@@ -161,7 +166,7 @@ class MemmapFormat(DirectoryFormat):
         write_all(file, rows.reshape(-1).view(np.uint8).data, at)
 
     def _documents(self, rows: int) -> dict[Path, Any]:
-        shown = sorted(meta_of(self.schema, rows).items(), reverse=True)
+        shown = sorted(_meta_of(self.schema, rows).items(), reverse=True)
         return {self.path / directory / _META: meta for directory, meta in shown}
 
     @told
@@ -189,3 +194,35 @@ def _map_column(file: int, column: Column, rows: int, access: Access) -> np.ndar
         return np.empty(shape, column.numpy_dtype)
     area = map_file(file, rows * column.row_nbytes, access)
     return np.ndarray(shape, column.numpy_dtype, buffer=area)
+
+
+def _encode(name: str) -> str:
+    """A name as tensordict spells it in file names."""
+    return "".join(f"%{ord(char):02X}" if char in _ENCODED else char for char in name)
+
+
+def _place_of(key: Key, *, leaf: bool) -> Path:
+    """The path of a column (``leaf``) or a group of columns, from the root."""
+    *groups, name = map(_encode, key)
+    return Path(*groups, name + ".memmap" if leaf else name)
+
+
+def _meta_of(schema: Schema, rows: int) -> dict[Path, dict[str, Any]]:
+    """The content of every directory's ``meta.json`` for ``rows`` rows."""
+    levels: dict[Path, dict[str, Any]] = {}
+    for column in schema.columns:
+        for depth, name in enumerate(column.key):
+            level = levels.setdefault(Path(*map(_encode, column.key[:depth])), {})
+            level[name] = {"type": "TensorDict"}
+        level[column.key[-1]] = {
+            "device": "cpu",
+            "shape": [rows, *column.shape],
+            "dtype": str(column.dtype),
+            "is_nested": False,
+        }
+    behind = {Path(*map(_encode, key)): shape for key, shape in schema.batch_shapes.items()}
+    end = {"device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
+    return {
+        directory: level | {"shape": [rows, *behind.get(directory, ())]} | end
+        for directory, level in levels.items()
+    }

@@ -40,7 +40,7 @@ from tallyroll.storage.files.paths import (
     told,
     translated,
 )
-from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.files.safe_files import closing, open_file, write_all
 from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.datasets import (
@@ -53,16 +53,9 @@ from tallyroll.storage.formats.hdf5.datasets import (
 )
 from tallyroll.storage.formats.hdf5.replace import (
     aside,
-    is_at,
     new_file,
-    open_file,
-    opened,
-    read_rows,
+    put_manifest,
     rewrite,
-    show_manifest,
-    show_provenance,
-    show_rows,
-    shows_manifest,
 )
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
@@ -109,7 +102,7 @@ class H5Format(Format):
     def stands(self) -> bool:
         """Whether there is a file of ours with a manifest in it."""
         try:
-            with opened(self.path, os.O_RDONLY) as file:
+            with closing(open_file(self.path, os.O_RDONLY)) as file:
                 return is_ours(self.path) and newest_manifest(file) is not None
         except OSError:
             return False
@@ -166,7 +159,7 @@ class H5Format(Format):
 
     def read_manifest(self) -> Manifest:
         """The manifest, which says where the values of attributes lie."""
-        with opened(self.path, os.O_RDONLY) as file:
+        with closing(open_file(self.path, os.O_RDONLY)) as file:
             size, content = os.fstat(file).st_size, newest_manifest(file)
             header, written = os.pread(file, HEADER_NBYTES, 0), has_slots(file)
         _, head = committed_counts(header)
@@ -194,7 +187,7 @@ class H5Format(Format):
     @told
     def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, and the attribute ``provenance``."""
-        show_manifest(self._file, manifest, self._places, durable=self.durable)
+        put_manifest(self._file, manifest, self._places, durable=self.durable)
         if self.durable:
             os.fdatasync(self._file)
 
@@ -222,7 +215,7 @@ class H5Format(Format):
         if not capacity:
             return
         if capacity > self._checked(schema).capacity:
-            with opened(self.path, os.O_RDONLY) as file:
+            with closing(open_file(self.path, os.O_RDONLY)) as file:
                 _, head = committed_counts(os.pread(file, HEADER_NBYTES, 0))
             self._rewrite(schema, head, capacity)
 
@@ -232,7 +225,7 @@ class H5Format(Format):
             self._rewrite(schema, rows, rows)
 
     def _checked(self, schema: Schema) -> DatasetOffsets:
-        with opened(self.path, os.O_RDONLY) as file:
+        with closing(open_file(self.path, os.O_RDONLY)) as file:
             return self._layout_in(file, schema)
 
     def _rewrite(self, schema: Schema, rows: int, capacity: int) -> None:
@@ -262,7 +255,7 @@ class H5Format(Format):
             if writable:
                 self._require_attributes(file)
                 if not self._shows_manifest(file):  # a power cut left a part of it
-                    show_provenance(file, self.read_manifest(), self._places)
+                    self._places.show_manifest(file, self.read_manifest())
                 self.inside.remove(aside(self.path))
         except BaseException:
             os.close(file)
@@ -273,13 +266,13 @@ class H5Format(Format):
         content = newest_manifest(file)
         if content is None:  # there is none yet
             return True
-        return shows_manifest(file, parse_manifest(content, self.path), self._places)
+        return self._places.shows_manifest(file, parse_manifest(content, self.path))
 
     def _require_attributes(self, file: int) -> None:
         """Another program that changed attributes may have moved ours."""
         places, size = self._places, os.fstat(file).st_size
         for name, place in (("rows", places.rows), ("provenance", places.provenance)):
-            if not is_at(file, place) or place.at + PROVENANCE_NBYTES > size:
+            if not place.stands(file) or place.at + PROVENANCE_NBYTES > size:
                 raise CorruptStorage(
                     f"the attribute {name} in {self.path} is not where it was: another program "
                     "wrote to the file, or it is damaged. Its rows can be read: copy them to a "
@@ -336,21 +329,21 @@ class H5Format(Format):
     def publish(self, rows: int) -> None:
         """Store ``rows`` as the value of the attribute."""
         with translated(self.path, 8):
-            show_rows(self._file, rows, self._places)
+            self._places.show_rows(self._file, rows)
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Look at the values of attributes that are written again and again."""
         path = self.path
         try:
-            with opened(path, os.O_RDONLY) as file:
+            with closing(open_file(path, os.O_RDONLY)) as file:
                 places = self._places
                 # A writer may be just writing it.
-                if is_at(file, places.provenance) and not any(
+                if places.provenance.stands(file) and not any(
                     self._shows_manifest(file) for _ in range(_LOOKS)
                 ):
                     raise differs(path, "its attribute provenance is not that of the manifest")
-                if is_at(file, places.rows):
-                    self._require_rows(read_rows(file, places), head())
+                if places.rows.stands(file):
+                    self._require_rows(places.rows_shown(file), head())
         except CorruptStorage as error:
             yield str(error)
 
@@ -358,9 +351,9 @@ class H5Format(Format):
         """Look at the other attributes; datasets not in their places cannot be opened."""
         path = self.path
         try:
-            with opened(path, os.O_RDONLY) as file:
+            with closing(open_file(path, os.O_RDONLY)) as file:
                 attributes = shown_attributes(file, path)
-                moved = not is_at(file, self._places.rows)
+                moved = not self._places.rows.stands(file)
             if type(rows := attributes.get("rows")) is not int:
                 raise differs(path, f"its attribute rows is {rows!r:.100}")
             if moved:  # where no writer of ours reaches it
@@ -420,6 +413,6 @@ def _refuse_newer(path: Path) -> None:
         return
     with (
         contextlib.suppress(OSError, CorruptStorage, MissingLibrary),
-        opened(path, os.O_RDONLY) as file,
+        closing(open_file(path, os.O_RDONLY)) as file,
     ):
         refuse_newer_provenance(shown_attributes(file, path).get("provenance"), path)

@@ -39,7 +39,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.paths import failed, opened, told
-from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
 from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import PAGE_NBYTES, Access, maps_left
@@ -177,14 +177,13 @@ class ZarrFormat(DirectoryFormat):
 
     def _sweep(self) -> None:
         for place in {file.parent for file in self.written_aside()}:
-            with contextlib.suppress(OSError):
-                directory = self.inside.open_directory(place)
-                try:
-                    for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
-                        with contextlib.suppress(OSError):  # a directory is none of ours
-                            os.unlink(name, dir_fd=directory)
-                finally:
-                    os.close(directory)
+            with (
+                contextlib.suppress(OSError),
+                closing(self.inside.open_directory(place)) as directory,
+            ):
+                for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
+                    with contextlib.suppress(OSError):  # a directory is none of ours
+                        os.unlink(name, dir_fd=directory)
 
     def _read_attributes(self) -> _Attributes:
         """Attributes that other programs may have added to arrays and groups."""
