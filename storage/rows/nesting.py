@@ -66,7 +66,7 @@ def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
         # On another device, tracked by autograd, a lazily conjugated view, or not dense.
         require_dense(key, leaf)
         try:
-            return leaf.numpy(force=True)  # type: ignore[no-any-return]
+            return leaf.numpy(force=True)
         except (RuntimeError, TypeError, ValueError) as error:
             raise InvalidSchema(
                 f"column {spell(key)} ({leaf.dtype}) cannot be made an array: {error}. Convert it "
