@@ -112,13 +112,6 @@ class RowStore:
         return {"capacity": self._capacity, "durability": self._durability}
 
     def _make_ready(self) -> None:
-        self._check_ring()
-        if self.ring and self.mode == "append" and "finalized" in self.manifest:
-            # Checksums of rows that are about to be overwritten.
-            kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
-            self._write_manifest(kept)
-
-    def _check_ring(self) -> None:
         assert self._engine is not None
         wanted, self._ring = self._ring, (got := self._engine.ring)
         if wanted and wanted != got:
@@ -127,6 +120,10 @@ class RowStore:
                 + (f"is a ring of {got} rows." if got else "keeps every row.")
                 + " Leave max_size out when opening."
             )
+        if self.ring and self.mode == "append" and "finalized" in self.manifest:
+            # Checksums of rows that are about to be overwritten.
+            kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
+            self._write_manifest(kept)
 
     @told
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:

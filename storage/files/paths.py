@@ -26,7 +26,7 @@ __all__ = [
     "free_bytes",
     "make_directory",
     "nearest",
-    "opened",
+    "open_column",
     "refuse_impossible",
     "require_creatable",
     "sync_above",
@@ -57,13 +57,12 @@ def refuse_impossible(path: Path) -> None:
 
 
 def require_creatable(path: Path) -> None:
-    """Raise `NotWritable` or `PathIsFile` unless the directory ``path`` is there or can be made."""
+    """Raise `NotWritable` or `PathIsFile` unless a directory may be made, or written to."""
     for place in (path, *path.parents):
         if place.is_dir():
             if not os.access(place, os.W_OK | os.X_OK):
-                raise NotWritable(
-                    f"{path} cannot be created: {place} cannot be written to. Give a path that can."
-                )
+                why = "" if place == path else f"{path} cannot be created: "
+                raise NotWritable(f"{why}{place} cannot be written to. Give a path that can.")
             return
         if place.is_symlink() and not place.exists():
             raise PathIsFile(
@@ -110,14 +109,13 @@ def _sync_directory(path: Path) -> None:
             raise
 
 
-def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
-    """A descriptor of a file, or with O_DIRECTORY of a directory, that the manifest names.
+def open_column(inside: Inside, path: Path, flags: int) -> int:
+    """A descriptor of a column's file, or with O_DIRECTORY of its directory.
 
     Args:
         inside: the storage's files.
         path: the one that is wanted.
         flags: of `os.open`.
-        what: what is there, for messages.
 
     Raises:
         CorruptStorage: it is missing, or something else is there.
@@ -128,7 +126,7 @@ def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
         return inside.open_directory(path) if flags & os.O_DIRECTORY else inside.open(path, flags)
     except FileNotFoundError as error:
         raise CorruptStorage(
-            f"{path} is missing, which the manifest says is {what}. Restore it from a copy."
+            f"{path} is missing, which the manifest says is a column. Restore it from a copy."
         ) from error
     except OSError as error:
         raise failed(path, error, 0) from error

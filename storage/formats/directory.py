@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tallyroll.storage.errors import (
-    CorruptStorage,
-    DirectoryNotEmpty,
-    NotAStorage,
-    NotWritable,
-)
+from tallyroll.storage.errors import CorruptStorage, DirectoryNotEmpty, NotAStorage
 from tallyroll.storage.files.commit_header import (
     HEADER_NBYTES,
     committed_counts,
@@ -42,11 +37,8 @@ class DirectoryFormat(Format):
         refuse_impossible(self.manifest_path)
         self._refuse_storage()
         self._refuse_lost_manifest()
-        if not self.path.is_dir():
-            require_creatable(self.path)
-        elif not os.access(self.path, os.W_OK | os.X_OK):
-            raise NotWritable(f"{self.path} cannot be written to. Give a path that can.")
-        elif foreign := self._foreign():
+        require_creatable(self.path)
+        if self.path.is_dir() and (foreign := self._foreign()):
             raise DirectoryNotEmpty(
                 f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory "
                 "of its own; give another path."

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
-from tallyroll.storage.files.paths import failed, opened, told
+from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import write_all
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import Access, map_file
@@ -29,13 +29,8 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 __all__ = ["MemmapFormat"]
 
-_MANIFEST, _HEADER, _LOCK, _META, _EPISODES = (
-    "manifest.json",
-    "tallyroll.header",
-    "tallyroll.lock",
-    "meta.json",
-    "episodes.npy",
-)
+_HEADER, _LOCK = "tallyroll.header", "tallyroll.lock"
+_MANIFEST, _META, _EPISODES = "manifest.json", "meta.json", "episodes.npy"
 _ASIDE = ".tmp"
 _WHOLE = {_MANIFEST, _META, _EPISODES}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
@@ -105,7 +100,7 @@ class MemmapFormat(DirectoryFormat):
         files: list[int] = []
         try:
             for column in schema.columns:
-                files.append(opened(self.inside, self._file_of(column), flags, what="a column"))
+                files.append(open_column(self.inside, self._file_of(column), flags))
         except BaseException:
             for file in files:
                 os.close(file)

@@ -114,18 +114,15 @@ class H5Format(Format):
             raise PathIsDirectory(
                 f"{self.path} should be a file, and is a directory. Give the path of a new file."
             )
-        if not self.path.exists():
-            require_creatable(self.path.parent)
-            return
-        if not is_ours(self.path):
-            raise PathIsTaken(
-                f"{self.path} is {_what(self.path)} already. Give the path of a new file."
-            )
-        self._refuse_storage()
-        with contextlib.suppress(NotAStorage):
-            self.read_manifest()
-        if not os.access(self.path.parent, os.W_OK | os.X_OK):
-            raise NotWritable(f"{self.path.parent} cannot be written to. Give a path that can.")
+        if self.path.exists():
+            if not is_ours(self.path):
+                raise PathIsTaken(
+                    f"{self.path} is {_what(self.path)} already. Give the path of a new file."
+                )
+            self._refuse_storage()
+            with contextlib.suppress(NotAStorage):
+                self.read_manifest()
+        require_creatable(self.path.parent)
 
     def refuse_missing(self) -> None:
         """Accept a file with a user block of ours."""

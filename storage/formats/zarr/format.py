@@ -38,7 +38,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.files.paths import failed, opened, told
+from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
 from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.directory import DirectoryFormat
@@ -160,7 +160,7 @@ class ZarrFormat(DirectoryFormat):
             for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
                 _require_pages(self.path, column, rows)
                 place = self.path.joinpath(*column.key)
-                directory = opened(self.inside, place, os.O_DIRECTORY, what="a column")
+                directory = open_column(self.inside, place, os.O_DIRECTORY)
                 columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
         except BaseException:
             for each in columns:
