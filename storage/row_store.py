@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.creation import Opened, create_new, manifest_of, open_existing
+from tallyroll.storage.engine.creation import create_new, manifest_of, open_existing
 from tallyroll.storage.engine.engine import Durability, Engine
 from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import (
@@ -96,13 +96,8 @@ class RowStore:
         if mode == "create":
             self._format.refuse_existing()
         else:
-            self._take(
-                open_existing(
-                    self._format,
-                    writable=mode == "append",
-                    accept_copy=accept_copy,
-                    **self._options,
-                )
+            self._engine, self._manifest = open_existing(
+                self._format, writable=mode == "append", accept_copy=accept_copy, **self._options
             )
             try:
                 self._make_ready()
@@ -117,13 +112,6 @@ class RowStore:
         return {"capacity": self._capacity, "durability": self._durability}
 
     def _make_ready(self) -> None:
-        self._check_ring()
-        if self.ring and self.mode == "append" and "finalized" in self.manifest:
-            # Checksums of rows that are about to be overwritten.
-            kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
-            self._write_manifest(kept)
-
-    def _check_ring(self) -> None:
         assert self._engine is not None
         wanted, self._ring = self._ring, (got := self._engine.ring)
         if wanted and wanted != got:
@@ -132,9 +120,10 @@ class RowStore:
                 + (f"is a ring of {got} rows." if got else "keeps every row.")
                 + " Leave max_size out when opening."
             )
-
-    def _take(self, opened: Opened) -> None:
-        self._manifest, self._engine = opened.manifest, opened.engine
+        if self.ring and self.mode == "append" and "finalized" in self.manifest:
+            # Checksums of rows that are about to be overwritten.
+            kept = {k: v for k, v in self.manifest.items() if k != "finalized"}
+            self._write_manifest(kept)
 
     @told
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
@@ -165,14 +154,16 @@ class RowStore:
 
     @told
     def _create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        self._take(create_new(self._format, schema, runs, id=id, ring=self._ring, **self._options))
+        self._engine, self._manifest = create_new(
+            self._format, schema, runs, id=id, ring=self._ring, **self._options
+        )
 
     def _write_runs(self, runs: list[Any]) -> None:
         self._write_manifest({**self.manifest, "runs": runs})
 
     @told
     def _write_manifest(self, manifest: Manifest) -> None:
-        self._format.write_manifest(manifest, durable=self._durability == "power")
+        self._format.write_manifest(manifest)
         self._manifest = manifest
 
     @told
@@ -201,14 +192,14 @@ class RowStore:
         self._last_head = engine.head
         try:
             engine.close()
-            self._take(
-                open_existing(
-                    self._format, writable=True, **{**self._options, "capacity": capacity}
-                )
+            self._engine, self._manifest = open_existing(
+                self._format, writable=True, **{**self._options, "capacity": capacity}
             )
         except BaseException:
             try:
-                self._take(open_existing(self._format, writable=True, durability=self._durability))
+                self._engine, self._manifest = open_existing(
+                    self._format, writable=True, durability=self._durability
+                )
             except BaseException:
                 self._engine, self._closed = None, True
                 raise

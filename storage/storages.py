@@ -16,22 +16,16 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from tallyroll.storage.engine.engine import Durability
 from tallyroll.storage.errors import (
-    CorruptStorage,
     NotAnAppend,
     NotAStorage,
     NotPicklable,
     StateMismatch,
     StorageMissing,
 )
-from tallyroll.storage.files.commit_header import refuse_newer_header
-from tallyroll.storage.files.manifest import read_manifest
 from tallyroll.storage.files.paths import refuse_impossible, translated
-from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.hdf5.format import H5Format
-from tallyroll.storage.formats.hdf5.user_block import is_hdf5, is_ours
 from tallyroll.storage.formats.memmap import MemmapFormat
-from tallyroll.storage.formats.newer_versions import refuse_newer_file, refuse_newer_group
-from tallyroll.storage.formats.zarr.format import ZarrFormat
+from tallyroll.storage.formats.zarr.format import ZarrFormat, refuse_newer_group
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.row_store import Mode, RowStore
@@ -309,8 +303,8 @@ def open_storage(
         CorruptStorage: it is damaged.
     """
     with translated(Path(path)):
-        kind = _class_at(Path(path))
-    return kind(path, mode=mode, **options)
+        name = _name_at(Path(path))
+    return FORMATS[name](path, mode=mode, **options)
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
@@ -342,24 +336,20 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
     return FORMATS[there or format or suffix or "memmap"]
 
 
-def _class_at(place: Path) -> type[DiskStorage]:
-    return FORMATS[_name_at(place)]
-
-
 def _name_at(place: Path) -> str:
     refuse_impossible(place)
     if not place.exists():
         raise StorageMissing(f"{place} does not exist. Give the path of a storage.")
-    return _name_of_directory(place) if place.is_dir() else _name_of_file(place)
-
-
-_MEMMAP_HEADER = "tallyroll.header"
+    if place.is_dir():
+        return _name_of_directory(place)
+    H5Format(place).refuse_missing()
+    return "hdf5"
 
 
 def _name_of_directory(place: Path) -> str:
-    ours = place / "tallyroll" / "manifest.json"
-    refuse_impossible(ours)
-    if not ours.exists() and not (place / "manifest.json").exists():
+    memmap, zarr = MemmapFormat(place), ZarrFormat(place)
+    refuse_impossible(zarr.manifest_path)
+    if not zarr.stands() and not memmap.stands():
         refuse_newer_group(place)
         for file in _OTHER_ZARR:
             if (place / file).exists():
@@ -368,12 +358,7 @@ def _name_of_directory(place: Path) -> str:
                     "it, or its creation was interrupted. Open it with zarr-python; if it was to "
                     "be a storage, create it again."
                 )
-    manifest_path = ours if ours.exists() else place / "manifest.json"
-    try:
-        manifest = read_manifest(Inside(place), manifest_path)
-    except (NotAStorage, CorruptStorage):
-        refuse_newer_header(Inside(place), place / _MEMMAP_HEADER)
-        raise
+    manifest = (zarr if zarr.stands() else memmap).read_manifest()
     for name, kind in FORMATS.items():
         if kind._format_class.name == manifest["format"]:
             return name
@@ -381,15 +366,4 @@ def _name_of_directory(place: Path) -> str:
     raise NotAStorage(
         f"{place} is of format {manifest['format']}, and this Tallyroll knows {known}. Use a newer "
         "Tallyroll."
-    )
-
-
-def _name_of_file(place: Path) -> str:
-    if is_ours(place):
-        return "hdf5"
-    refuse_newer_file(place)
-    what = "an HDF5 file that another program wrote" if is_hdf5(place) else "a file"
-    raise NotAStorage(
-        f"{place} is {what}, not a Tallyroll storage. Give the path of a storage."
-        + (" h5py opens it." if "HDF5" in what else "")
     )

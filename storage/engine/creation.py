@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from tallyroll.storage.engine.engine import LOOK_SECONDS, Durability, Engine
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.files.commit_header import Header, header_bytes
 from tallyroll.storage.files.lock import WriterLock
-from tallyroll.storage.files.manifest import Manifest, new_manifest, schema_crc, schema_of
+from tallyroll.storage.files.manifest import Manifest, new_manifest, schema_crc
 from tallyroll.storage.files.paths import sync_above
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.space import require_room
-from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["Opened", "create_new", "manifest_of", "open_existing"]
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An open storage: what moves its rows, and what its manifest said."""
-
-    engine: Engine
-    manifest: Manifest
+__all__ = ["create_new", "manifest_of", "open_existing"]
 
 
 def manifest_of(format: Format) -> Manifest:
@@ -54,8 +44,10 @@ def open_existing(
     capacity: int = 0,
     durability: Durability = "process",
     accept_copy: bool = False,
-) -> Opened:
+) -> tuple[Engine, Manifest]:
     """Open a storage, ``writable`` with the right to write and space for ``capacity`` rows.
+
+    Returns what moves its rows, and what its manifest says.
 
     Raises:
         CopyOfOpenStorage: it is a copy of one that was open for writing, and ``accept_copy`` is
@@ -67,8 +59,8 @@ def open_existing(
     format.durable = durability == "power"
     if not writable:
         schema = _schema_in(format, manifest)
-        header = _header_of(format, manifest, writable=False, accept_copy=accept_copy)
-        return Opened(_start(format, schema, header, None, durability), manifest)
+        header = _header_of(format, manifest, schema, writable=False, accept_copy=accept_copy)
+        return _start(format, schema, header, None, durability), manifest
     with ExitStack() as undo:
         lock = WriterLock(format.inside, format.lock_path)
         undo.callback(lock.release)
@@ -78,9 +70,9 @@ def open_existing(
         manifest = manifest_of(format)
         schema = _schema_in(format, manifest)
         # Before it may be written anew, into a file that is no copy.
-        _header_of(format, manifest, writable=False, accept_copy=accept_copy).close()
+        _header_of(format, manifest, schema, writable=False, accept_copy=accept_copy).close()
         format.fit(schema, capacity)
-        header = _header_of(format, manifest, writable=True, accept_copy=accept_copy)
+        header = _header_of(format, manifest, schema, writable=True, accept_copy=accept_copy)
         engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
@@ -91,14 +83,13 @@ def open_existing(
         # Last: what fails before has changed nothing.
         header.begin_writing()
         undo.pop_all()
-    return Opened(engine, manifest)
+    return engine, manifest
 
 
 def _schema_in(format: Format, manifest: Manifest) -> Schema:
-    """The schema of a manifest, one that the format could have been created with."""
-    schema = schema_of(manifest, format.manifest_path)
+    """The schema that a manifest declares, one that the format could have been created with."""
     try:
-        _refuse_dims(format, schema)
+        schema = Schema.from_json(manifest.get("schema"))
         format.check(schema)
     except InvalidSchema as error:
         raise CorruptStorage(
@@ -107,15 +98,15 @@ def _schema_in(format: Format, manifest: Manifest) -> Schema:
     return schema
 
 
-def _header_of(format: Format, manifest: Manifest, *, writable: bool, accept_copy: bool) -> Header:
-    crc = schema_crc(schema_of(manifest, format.manifest_path))
-    version = manifest["format_version"]
+def _header_of(
+    format: Format, manifest: Manifest, schema: Schema, *, writable: bool, accept_copy: bool = False
+) -> Header:
     header = Header(
         format.open_header,
         format.header_path,
-        schema_crc=crc,
+        schema_crc=schema_crc(schema),
         writable=writable,
-        version=version,
+        version=manifest["format_version"],
         accept_copy=accept_copy,
     )
     if header.ring and not format.rings:
@@ -136,7 +127,7 @@ def create_new(
     ring: int = 0,
     capacity: int = 0,
     durability: Durability = "process",
-) -> Opened:
+) -> tuple[Engine, Manifest]:
     """Make a storage without rows, a ring of ``ring`` slots where that is not 0.
 
     It is one from the moment that its manifest stands.
@@ -146,7 +137,6 @@ def create_new(
         InvalidSchema: the format cannot hold these columns.
         StorageFull: no space for ``capacity`` rows.
     """
-    _refuse_dims(format, schema)
     format.check(schema)
     format.refuse_existing()
     if rows := min(capacity, ring) if ring else capacity:
@@ -165,25 +155,16 @@ def create_new(
             # By its lock file what is left of a creation is known as ours.
             sync_above(format.lock_path)
         format.create(schema, header_bytes(schema_crc(schema), ring=ring), capacity=rows)
-        header = _header_of(format, manifest, writable=True, accept_copy=False)
+        header = _header_of(format, manifest, schema, writable=True)
         engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
         engine.reserve_rows(capacity)
         header.begin_writing()
         if format.durable:
             engine.settle()
-        format.write_manifest(manifest, durable=format.durable)
+        format.write_manifest(manifest)
         undo.pop_all()
-    return Opened(engine, manifest)
-
-
-def _refuse_dims(format: Format, schema: Schema) -> None:
-    for column in schema.columns:
-        if (dims := 1 + len(column.shape)) > format.most_dims:
-            raise InvalidSchema(
-                f"column {spell(column.key)} has {dims} dimensions, rows included, and this format "
-                f"holds {format.most_dims}. Flatten some."
-            )
+    return engine, manifest
 
 
 def _start(

@@ -98,7 +98,7 @@ class Engine:
         follows_ring = lock is None and self.ring
         self._reader = ReaderLock(format.inside, format.lock_path) if follows_ring else None
         self._opened_at = header.head
-        self._columns = self._mapped(self._slots(header.head), warm=False)
+        self._remap(self._slots(header.head), warm=False)
         if lock is not None:
             header.forget_uncommitted()
             lock.when_lost = self._follow
@@ -350,7 +350,8 @@ class Engine:
 
     def _make_room(self, rows: int) -> None:
         row_nbytes = self.schema.row_nbytes
-        step = min(max(self.room, _FIRST_ROOM_NBYTES // row_nbytes), self._largest_step)
+        largest = max(1, _LARGEST_STEP_NBYTES // row_nbytes)
+        step = min(max(self.room, _FIRST_ROOM_NBYTES // row_nbytes), largest)
         comfortable = self._slots(max(rows, self.room + step))
         try:
             self._format.grow(comfortable)
@@ -358,11 +359,7 @@ class Engine:
             if comfortable == rows:
                 raise
             self._format.grow(rows)
-        self._remap(rows)
-
-    @property
-    def _largest_step(self) -> int:
-        return max(1, _LARGEST_STEP_NBYTES // self.schema.row_nbytes)
+        self._remap(rows, warm=self._columns.warm)
 
     def reserve_rows(self, rows: int) -> None:
         """Reserve space for ``rows`` rows in all, in a ring for no more than its slots.
@@ -375,14 +372,11 @@ class Engine:
             if rows > self.room:
                 require_room(self._format, self.schema, rows, there=self.room)
                 self._format.grow(rows)
-                self._remap(rows)
+                self._remap(rows, warm=self._columns.warm)
 
-    def _remap(self, rows: int) -> None:
-        self._columns = self._mapped(rows, warm=self._columns.warm)
-
-    def _mapped(self, rows: int, *, warm: bool) -> Columns:
+    def _remap(self, rows: int, *, warm: bool) -> None:
         arrays = self._format.arrays(rows, self._access)
-        return Columns(self._format, self.schema, arrays, warm=warm)
+        self._columns = Columns(self._format, self.schema, arrays, warm=warm)
 
     def columns(self) -> list[np.ndarray]:
         """One array [room, ...] a column, slot by slot; room holds all that is committed."""
@@ -390,7 +384,7 @@ class Engine:
         if slots > self.room:
             with self._mutex:  # one thread at a time
                 if slots > self.room:
-                    self._remap(slots)
+                    self._remap(slots, warm=self._columns.warm)
         return self._columns.arrays
 
     def committed(self) -> list[np.ndarray]:

@@ -5,13 +5,13 @@ Layout, little-endian, offsets in bytes::
     0      magic, format version, slots of the ring (0: grows), CRC of the schema, CRC of all that
     64     reserve   count: rows that may have been written
     128    head      count: rows that are committed
-    192    which file it lies in, and whether a writer has it open (see `origin`)
+    192    which file it lies in, and whether a writer has it open (see `header_words`)
     4096   two record slots, each: sequence, head at write, length, CRC, payload
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
 machine word each, so that a reader, or whoever opens the file after a kill,
 sees the old count or the new one and nothing else. They have check bits (see
-`count_words`). Records are written into the two slots in turn; a torn one fails
+`header_words`). Records are written into the two slots in turn; a torn one fails
 its CRC and leaves the older.
 """
 
@@ -26,11 +26,20 @@ from pathlib import Path
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, RecordTooLarge
-from tallyroll.storage.files.checked_counts import COUNT_BITS, count_of, word_of
-from tallyroll.storage.files.origin import Origin
-from tallyroll.storage.files.paths import failed
-from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.errors import CopyOfOpenStorage, CorruptStorage, RecordTooLarge
+from tallyroll.storage.files.header_words import (
+    BORN,
+    CLOSED_AT,
+    COUNT,
+    COUNT_BITS,
+    INODE,
+    OPEN,
+    born_at,
+    count_of,
+    inode_of,
+    word_of,
+)
+from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.versions import (
     FORMAT_VERSION,
     READABLE,
@@ -49,7 +58,6 @@ __all__ = [
     "count_of",
     "header_bytes",
     "refuse_newer",
-    "refuse_newer_header",
     "word_of",
 ]
 
@@ -60,7 +68,6 @@ _MAGIC = b"TALLYROL"
 _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD = 64 // 8, 128 // 8
-_COUNT = (1 << COUNT_BITS) - 1
 _MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
 """So that rows can be added to any storage, and counts stay counts."""
 _SLOT = struct.Struct("<qqqI")
@@ -89,15 +96,6 @@ def refuse_newer(header: bytes, path: Path) -> None:
     ours = (_IDENTITY.pack(magic, known, *rest) for known in READABLE)
     if checksum not in map(zlib.crc32, ours):
         raise mismatch(version, path)
-
-
-def refuse_newer_header(inside: Inside, path: Path) -> None:
-    """Raise `FormatVersionMismatch` where the file at ``path`` is a later version's header."""
-    try:
-        header = inside.read_start(path, _SLOTS_AT)
-    except OSError:
-        return
-    refuse_newer(header, path)
 
 
 class Header:
@@ -145,9 +143,9 @@ class Header:
             self._map = self._mapped(writable)
             self.ring = self._check(schema_crc, version)
             self._words = memoryview(self._map)[:_SLOTS_AT].cast("Q")
-            self._origin = None if version < 3 else Origin(self._words, self._file, path)
-            if self._origin is not None:
-                self._origin.require(accept_copy=accept_copy)
+            self._knows_file = version >= 3
+            if self._knows_file:
+                self._refuse_copy(accept_copy=accept_copy)
             self._check_counts()
             self._left_open = self.open
         except BaseException:
@@ -177,6 +175,29 @@ class Header:
             raise CorruptStorage(
                 f"{self._path} was cut short while it was opened ({error}). Restore it from a copy."
             ) from error
+
+    def _refuse_copy(self, *, accept_copy: bool) -> None:
+        closed_at = self._count(CLOSED_AT)
+        # The mark first: a writer takes a storage that is closed for its own before it sets it.
+        if not self.open or self._is_own or accept_copy:
+            return
+        raise CopyOfOpenStorage(
+            f"{self._path} is a copy of a storage that was open for writing when it was copied, or "
+            "whose writer was killed before. Files that are copied one by one are of different "
+            "moments, so that committed rows may be missing here: only the first "
+            f"{closed_at}, which were committed when the original was last closed, are sure to be "
+            "whole. Close the original (if its writer was killed, open it for appending and close "
+            "it) and copy it again. To open this copy as it is, give accept_copy=True "
+            "(--accept-copy on the command line); so too if it is no copy, and its file system "
+            "gives files new inode numbers."
+        )
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this is the file that the last writer wrote to."""
+        born, now = self._count(BORN), born_at(self._file)
+        same_age = born == now or not born or not now
+        return same_age and self._count(INODE) == inode_of(self._file)
 
     def _check_counts(self) -> None:
         # A reader may look while both change: head first, then it is never the larger one.
@@ -229,8 +250,8 @@ class Header:
         return count
 
     def _hint(self) -> str:
-        slots = [slot for slot in map(self._read_slot, (0, 1)) if slot]
-        return f" (the last record was written with {max(slots)[1]})" if slots else ""
+        slots = self._intact
+        return f" (the last record was written with {slots[0][1]})" if slots else ""
 
     @property
     def reserve(self) -> int:
@@ -257,7 +278,7 @@ class Header:
     @property
     def open(self) -> bool:
         """Whether a writer has the storage open, or did not close it; False of version 2."""
-        return self._origin is not None and self._origin.open
+        return self._knows_file and self._count(OPEN) != 0
 
     def begin_writing(self) -> None:
         """Mark the storage as open for writing, in this file.
@@ -266,30 +287,28 @@ class Header:
         """
         if self._left_open:
             self._forget_torn()
-        if self._origin is not None:
-            self._origin.take()
+        if self._knows_file:
+            # Not yet marked, it may be opened anywhere; marked, only here.
+            self._words[INODE] = word_of(inode_of(self._file))
+            self._words[BORN] = word_of(born_at(self._file))
+            self._words[OPEN] = word_of(1)
 
     def end_writing(self) -> None:
         """Take that mark away: all committed rows are in the files, and nothing else is."""
-        if self._origin is not None:
-            self._origin.leave(self.head)
+        if self._knows_file:
+            self._words[CLOSED_AT] = word_of(self.head)
+            self._words[OPEN] = word_of(0)
 
     def sync(self) -> None:
         """Return when the header is on the disk."""
-        try:
+        with translated(self._path):
             os.fdatasync(self._file)
-        except OSError as error:
-            raise failed(self._path, error, 0) from error
 
     @property
     def record(self) -> tuple[int, bytes] | None:
         """The newest intact record of committed rows, with the rows committed by it."""
         head = self.head
-        intact = [slot for slot in map(self._read_slot, (0, 1)) if slot and slot[1] <= head]
-        if not intact:
-            return None
-        _, rows, payload = max(intact)
-        return rows, payload
+        return next(((rows, payload) for _, rows, payload in self._intact if rows <= head), None)
 
     @property
     def record_damaged(self) -> bool:
@@ -297,12 +316,8 @@ class Header:
 
         A kill while a record is written leaves an older sequence in its slot.
         """
-        intact = self._newest_sequence()
-        for index in (0, 1):
-            sequence = _SLOT.unpack_from(self._map, self._slot_start(index))[0]
-            if sequence != 0 and self._read_slot(index) is None and sequence > intact:
-                return True
-        return False
+        begun = [_SLOT.unpack_from(self._map, self._slot_start(index))[0] for index in (0, 1)]
+        return bool(max(begun) > self._newest_sequence())
 
     def write_record(self, payload: bytes, head: int) -> None:
         """Write ``payload``, valid from the moment that ``head`` rows are committed.
@@ -336,7 +351,12 @@ class Header:
                 _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
 
     def _newest_sequence(self) -> int:
-        return max((slot[0] for slot in map(self._read_slot, (0, 1)) if slot), default=0)
+        return max((sequence for sequence, _, _ in self._intact), default=0)
+
+    @property
+    def _intact(self) -> list[tuple[int, int, bytes]]:
+        """The records that pass their check, as `_read_slot` gives them, the newest first."""
+        return sorted(filter(None, map(self._read_slot, (0, 1))), reverse=True)
 
     def _slot_start(self, index: int) -> int:
         return _SLOTS_AT + index * _SLOT_NBYTES
@@ -359,7 +379,7 @@ class Header:
 def committed_counts(header: bytes) -> tuple[int, int]:
     """``reserve`` and ``head`` in the bytes of a header; zeros where it is too short for them."""
     words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.uint64)
-    return int(words[_RESERVE]) & _COUNT, int(words[_HEAD]) & _COUNT
+    return int(words[_RESERVE]) & COUNT, int(words[_HEAD]) & COUNT
 
 
 def check_record_size(payload: bytes) -> None:

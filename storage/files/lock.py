@@ -1,18 +1,21 @@
-"""One writer a storage: a lock that dies with its process and is not inherited by forks."""
+"""Locks on open files, by ``flock(2)``: they die with their process, and forks do not inherit them.
+
+One writer a storage has its lock. The weights that workers share are locked likewise.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import platform
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from tallyroll.storage.errors import NotWritable, StorageLocked, UnsupportedPlatform
-from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.paths import OTHER_KINDS, failed
 from tallyroll.storage.files.safe_files import Inside
 
 try:
@@ -23,11 +26,49 @@ except ImportError as error:  # Windows
         "have. Use Linux."
     ) from error
 
-__all__ = ["ReaderLock", "WriterLock", "is_held"]
+__all__ = ["ReaderLock", "WriterLock", "acquire", "held", "is_held"]
 
 _ORDERED = ("x86_64", "AMD64")
-_LOOKS, _LOOK_SECONDS = 5, 0.002
-_NO_FILE = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+_PATIENCE_SECONDS = 0.01
+_PAUSES = (0.00005, 0.002)
+"""Seconds between two tries: at first, and in the end."""
+
+
+class Forked(Protocol):
+    """What is told in a child that this process forked, while it is among `held`."""
+
+    def forked(self) -> None:
+        """Give up the parent's lock: our descriptor would keep it held after its death."""
+
+
+held: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def _tell() -> None:
+    for lock in list(held):
+        lock.forked()
+
+
+os.register_at_fork(after_in_child=_tell)
+
+
+def acquire(file: int, kind: int, seconds: float) -> None:
+    """Lock an open file, LOCK_SH beside others or LOCK_EX alone.
+
+    Raises:
+        BlockingIOError: others held it for all these seconds.
+        OSError: the file system refuses.
+    """
+    deadline = time.monotonic() + seconds
+    pause, longest = _PAUSES
+    while True:
+        try:
+            return fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def is_held(inside: Inside, path: Path) -> bool:
@@ -37,7 +78,7 @@ def is_held(inside: Inside, path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        return error.errno not in _NO_FILE
+        return error.errno not in OTHER_KINDS
     try:
         # For a moment nobody can acquire it: whoever tries tries again.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -73,7 +114,7 @@ class WriterLock:
             while not self.stands:  # a failed creation removed it before we had it
                 self._close()
                 self._open(path)
-            _held.add(self)
+            held.add(self)
         except BaseException:
             self._close()
             raise
@@ -83,7 +124,7 @@ class WriterLock:
             self.made = self.made or not os.path.lexists(path)
             self._file = self._inside.open(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if error.errno in _NO_FILE:
+            if error.errno in OTHER_KINDS:
                 raise failed(path, error, 0) from error
             raise NotWritable(
                 f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
@@ -107,7 +148,8 @@ class WriterLock:
 
     def _acquire(self, path: Path) -> None:
         try:
-            self._lock()
+            # A reader may have looked at it for a moment, see is_held.
+            acquire(self._file, fcntl.LOCK_EX, _PATIENCE_SECONDS)
         except BlockingIOError as error:
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             raise StorageLocked(
@@ -125,24 +167,16 @@ class WriterLock:
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
 
-    def _lock(self) -> None:
-        for _ in range(_LOOKS):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            time.sleep(_LOOK_SECONDS)  # a reader may have looked at it, see is_held
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
     def release(self) -> None:
         """Let the next writer in."""
-        _held.discard(self)
+        held.discard(self)
         self.when_lost = None
         if not self.lost:
             self._close()
 
-    def lose(self) -> None:
+    def forked(self) -> None:
         """Give up the parent's lock, in a child that it forked."""
-        # Its descriptor would keep the lock held after the parent's death.
+        held.discard(self)
         self.lost = True
         self._close()
         if self.when_lost is not None:
@@ -181,15 +215,3 @@ class ReaderLock:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-
-
-_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
-
-
-def _lose_all() -> None:
-    for lock in list(_held):
-        lock.lose()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_lose_all)

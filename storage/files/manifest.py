@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, InvalidSchema, NotAStorage
-from tallyroll.storage.files.paths import failed
+from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, NotAStorage
+from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
 from tallyroll.storage.rows.schema import Schema
@@ -25,7 +25,6 @@ __all__ = [
     "read_manifest",
     "run_of",
     "schema_crc",
-    "schema_of",
     "sealed",
     "write_manifest",
 ]
@@ -160,18 +159,6 @@ def _is_run(run: Any) -> bool:
     return type(first) is int and 0 <= first <= _MOST_ROWS
 
 
-def schema_of(manifest: Manifest, path: Path) -> Schema:
-    """The schema that the manifest at ``path`` declares.
-
-    Raises:
-        CorruptStorage: it declares none.
-    """
-    try:
-        return Schema.from_json(manifest.get("schema"))
-    except InvalidSchema as error:
-        raise CorruptStorage(f"the schema in {path} is damaged: {error} Restore it.") from error
-
-
 def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
     """The attributes that show a manifest to other libraries: JSON texts.
 
@@ -205,7 +192,5 @@ def write_manifest(
             f"the manifest {path}, with the provenance of all runs, may have {MANIFEST_LIMIT} "
             f"bytes and would have {len(content)}. Give less provenance."
         )
-    try:
+    with translated(path, len(content)):
         inside.write_aside(path, content, durable=durable)
-    except OSError as error:
-        raise failed(path, error, len(content)) from error

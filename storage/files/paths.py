@@ -21,11 +21,12 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.safe_files import Inside
 
 __all__ = [
+    "OTHER_KINDS",
     "failed",
     "free_bytes",
     "make_directory",
     "nearest",
-    "opened",
+    "open_column",
     "refuse_impossible",
     "require_creatable",
     "sync_above",
@@ -37,7 +38,8 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
+"""Of what is a link, or no plain file."""
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
@@ -55,13 +57,12 @@ def refuse_impossible(path: Path) -> None:
 
 
 def require_creatable(path: Path) -> None:
-    """Raise `NotWritable` or `PathIsFile` unless the directory ``path`` is there or can be made."""
+    """Raise `NotWritable` or `PathIsFile` unless a directory may be made, or written to."""
     for place in (path, *path.parents):
         if place.is_dir():
             if not os.access(place, os.W_OK | os.X_OK):
-                raise NotWritable(
-                    f"{path} cannot be created: {place} cannot be written to. Give a path that can."
-                )
+                why = "" if place == path else f"{path} cannot be created: "
+                raise NotWritable(f"{why}{place} cannot be written to. Give a path that can.")
             return
         if place.is_symlink() and not place.exists():
             raise PathIsFile(
@@ -101,24 +102,20 @@ def sync_above(path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        Inside(path).sync_directory(path)
     except OSError as error:
         if error.errno not in {errno.EINVAL, errno.EROFS}:  # it has nothing to write
             raise
-    finally:
-        os.close(directory)
 
 
-def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
-    """A descriptor of a file, or with O_DIRECTORY of a directory, that the manifest names.
+def open_column(inside: Inside, path: Path, flags: int) -> int:
+    """A descriptor of a column's file, or with O_DIRECTORY of its directory.
 
     Args:
         inside: the storage's files.
         path: the one that is wanted.
         flags: of `os.open`.
-        what: what is there, for messages.
 
     Raises:
         CorruptStorage: it is missing, or something else is there.
@@ -126,24 +123,13 @@ def opened(inside: Inside, path: Path, flags: int, *, what: str) -> int:
         DiskFailed: the system cannot.
     """
     try:
-        if flags & os.O_DIRECTORY:
-            return inside.open_directory(path)
-        return inside.open(path, flags)
+        return inside.open_directory(path) if flags & os.O_DIRECTORY else inside.open(path, flags)
     except FileNotFoundError as error:
         raise CorruptStorage(
-            f"{path} is missing, which the manifest says is {what}. Restore it from a copy."
-        ) from error
-    except PermissionError as error:
-        raise NotWritable(
-            f"{path} cannot be opened: permission denied. Open the storage as a user who may."
+            f"{path} is missing, which the manifest says is a column. Restore it from a copy."
         ) from error
     except OSError as error:
-        if error.errno not in _OTHER_KINDS:
-            raise failed(path, error, 0) from error
-        raise CorruptStorage(
-            f"{path} is not {what}, but a link or of another kind ({error.strerror}). Restore it "
-            "from a copy."
-        ) from error
+        raise failed(path, error, 0) from error
 
 
 def free_bytes(path: Path) -> int:
@@ -159,12 +145,12 @@ def nearest(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Raise errors of the system within it as errors of the storage at ``path``."""
+def translated(path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raise errors of the system within it as `failed` tells them."""
     try:
         yield
     except OSError as error:
-        raise failed(path, error, 0) from error
+        raise failed(path, error, nbytes) from error
 
 
 def told(
@@ -205,11 +191,11 @@ def failed(
             f"the system does not let this process map {path} ({error.strerror}): it limits maps "
             "(vm.max_map_count), or address space (ulimit -v). Raise the limit."
         )
-    if error.errno in _OTHER_KINDS:
+    if error.errno in OTHER_KINDS:
         what = error.filename2 or error.filename or path
         return CorruptStorage(
-            f"{what} is not what this storage made there ({error.strerror}): something else took "
-            "its place. Restore it from a copy."
+            f"{what} is not what this storage made there, but a link or of another kind "
+            f"({error.strerror}): something else took its place. Restore it from a copy."
         )
     if error.errno == errno.ENAMETOOLONG:
         return NotWritable(
@@ -218,8 +204,8 @@ def failed(
         )
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return NotWritable(
-            f"{path} cannot be written to ({error.strerror}). Open the storage as a user who may, "
-            "or in a place where one can."
+            f"{path} cannot be opened or written to ({error.strerror}). Open the storage as a user "
+            "who may, or in a place where one can."
         )
     if error.errno in {errno.ENOENT, errno.ESTALE}:
         return DiskFailed(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JSON_LIMIT", "Inside", "open_at", "write_all"]
+__all__ = ["JSON_LIMIT", "Inside", "closing", "open_file", "write_all"]
 
 JSON_LIMIT = 2**25
 """The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
@@ -57,7 +57,7 @@ class Inside:
     def open(self, path: Path, flags: int) -> int:
         """A descriptor of a plain file."""
         with self._above(path) as (directory, name):
-            return open_at(directory, name, flags)
+            return open_file(name, flags, directory)
 
     def open_directory(self, path: Path) -> int:
         """A descriptor of a directory."""
@@ -140,12 +140,11 @@ class Inside:
         place = self.root
         for part in path.relative_to(self.root).parts:
             above, place = place, place / part
-            directory = self.open_directory(above)
-            try:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=directory)
-            finally:
-                os.close(directory)
+            with (
+                closing(self.open_directory(above)) as directory,
+                contextlib.suppress(FileExistsError),
+            ):
+                os.mkdir(part, dir_fd=directory)
         os.close(self.open_directory(path))
 
     def sync(self, path: Path) -> None:
@@ -154,18 +153,13 @@ class Inside:
             file = self.open(path, os.O_RDONLY)
         except OSError:
             return
-        try:
+        with closing(file):
             os.fsync(file)
-        finally:
-            os.close(file)
 
     def sync_directory(self, path: Path) -> None:
         """Return when the directory's entries are on the disk."""
-        directory = self.open_directory(path)
-        try:
+        with closing(self.open_directory(path)) as directory:
             os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def _require_short(path: Path) -> None:
@@ -174,16 +168,29 @@ def _require_short(path: Path) -> None:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
-def open_at(directory: int, name: str, flags: int) -> int:
-    """A descriptor of a plain file in an open directory, as `Inside` opens it."""
+@contextlib.contextmanager
+def closing(file: int) -> Iterator[int]:
+    """A descriptor that is closed at the end."""
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def open_file(path: Path | str, flags: int, directory: int | None = None) -> int:
+    """A descriptor of a plain file, not through a link; raises OSError.
+
+    In an open ``directory`` as `Inside` opens it. Without one it is the file that the user named,
+    which may have other names besides.
+    """
     # A pipe would keep us waiting.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    file = os.open(name, flags, 0o666, dir_fd=directory)
+    file = os.open(path, flags, 0o666, dir_fd=directory)
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.ENXIO, "it is no file")
-        if flags & _WRITES and found.st_nlink > 1:
+            raise OSError(errno.ENXIO, "it is no file", str(path))
+        if directory is not None and flags & _WRITES and found.st_nlink > 1:
             raise OSError(errno.EMLINK, "it is a file of another place, too: a hard link")
     except BaseException:
         os.close(file)
@@ -202,10 +209,10 @@ def write_all(file: int, content: bytes | memoryview, at: int) -> None:
 def _made(directory: int, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
-        return open_at(directory, name, flags)
+        return open_file(name, flags, directory)
     except FileExistsError:
         _remove(directory, name)  # of a process that was killed, or a link
-        return open_at(directory, name, flags)
+        return open_file(name, flags, directory)
 
 
 def _remove(directory: int, name: str) -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import torch
 
-from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
+from tallyroll.storage.errors import InvalidSchema, StorageExists, StorageMissing
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.paths import make_directory, refuse_impossible, told, translated
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Access
 from tallyroll.storage.formats.space import Footprint
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["Format"]
@@ -33,33 +37,31 @@ class Format(ABC):
     most_dims: ClassVar[int] = 64
     """Dimensions of a column, rows included. NumPy has so many."""
 
+    lacks_bfloat16: ClassVar[str] = ""
+    """What the format is called, if it has no such dtype."""
+
     durable = False
-    """Whether what is shown to other libraries is to survive a power cut, whole."""
+    """Whether the manifest, and what is shown to other libraries, is to survive a power cut."""
+
+    lock_path: Path
+    """The writer's lock file."""
+
+    header_path: Path
+    """The file that begins with the header."""
+
+    manifest_path: Path
+    """The file that holds the manifest."""
+
+    episodes_path: Path
+    """The file for the table of episodes."""
+
+    schema: Schema
+    """The columns, once it was created or opened."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self.inside = Inside(path if root is None else root)
         """The way to all its files."""
-
-    @property
-    @abstractmethod
-    def lock_path(self) -> Path:
-        """The writer's lock file."""
-
-    @property
-    @abstractmethod
-    def header_path(self) -> Path:
-        """The file that begins with the header."""
-
-    @property
-    @abstractmethod
-    def manifest_path(self) -> Path:
-        """The file that holds the manifest."""
-
-    @property
-    @abstractmethod
-    def episodes_path(self) -> Path:
-        """The file for the table of episodes."""
 
     def open_header(self, flags: int) -> int:
         """A descriptor of the file that begins with the header."""
@@ -69,29 +71,52 @@ class Format(ABC):
         """Whether a storage is there: it is one from the moment that its manifest exists."""
         return self.manifest_path.exists()
 
+    @abstractmethod
     def read_manifest(self) -> Manifest:
-        """The manifest, checked; raises as `manifest.read_manifest`."""
-        return read_manifest(self.inside, self.manifest_path)
+        """The manifest, checked; raises as `manifest.read_manifest`. Read before `open`."""
 
-    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+    @abstractmethod
+    def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, whole or not at all."""
-        write_manifest(self.inside, self.manifest_path, manifest, durable=durable)
 
     @abstractmethod
     def refuse_existing(self) -> None:
         """Raise an `OpenError` unless a storage can be created at the path."""
 
-    @abstractmethod
+    def _refuse_storage(self) -> None:
+        if self.stands():
+            raise StorageExists(
+                f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
+                "it, or give another path."
+            )
+
     def refuse_missing(self) -> None:
         """Raise an `OpenError` unless something that may be a storage is at the path."""
+        refuse_impossible(self.manifest_path)
+        if not self.path.exists():
+            raise StorageMissing(
+                f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
+            )
 
-    @abstractmethod
     def check(self, schema: Schema) -> None:
         """Raise `InvalidSchema` if the format cannot hold these columns."""
+        for column in schema.columns:
+            if (dims := 1 + len(column.shape)) > self.most_dims:
+                raise InvalidSchema(
+                    f"column {spell(column.key)} has {dims} dimensions, rows included, and this "
+                    f"format holds {self.most_dims}. Flatten some."
+                )
+            if self.lacks_bfloat16 and column.dtype is torch.bfloat16:
+                raise InvalidSchema(
+                    f"column {spell(column.key)} is bfloat16, which {self.lacks_bfloat16} does not "
+                    "have. Convert it to float32 before writing, or use MemmapStorage."
+                )
 
-    @abstractmethod
     def prepare(self) -> None:
         """Make the place for a new storage's lock file."""
+        make_directory(self.inside.root)
+        with translated(self.lock_path.parent):
+            self.inside.make_directory(self.lock_path.parent)
 
     @abstractmethod
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
@@ -128,9 +153,10 @@ class Format(ABC):
     def discard(self) -> None:
         """Remove what an unfinished creation left."""
 
-    @abstractmethod
     def undo(self, *, made: bool) -> None:
         """Remove what a failed creation left, its lock too, and the place if it ``made`` it."""
+        self.discard()
+        self.inside.remove(self.lock_path)
 
     @abstractmethod
     def open(self, schema: Schema, *, writable: bool) -> None:
@@ -161,20 +187,19 @@ class Format(ABC):
         """Show ``rows`` rows to other libraries."""
 
     @abstractmethod
-    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+    def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Faults that other libraries would read, one sentence a file.
 
         A writer that opens the storage and closes it writes all of that anew.
 
         Args:
-            schema: the columns.
             head: tells how many rows are committed now.
 
         Raises:
             MissingLibrary: it takes one that is not installed.
         """
 
-    def made_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+    def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """As `shown_wrongly`, of what was written once, and is not when a writer closes."""
         return iter(())
 
@@ -187,12 +212,26 @@ class Format(ABC):
         """Return when all rows are on the disk; those before ``start`` were at an earlier call."""
 
     @abstractmethod
+    def written_aside(self) -> set[Path]:
+        """The files that are written aside, one or more in every directory of the format."""
+
+    @told
     def settle(self) -> None:
         """Return when everything but the header is on the disk, whoever wrote it, names too.
+
+        Rows first, then metadata, then names, from the inside out.
 
         Raises:
             DiskFailed: the system cannot write it.
         """
+        self.sync()
+        for file in sorted(self.written_aside()):
+            self.inside.sync(file)
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        for directory in sorted({file.parent for file in self.written_aside()}, reverse=True):
+            self.inside.sync_directory(directory)
 
     @abstractmethod
     def close(self) -> None:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from tallyroll.storage.errors import (
-    CorruptStorage,
-    DirectoryNotEmpty,
-    NotAStorage,
-    NotWritable,
-    StorageExists,
-    StorageMissing,
-)
+from tallyroll.storage.errors import CorruptStorage, DirectoryNotEmpty, NotAStorage
 from tallyroll.storage.files.commit_header import (
     HEADER_NBYTES,
     committed_counts,
     refuse_newer,
-    refuse_newer_header,
 )
-from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.files.paths import (
-    failed,
-    make_directory,
-    refuse_impossible,
-    require_creatable,
-)
+from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
+from tallyroll.storage.files.paths import refuse_impossible, require_creatable, translated
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.metadata_checks import wrong_documents
+from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["DirectoryFormat"]
 
@@ -43,17 +35,10 @@ class DirectoryFormat(Format):
     def refuse_existing(self) -> None:
         """Accept a path where nothing is, an empty directory, or an unfinished creation."""
         refuse_impossible(self.manifest_path)
-        if self.manifest_path.exists():
-            raise StorageExists(
-                f'{self.path} holds a storage already. Open it with mode="append" to add rows to '
-                "it, or give another path."
-            )
+        self._refuse_storage()
         self._refuse_lost_manifest()
-        if not self.path.is_dir():
-            require_creatable(self.path)
-        elif not os.access(self.path, os.W_OK | os.X_OK):
-            raise NotWritable(f"{self.path} cannot be written to. Give a path that can.")
-        elif foreign := self._foreign():
+        require_creatable(self.path)
+        if self.path.is_dir() and (foreign := self._foreign()):
             raise DirectoryNotEmpty(
                 f"{self.path} is not empty: it holds {foreign}. A new storage needs a directory "
                 "of its own; give another path."
@@ -64,13 +49,19 @@ class DirectoryFormat(Format):
 
         Raises:
             FormatVersionMismatch: a later Tallyroll wrote it.
-            NotAStorage, CorruptStorage: as `Format.read_manifest`.
+            NotAStorage, CorruptStorage: as `manifest.read_manifest`.
         """
         try:
-            return super().read_manifest()
+            return read_manifest(self.inside, self.manifest_path)
         except (NotAStorage, CorruptStorage):
-            refuse_newer_header(self.inside, self.header_path)
+            with contextlib.suppress(OSError):
+                header = self.inside.read_start(self.header_path, HEADER_NBYTES)
+                refuse_newer(header, self.header_path)
             raise
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest, whole or not at all."""
+        write_manifest(self.inside, self.manifest_path, manifest, durable=self.durable)
 
     def _refuse_lost_manifest(self) -> None:
         """An unfinished creation has committed nothing; anything else is somebody's data."""
@@ -101,23 +92,11 @@ class DirectoryFormat(Format):
 
     def refuse_missing(self) -> None:
         """Accept a directory."""
-        refuse_impossible(self.manifest_path)
-        if not self.path.exists():
-            raise StorageMissing(
-                f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
-            )
+        super().refuse_missing()
         if not self.path.is_dir():
             raise NotAStorage(
                 f"{self.path} is a file, and this storage is a directory. Give its path."
             )
-
-    def prepare(self) -> None:
-        """Make the directory."""
-        make_directory(self.path)
-        try:
-            self.inside.make_directory(self.lock_path.parent)
-        except OSError as error:
-            raise failed(self.lock_path.parent, error, 0) from error
 
     def discard(self) -> None:
         """Remove files of an unfinished creation, and directories that it leaves empty."""
@@ -131,8 +110,7 @@ class DirectoryFormat(Format):
 
     def undo(self, *, made: bool) -> None:
         """Remove what a failed creation left, its lock too, and the directory if it ``made`` it."""
-        self.discard()
-        self.inside.remove(self.lock_path)
+        super().undo(made=made)
         for place in sorted(self.path.rglob("*"), reverse=True):
             if place.is_dir() and not place.is_symlink():
                 self.inside.remove_directory(place)
@@ -140,32 +118,45 @@ class DirectoryFormat(Format):
             with contextlib.suppress(OSError):  # the error of the creation says more
                 self.path.rmdir()
 
-    def _write_header(self, header: bytes) -> None:
-        try:
-            with open(self.inside.make(self.header_path), "wb") as target:
-                os.posix_fallocate(target.fileno(), 0, len(header))
-                target.write(header)
-                target.flush()
-                os.fsync(target.fileno())
-        except OSError as error:
-            raise failed(self.path, error, len(header)) from error
+    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
+        """Make the files of a storage without rows, and the header, the manifest not yet."""
+        self.discard()
+        self.schema = schema
+        with translated(self.path, len(header)):
+            self._make_columns(capacity)
+        self.publish(0)
+        with (
+            translated(self.path, len(header)),
+            open(self.inside.make(self.header_path), "wb") as target,
+        ):
+            os.posix_fallocate(target.fileno(), 0, len(header))
+            target.write(header)
+            target.flush()
+            os.fsync(target.fileno())
+        self._sync_names()
 
     @abstractmethod
-    def _documents(self) -> set[Path]:
-        """The files that are written aside, one or more in every directory of the format."""
+    def _make_columns(self, capacity: int) -> None:
+        """Make the directories of the columns, and what is in them from the start."""
 
-    def settle(self) -> None:
-        """Sync rows, then metadata, then names, from the inside out."""
-        files = self._documents()
-        try:
-            self.sync()
-            for file in sorted(files):
-                self.inside.sync(file)
-            for directory in sorted({file.parent for file in files}, reverse=True):
-                self.inside.sync_directory(directory)
-        except OSError as error:
-            raise failed(self.path, error, 0) from error
+    @abstractmethod
+    def _documents(self, rows: int) -> Mapping[Path, Any]:
+        """What other libraries read, JSON by file, for ``rows`` rows: in the order to write it."""
 
-    def _sync_directories(self, directories: set[Path]) -> None:
-        for directory in {self.path, *directories}:
-            self.inside.sync_directory(directory)
+    def publish(self, rows: int) -> None:
+        """Write the metadata of other libraries for ``rows`` rows, the root last."""
+        self._show(self._documents(rows))
+
+    def _show(self, documents: Mapping[Path, Any]) -> None:
+        with translated(self.path, 4096):
+            for file, document in documents.items():
+                content = json.dumps(document).encode()
+                self.inside.write_aside(file, content, synced=self.durable)
+
+    def written_aside(self) -> set[Path]:
+        """Manifest, table of episodes, and what other libraries read."""
+        return {self.manifest_path, self.episodes_path, *self._documents(0)}
+
+    def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
+        """Compare the metadata of other libraries with what it should be."""
+        return wrong_documents(self.inside, self._documents, head)

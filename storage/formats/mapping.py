@@ -15,13 +15,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["MAP_NORESERVE", "PAGE_NBYTES", "Access", "Region", "maps_left"]
+__all__ = ["PAGE_NBYTES", "Access", "Region", "map_file", "maps_left"]
 
 Access: TypeAlias = Literal["read", "write", "private"]
 """How rows are mapped; what is written to a private map stays in this process."""
 
 # Not named by Python 3.11. Without it Linux counts a private map against free memory.
-MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 PAGE_NBYTES = mmap.ALLOCATIONGRANULARITY
 """What is mapped over a region begins and ends at multiples of it."""
 
@@ -43,6 +43,24 @@ _libc.mmap.argtypes = [
 ]
 
 
+def _mode(access: Access) -> tuple[int, int]:
+    """The flags and the protection of a map."""
+    shared = access != "private"
+    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
+    return flags, mmap.PROT_READ | (0 if access == "read" else mmap.PROT_WRITE)
+
+
+def map_file(file: int, nbytes: int, access: Access) -> mmap.mmap:
+    """The first ``nbytes`` bytes of a file, or all with 0, mapped.
+
+    Raises:
+        ValueError: it is shorter.
+        OSError: the system refuses.
+    """
+    flags, prot = _mode(access)
+    return mmap.mmap(file, nbytes, flags=flags, prot=prot)
+
+
 class Region:
     """Address space for ``nbytes`` bytes, into which files are mapped one behind the other.
 
@@ -59,7 +77,7 @@ class Region:
         self.mapped = 0
         """Bytes from the start that are files."""
         self._access = access
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._area = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._address = int(np.frombuffer(self._area, np.uint8).ctypes.data)
 
@@ -71,22 +89,17 @@ class Region:
         Raises:
             OSError: the system refuses.
         """
-        prot = mmap.PROT_READ | (0 if self._access == "read" else mmap.PROT_WRITE)
-        shared = self._access != "private"
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | MAP_NORESERVE
+        flags, prot = _mode(self._access)
         if self.mapped + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes behind {self.mapped} do not fit into {self.nbytes}.")
-        self._map(nbytes, prot, flags, file)
-        self.mapped += nbytes
-
-    def _map(self, nbytes: int, prot: int, flags: int, file: int) -> None:
         where = self._address + self.mapped
         if _libc.mmap(where, nbytes, prot, flags | _MAP_FIXED, file, 0) == _FAILED:
             code = ctypes.get_errno()
             # The kernel may have unmapped what was there: no hole is left to others.
-            cover = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | _MAP_FIXED
+            cover = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
             _libc.mmap(where, nbytes, _PROT_NONE, cover, -1, 0)
             raise OSError(code, os.strerror(code))
+        self.mapped += nbytes
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:
         """An array from the start, no longer than what is mapped; it keeps the region alive."""

@@ -33,7 +33,8 @@ def wrong_documents(
         try:
             found = _read(inside, file)
             rows = _rows_shown(found, blank, file)
-            _require(made(rows)[file], found, file)
+            if difference := _difference(made(rows)[file], found, ""):
+                raise differs(file, difference)
             require_committed(rows, head(), file)
         except CorruptStorage as error:
             yield str(error)
@@ -87,11 +88,6 @@ def _rows_in(found: Any, file: Path) -> int:
     if type(rows) is not int or rows < 0:
         raise differs(file, f"it has {rows!r:.100} rows")
     return rows
-
-
-def _require(wanted: Any, found: Any, file: Path) -> None:
-    if difference := _difference(wanted, found, ""):
-        raise differs(file, difference)
 
 
 def _difference(wanted: Any, found: Any, where: str) -> str | None:

@@ -47,8 +47,6 @@ class Footprint:
 class Estimate:
     """Space and files that a run will take, and those that there are."""
 
-    rows: int
-    row_nbytes: int
     needed: Footprint
     nbytes: int
     """Bytes that it takes beyond those that are taken already."""
@@ -80,9 +78,7 @@ class Estimate:
         return found
 
 
-def estimate(
-    format: Format, schema: Schema, rows: int, *, there: int = 0, twice: bool = False
-) -> Estimate:
+def estimate(format: Format, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
     """Space that ``rows`` rows in all will take.
 
     Args:
@@ -90,17 +86,14 @@ def estimate(
         schema: their columns.
         rows: how many.
         there: rows that space is reserved for already.
-        twice: a copy is made of them beside them, as some formats do when they are finalized.
     """
     needed = format.footprint(schema, rows)
     taken = format.footprint(schema, there).nbytes if there else 0
     place = nearest(format.path)
     found = os.statvfs(place)
     return Estimate(
-        rows=rows,
-        row_nbytes=schema.row_nbytes,
         needed=needed,
-        nbytes=max(0, needed.nbytes * (2 if twice else 1) - taken),
+        nbytes=max(0, needed.nbytes - taken),
         free=free_bytes(format.path),
         free_files=found.f_favail if found.f_files else _UNLIMITED,
         largest_file=_largest_file(place),
@@ -108,23 +101,18 @@ def estimate(
     )
 
 
-def require_room(
-    format: Format, schema: Schema, rows: int, *, there: int = 0, twice: bool = False
-) -> Estimate:
-    """The `estimate`, if all of it fits.
+def require_room(format: Format, schema: Schema, rows: int, *, there: int = 0) -> None:
+    """Refuse rows, of which ``there`` have their space already, that do not fit.
 
     Raises:
-        StorageFull: it does not; every limit is named with its numbers.
+        StorageFull: every limit that is exceeded is named with its numbers.
     """
-    found = estimate(format, schema, rows, there=there, twice=twice)
-    if problems := found.problems:
-        copy = " and their copy" if twice else ""
+    if problems := estimate(format, schema, rows, there=there).problems:
         raise StorageFull(
-            f"{format.path} has no room for {rows:,} rows of {found.row_nbytes:,} bytes{copy}: "
+            f"{format.path} has no room for {rows:,} rows of {schema.row_nbytes:,} bytes: "
             f"{'; '.join(problems)}. Nothing was written; ask for fewer rows, make room, or give "
             "another path."
         )
-    return found
 
 
 def _largest_file(place: Path) -> int:

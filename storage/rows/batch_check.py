@@ -13,6 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from tallyroll.storage.compat import entries_of
 from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.rows.batch_dims import levels_of
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.tensor_guard import TensorGuard
@@ -153,8 +154,7 @@ def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:
 
     The latter is empty where the leaves come in the order of the keys.
     """
-    groups = list(dict.fromkeys(key[:depth] for key in keys for depth in range(len(key))))
-    groups.sort(key=len)
+    groups = levels_of(keys)
     levels: list[_Level] = []
     order: list[Key] = []
     for group in groups:

@@ -65,23 +65,18 @@ def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
     except (RuntimeError, TypeError):
         # On another device, tracked by autograd, a lazily conjugated view, or not dense.
         require_dense(key, leaf)
-        return _forced(key, leaf)
+        try:
+            return leaf.numpy(force=True)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InvalidSchema(
+                f"column {spell(key)} ({leaf.dtype}) cannot be made an array: {error}. Convert it "
+                "before writing."
+            ) from error
     if array.size and not leaf.data_ptr():  # NumPy would make up values
         raise InvalidSchema(
             f"column {spell(key)} is a tensor without memory: its storage was resized, or it "
             "stands for another tensor. Write what has values."
         )
-    return array
-
-
-def _forced(key: Key, leaf: torch.Tensor) -> np.ndarray:
-    try:
-        array: np.ndarray = leaf.numpy(force=True)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidSchema(
-            f"column {spell(key)} ({leaf.dtype}) cannot be made an array: {error}. Convert it "
-            "before writing."
-        ) from error
     return array
 
 

@@ -237,16 +237,12 @@ def _column_of_tensor(key: Key, leaf: torch.Tensor) -> Column:
 
 
 def _column_of_array(key: Any, array: np.ndarray) -> Column:
-    _check_key(key)
     if not isinstance(array, np.ndarray) or not array.ndim:
         raise InvalidSchema(
             f"column {key!r} must be an array [N, ...], got {type(array).__name__}."
         )
-    if array.dtype not in TORCH:
-        raise InvalidSchema(
-            f"column {spell(key)} has dtype {array.dtype}; a storage holds {', '.join(NAMES)}."
-        )
-    return Column(key, TORCH[array.dtype], tuple(array.shape[1:]))
+    dtype: Any = TORCH.get(array.dtype, array.dtype)
+    return Column(key, dtype, tuple(array.shape[1:]))
 
 
 def _column_to_json(column: Column, dims: BatchDims) -> dict[str, Any]:

@@ -161,9 +161,9 @@ class _Verification:
         storage = self._storage
         try:
             with translated(storage.path):
-                for wrong in storage._format.shown_wrongly(storage.schema, lambda: storage.head):
+                for wrong in storage._format.shown_wrongly(lambda: storage.head):
                     self._cut_short.add("metadata", wrong)
-                for wrong in storage._format.made_wrongly(storage.schema, lambda: storage.head):
+                for wrong in storage._format.made_wrongly(lambda: storage.head):
                     self._findings.add("metadata", wrong)
         except MissingLibrary as error:
             self._skipped.setdefault("metadata", str(error))

@@ -28,6 +28,7 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats import memmap
 from tallyroll.storage.formats.hdf5 import format as hdf5
 from tallyroll.storage.formats.hdf5 import replace as hdf5_replace
+from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
 
@@ -228,8 +229,8 @@ FAULTS: list[tuple[str, Callable[[str, Path], None], tuple[object, str], int, ty
     ("hdf5", APPENDED, (hdf5, "open_file"), errno.ELOOP, CorruptStorage),
     ("hdf5", READ, (hdf5.H5Format, "_mapped"), errno.ENOMEM, UnsupportedPlatform),
     ("hdf5", map_views, (mmap, "mmap"), errno.ENOMEM, UnsupportedPlatform),
-    ("hdf5", add_a_run, (hdf5, "show_manifest"), errno.ENOSPC, StorageFull),
-    ("hdf5", flush, (hdf5, "show_rows"), errno.EIO, DiskFailed),
+    ("hdf5", add_a_run, (hdf5, "put_manifest"), errno.ENOSPC, StorageFull),
+    ("hdf5", flush, (FilePlaces, "show_rows"), errno.EIO, DiskFailed),
 ]
 
 

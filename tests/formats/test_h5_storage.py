@@ -355,7 +355,7 @@ def test_what_is_there_already_is_not_written_over(path: Path) -> None:
 def test_another_programs_hdf5_is_told_and_left(path: Path, user_block: int) -> None:
     with h5py.File(path, "w", userblock_size=user_block) as file:
         file["x"] = [1, 2, 3]
-    assert_refused(path, NotAStorage, "an HDF5 file that another program wrote.* h5py opens it")
+    assert_refused(path, NotAStorage, "an HDF5 file of another program.* h5py opens it")
     with pytest.raises(NotAStorage, match="an HDF5 file of another program"):
         H5Storage(path, mode="append")
     with pytest.raises(PathIsTaken, match="an HDF5 file of another program"):

@@ -203,7 +203,7 @@ def test_a_file_in_the_way_is_refused(path: Path) -> None:
     for mode in ("append", "read"):
         with pytest.raises(NotAStorage, match="is a file"):
             MemmapStorage(path, mode=mode)
-        with pytest.raises(NotAStorage, match="is a file"):
+        with pytest.raises(NotAStorage, match="is an empty file"):
             open_storage(path, mode)
 
 
@@ -272,7 +272,7 @@ def test_a_missing_column_is_told(five: Path) -> None:
 def test_a_column_elsewhere_is_refused(five: Path, tmp_path: Path) -> None:
     (five / "wide.memmap").rename(tmp_path / "elsewhere")
     (five / "wide.memmap").symlink_to(tmp_path / "elsewhere")
-    wording = "not a column, but a link or of another kind"
+    wording = "not what this storage made there, but a link or of another kind"
     assert_refused(five, CorruptStorage, wording)
     for make in (os.mkdir, os.mkfifo):
         (five / "wide.memmap").unlink()

@@ -96,10 +96,10 @@ def test_what_is_no_storage_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotAStorage, match=r"no manifest\.json"):
         open_storage(tmp_path / "empty")
     (tmp_path / "file").touch()
-    with pytest.raises(NotAStorage, match="is a file, not a Tallyroll storage"):
+    with pytest.raises(NotAStorage, match="is an empty file, not a Tallyroll storage"):
         open_storage(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(NotAStorage, match="is a file, not a Tallyroll storage"):
+    with pytest.raises(NotAStorage, match="is no plain file, not a Tallyroll storage"):
         open_storage(tmp_path / "pipe")
 
 

@@ -16,7 +16,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, Schema, StorageFull, open_storage
 from tallyroll.storage.formats import space
-from tallyroll.storage.formats.space import Footprint, estimate, require_room
+from tallyroll.storage.formats.space import Footprint, estimate
 from tallyroll.storage.storages import FORMATS, storage_class
 
 ROWS = {("x",): np.zeros((3, 4), np.float32), ("y",): np.zeros(3, np.int64)}
@@ -53,8 +53,6 @@ def little_space(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_the_estimate_is_what_is_made(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"data{suffix}"
     wanted = estimate(format_at(path), SCHEMA, 100_000)
-    assert wanted.rows == 100_000
-    assert wanted.row_nbytes == ROW_NBYTES
     with storage_class(path)(path, capacity=100_000) as storage:
         storage.extend(ROWS)
         files = [each for each in [path, *path.rglob("*")] if each.is_file()]
@@ -71,12 +69,11 @@ def test_rows_that_are_there_take_nothing_more(tmp_path: Path) -> None:
     assert estimate(format, SCHEMA, 1000).nbytes == 24_000
     assert estimate(format, SCHEMA, 1000, there=400).nbytes == 14_400
     assert estimate(format, SCHEMA, 1000, there=2000).nbytes == 0
-    assert estimate(format, SCHEMA, 1000, there=400, twice=True).nbytes == 38_400
 
 
 def test_every_limit_is_named_with_its_numbers() -> None:
     limits = {"free": 99, "free_files": 1, "largest_file": 49, "free_maps": 2}
-    made = space.Estimate(10, 10, Footprint(100, 2, 50, 3), 100, **limits)
+    made = space.Estimate(Footprint(100, 2, 50, 3), 100, **limits)
     assert made.problems == [
         "they take 100 bytes more, and 99 are free",
         "the largest file would have 50 bytes, and files may have 49 there (by the file system, or "
@@ -85,7 +82,7 @@ def test_every_limit_is_named_with_its_numbers() -> None:
         "they take 3 memory maps, and a process may have 2 more (sysctl vm.max_map_count)",
     ]
     enough = {"free": 100, "free_files": 2, "largest_file": 50, "free_maps": 3}
-    assert space.Estimate(10, 10, made.needed, 100, **enough).problems == []
+    assert space.Estimate(made.needed, 100, **enough).problems == []
 
 
 def test_what_the_system_says() -> None:
@@ -130,14 +127,6 @@ def test_a_ring_takes_its_slots_and_no_more(tmp_path: Path, little_space: Simple
     with MemmapStorage(tmp_path / "data", max_size=1000, capacity=10**9) as storage:
         storage.extend(ROWS)
         assert storage.ring == 1000
-
-
-def test_a_copy_takes_as_much_again(tmp_path: Path, little_space: SimpleNamespace) -> None:
-    format = format_at(tmp_path / "data.h5")
-    rows = 100_000
-    require_room(format, SCHEMA, rows)
-    with pytest.raises(StorageFull, match=r"no room for 100,000 rows of 24 bytes and their copy"):
-        require_room(format, SCHEMA, rows, twice=True)
 
 
 def test_space_asked_for_later_is_refused_likewise(

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tallyroll.collector.errors import SharedMemoryBusy
-
-PAUSES = (0.00005, 0.002)
-"""Seconds between two tries: at first, and in the end."""
+from tallyroll.storage.files.lock import acquire, held
 
 
 class FileLock:
@@ -31,7 +29,7 @@ class FileLock:
     def __init__(self, fd: int, what: str, seconds: float) -> None:
         self._what, self._seconds = what, seconds
         self._open(fd)
-        _locks.add(self)
+        held.add(self)
 
     def _open(self, fd: int) -> None:
         # Opened afresh: a duplicate of fd would share its locks with all other duplicates.
@@ -70,23 +68,15 @@ class FileLock:
         if not self._threads.acquire(timeout=self._seconds):
             raise self._busy(purpose)
         try:
-            self._acquire(kind, deadline, purpose)
+            try:
+                acquire(self._fd, kind, deadline - time.monotonic())
+            except BlockingIOError:
+                raise self._busy(purpose) from None
             yield
         finally:
             # Whatever came in between, a Ctrl-C for example: to release what is free is no harm.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             self._threads.release()
-
-    def _acquire(self, kind: int, deadline: float, purpose: str) -> None:
-        pause, longest = PAUSES
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
-                return
-            if time.monotonic() > deadline:
-                raise self._busy(purpose)
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
 
     def _busy(self, purpose: str) -> SharedMemoryBusy:
         inside = " and ".join(map(_described, self._holders())) or "an unknown process"
@@ -106,7 +96,6 @@ class FileLock:
 
     def forked(self) -> None:
         """Give up the parent's lock, in a child that it forked, and have one of its own."""
-        # Its descriptor would keep the lock held after the parent's death.
         old, closed = self._fd, self._close.detach() is None
         if not closed:
             self._open(old)
@@ -128,14 +117,3 @@ def _described(process: int) -> str:
         return f"process {process}"
     found = re.search(r"^State:\s+\w \(([\w ]+)\)$", status, re.MULTILINE)
     return f"process {process} ({found[1]})" if found else f"process {process}"
-
-
-_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for lock in list(_locks):
-        lock.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)

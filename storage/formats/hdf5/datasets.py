@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, MissingLibrary
+from tallyroll.storage.files.manifest import Manifest, attributes_of
+from tallyroll.storage.files.safe_files import write_all
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
@@ -65,6 +67,10 @@ class AttributePlace:
     at: int
     before: bytes
 
+    def stands(self, file: int) -> bool:
+        """Whether the value is where it was made: other programs may have moved it."""
+        return os.pread(file, len(self.before), self.at - len(self.before)) == self.before
+
 
 @dataclass(frozen=True, slots=True)
 class DatasetOffsets:
@@ -83,6 +89,22 @@ class FilePlaces:
     provenance: AttributePlace
     """The value of the attribute ``provenance``, of `PROVENANCE_NBYTES` bytes."""
     layout: DatasetOffsets
+
+    def show_rows(self, file: int, rows: int) -> None:
+        """Write the attribute ``rows``."""
+        write_all(file, rows.to_bytes(8, "little"), self.rows.at)
+
+    def rows_shown(self, file: int) -> int:
+        """The value of the attribute ``rows``."""
+        return int.from_bytes(os.pread(file, 8, self.rows.at), "little", signed=True)
+
+    def show_manifest(self, file: int, manifest: Manifest) -> None:
+        """Write the attribute ``provenance``."""
+        write_all(file, _provenance(manifest), self.provenance.at)
+
+    def shows_manifest(self, file: int, manifest: Manifest) -> bool:
+        """Whether the attribute ``provenance`` is that of the manifest."""
+        return os.pread(file, PROVENANCE_NBYTES, self.provenance.at) == _provenance(manifest)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that `from_json` reads back."""
@@ -113,6 +135,11 @@ class FilePlaces:
             return cls(rows, provenance, DatasetOffsets(offsets, _whole(value["capacity"], 0)))
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"not places in a file: {value!r:.200}") from error
+
+
+def _provenance(manifest: Manifest) -> bytes:
+    text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
+    return text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES)
 
 
 def _whole(value: Any, least: int) -> int:

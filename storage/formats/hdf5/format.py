@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,14 +25,24 @@ import numpy as np
 from tallyroll.storage.errors import (
     CapacityMissing,
     CorruptStorage,
-    InvalidSchema,
+    MissingLibrary,
     NotAStorage,
+    NotWritable,
+    PathIsDirectory,
+    PathIsTaken,
     StorageFull,
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts, refuse_newer
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
-from tallyroll.storage.files.paths import failed, told
-from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.files.paths import (
+    refuse_impossible,
+    require_creatable,
+    told,
+    translated,
+)
+from tallyroll.storage.files.safe_files import closing, open_file, write_all
+from tallyroll.storage.files.versions import refuse_newer_provenance
+from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.datasets import (
     PROVENANCE_NBYTES,
     DatasetOffsets,
@@ -42,29 +51,22 @@ from tallyroll.storage.formats.hdf5.datasets import (
     nbytes_of_file,
     shown_attributes,
 )
-from tallyroll.storage.formats.hdf5.path_checks import OneFileFormat
 from tallyroll.storage.formats.hdf5.replace import (
     aside,
-    is_at,
     new_file,
-    open_file,
-    opened,
-    read_rows,
+    put_manifest,
     rewrite,
-    show_manifest,
-    show_provenance,
-    show_rows,
-    shows_manifest,
 )
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     has_slots,
+    is_hdf5,
+    is_ours,
     newest_manifest,
 )
-from tallyroll.storage.formats.mapping import MAP_NORESERVE, Access
+from tallyroll.storage.formats.mapping import Access, map_file
 from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
-from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = ["H5Format"]
@@ -72,32 +74,89 @@ __all__ = ["H5Format"]
 _LOOKS = 3
 
 
-class H5Format(OneFileFormat):
-    """The file of an `H5Storage`."""
+class H5Format(Format):
+    """The file of an `H5Storage`, and its lock file and table of episodes beside it."""
 
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
     most_dims: ClassVar[int] = 32
+    lacks_bfloat16: ClassVar[str] = "HDF5"
+
+    _places: FilePlaces
+    """As the manifest says, which is read before `open`, or as they were made."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._schema: Schema | None = None
-        self._places: FilePlaces | None = None
+        # Not a link's: the file is replaced at times, and two names would be two locks.
+        path = Path(os.path.realpath(path))
+        super().__init__(path, path.parent)
+        self.header_path = self.manifest_path = path
+        self.lock_path = path.with_name(path.name + ".lock")
+        self.episodes_path = path.with_name(path.name + ".episodes.npy")
         self._file = -1
         self._arrays: dict[Access, list[np.ndarray]] = {}
 
-    @property
-    def _known(self) -> FilePlaces:
-        assert self._places is not None
-        return self._places
+    def open_header(self, flags: int) -> int:
+        """A descriptor of the file."""
+        return open_file(self.path, flags)
+
+    def stands(self) -> bool:
+        """Whether there is a file of ours with a manifest in it."""
+        try:
+            with closing(open_file(self.path, os.O_RDONLY)) as file:
+                return is_ours(self.path) and newest_manifest(file) is not None
+        except OSError:
+            return False
+
+    def refuse_existing(self) -> None:
+        """Accept a path where nothing is, or an unfinished creation."""
+        refuse_impossible(self.lock_path)
+        if self.path.is_dir():
+            raise PathIsDirectory(
+                f"{self.path} should be a file, and is a directory. Give the path of a new file."
+            )
+        if self.path.exists():
+            if not is_ours(self.path):
+                raise PathIsTaken(
+                    f"{self.path} is {_what(self.path)} already. Give the path of a new file."
+                )
+            self._refuse_storage()
+            with contextlib.suppress(NotAStorage):
+                self.read_manifest()
+        require_creatable(self.path.parent)
+
+    def refuse_missing(self) -> None:
+        """Accept a file with a user block of ours."""
+        super().refuse_missing()
+        if self.path.is_dir():
+            raise NotAStorage(
+                f"{self.path} is a directory, and this storage is a file. Give its path; "
+                "tallyroll.storage.open_storage(path) opens any format."
+            )
+        if not os.access(self.path, os.R_OK):
+            raise NotWritable(f"{self.path} cannot be read: permission denied.")
+        if not is_ours(self.path):
+            _refuse_newer(self.path)
+            raise NotAStorage(
+                f"{self.path} is {_what(self.path)}, not a Tallyroll storage. Give the path of a "
+                "storage." + (" h5py opens it." if is_hdf5(self.path) else "")
+            )
+
+    def discard(self) -> None:
+        """Remove an unfinished file, and an unfinished copy."""
+        self.inside.remove(aside(self.path))
+        self.inside.remove(self.path)
+
+    def written_aside(self) -> set[Path]:
+        """The table of episodes."""
+        return {self.episodes_path}
 
     @property
     def _layout(self) -> DatasetOffsets:
-        return self._known.layout
+        return self._places.layout
 
     def read_manifest(self) -> Manifest:
-        """The manifest, which says where the values of attributes lie. Read before `open`."""
-        with opened(self.path, os.O_RDONLY) as file:
+        """The manifest, which says where the values of attributes lie."""
+        with closing(open_file(self.path, os.O_RDONLY)) as file:
             size, content = os.fstat(file).st_size, newest_manifest(file)
             header, written = os.pread(file, HEADER_NBYTES, 0), has_slots(file)
         _, head = committed_counts(header)
@@ -122,27 +181,12 @@ class H5Format(OneFileFormat):
         self._places = _places_in(manifest, self.path)
         return manifest
 
-    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+    @told
+    def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, and the attribute ``provenance``."""
-        with contextlib.ExitStack() as exits:
-            file = self._file
-            if file < 0:
-                file = exits.enter_context(opened(self.path, os.O_RDWR))
-            try:
-                show_manifest(file, manifest, self._known, durable=durable)
-                if durable:
-                    os.fdatasync(file)
-            except OSError as error:
-                raise failed(self.path, error, 0) from error
-
-    def check(self, schema: Schema) -> None:
-        """Refuse what HDF5 has no dtype or name for."""
-        for column in schema.columns:
-            if column.dtype_name == "bfloat16":
-                raise InvalidSchema(
-                    f"column {spell(column.key)} is bfloat16, which HDF5 does not have. Convert it "
-                    "to float32 before writing, or use MemmapStorage."
-                )
+        put_manifest(self._file, manifest, self._places, durable=self.durable)
+        if self.durable:
+            os.fdatasync(self._file)
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
         """Space that ``rows`` rows take: one file, mapped for writing and for views."""
@@ -168,7 +212,7 @@ class H5Format(OneFileFormat):
         if not capacity:
             return
         if capacity > self._checked(schema).capacity:
-            with opened(self.path, os.O_RDONLY) as file:
+            with closing(open_file(self.path, os.O_RDONLY)) as file:
                 _, head = committed_counts(os.pread(file, HEADER_NBYTES, 0))
             self._rewrite(schema, head, capacity)
 
@@ -178,7 +222,7 @@ class H5Format(OneFileFormat):
             self._rewrite(schema, rows, rows)
 
     def _checked(self, schema: Schema) -> DatasetOffsets:
-        with opened(self.path, os.O_RDONLY) as file:
+        with closing(open_file(self.path, os.O_RDONLY)) as file:
             return self._layout_in(file, schema)
 
     def _rewrite(self, schema: Schema, rows: int, capacity: int) -> None:
@@ -199,42 +243,33 @@ class H5Format(OneFileFormat):
             )
         return layout
 
+    @told
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the file, and ask h5py where the datasets lie."""
-        try:
-            file = open_file(self.path, os.O_RDWR if writable else os.O_RDONLY)
-        except OSError as error:
-            raise failed(self.path, error, 0) from error
+        file = open_file(self.path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             self._layout_in(file, schema)
             if writable:
                 self._require_attributes(file)
-                self._show_manifest_again(file)
+                if not self._shows_manifest(file):  # a power cut left a part of it
+                    self._places.show_manifest(file, self.read_manifest())
                 self.inside.remove(aside(self.path))
         except BaseException:
             os.close(file)
             raise
-        self._file, self._schema = file, schema
-
-    def _show_manifest_again(self, file: int) -> None:
-        """Write the attribute ``provenance`` where a power cut left a part of it."""
-        try:
-            if not self._shows_manifest(file):
-                show_provenance(file, self.read_manifest(), self._known)
-        except OSError as error:
-            raise failed(self.path, error, 0) from error
+        self._file, self.schema = file, schema
 
     def _shows_manifest(self, file: int) -> bool:
         content = newest_manifest(file)
         if content is None:  # there is none yet
             return True
-        return shows_manifest(file, parse_manifest(content, self.path), self._known)
+        return self._places.shows_manifest(file, parse_manifest(content, self.path))
 
     def _require_attributes(self, file: int) -> None:
         """Another program that changed attributes may have moved ours."""
-        places, size = self._known, os.fstat(file).st_size
+        places, size = self._places, os.fstat(file).st_size
         for name, place in (("rows", places.rows), ("provenance", places.provenance)):
-            if not is_at(file, place) or place.at + PROVENANCE_NBYTES > size:
+            if not place.stands(file) or place.at + PROVENANCE_NBYTES > size:
                 raise CorruptStorage(
                     f"the attribute {name} in {self.path} is not where it was: another program "
                     "wrote to the file, or it is damaged. Its rows can be read: copy them to a "
@@ -265,18 +300,12 @@ class H5Format(OneFileFormat):
             )
 
     def _mapped(self, access: Access) -> list[np.ndarray]:
-        assert self._schema is not None
         capacity = self._layout.capacity
-        columns = [(column, (capacity, *column.shape)) for column in self._schema.columns]
+        columns = [(column, (capacity, *column.shape)) for column in self.schema.columns]
         if not capacity:
             return [np.empty(shape, column.numpy_dtype) for column, shape in columns]
         try:
-            if access == "private":
-                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-                area = mmap.mmap(self._file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            else:
-                kind = mmap.ACCESS_WRITE if access == "write" else mmap.ACCESS_READ
-                area = mmap.mmap(self._file, 0, access=kind)
+            area = map_file(self._file, 0, access)
             return [
                 np.ndarray(shape, column.numpy_dtype, buffer=area, offset=at)
                 for (column, shape), at in zip(columns, self._layout.offsets, strict=True)
@@ -296,41 +325,39 @@ class H5Format(OneFileFormat):
 
     def publish(self, rows: int) -> None:
         """Store ``rows`` as the value of the attribute."""
-        try:
-            show_rows(self._file, rows, self._known)
-        except OSError as error:
-            raise failed(self.path, error, 8) from error
+        with translated(self.path, 8):
+            self._places.show_rows(self._file, rows)
 
-    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+    def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Look at the values of attributes that are written again and again."""
         path = self.path
         try:
-            with opened(path, os.O_RDONLY) as file:
-                places = self._known
+            with closing(open_file(path, os.O_RDONLY)) as file:
+                places = self._places
                 # A writer may be just writing it.
-                if is_at(file, places.provenance) and not any(
+                if places.provenance.stands(file) and not any(
                     self._shows_manifest(file) for _ in range(_LOOKS)
                 ):
                     raise differs(path, "its attribute provenance is not that of the manifest")
-                if is_at(file, places.rows):
-                    self._require_rows(read_rows(file, places), head())
+                if places.rows.stands(file):
+                    self._require_rows(places.rows_shown(file), head())
         except CorruptStorage as error:
             yield str(error)
 
-    def made_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+    def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Look at the other attributes; datasets not in their places cannot be opened."""
         path = self.path
         try:
-            with opened(path, os.O_RDONLY) as file:
+            with closing(open_file(path, os.O_RDONLY)) as file:
                 attributes = shown_attributes(file, path)
-                moved = not is_at(file, self._known.rows)
+                moved = not self._places.rows.stands(file)
             if type(rows := attributes.get("rows")) is not int:
                 raise differs(path, f"its attribute rows is {rows!r:.100}")
             if moved:  # where no writer of ours reaches it
                 self._require_rows(rows, head())
             wanted = {
                 "capacity": self._layout.capacity,
-                "schema": json.dumps(schema.to_json()),
+                "schema": json.dumps(self.schema.to_json()),
             }
             for name, value in wanted.items():
                 if attributes.get(name, value) != value:
@@ -367,3 +394,22 @@ def _places_in(manifest: Manifest, path: Path) -> FilePlaces:
             f"the manifest in {path} does not say where rows and attributes lie: it is damaged. "
             "Restore it from a copy."
         ) from error
+
+
+def _what(path: Path) -> str:
+    if not path.is_file():
+        return "no plain file"
+    if not path.stat().st_size:
+        return "an empty file"
+    return "an HDF5 file of another program" if is_hdf5(path) else "a file of another program"
+
+
+def _refuse_newer(path: Path) -> None:
+    """Raise `FormatVersionMismatch` for an HDF5 file that a later Tallyroll wrote."""
+    if not is_hdf5(path):
+        return
+    with (
+        contextlib.suppress(OSError, CorruptStorage, MissingLibrary),
+        closing(open_file(path, os.O_RDONLY)) as file,
+    ):
+        refuse_newer_provenance(shown_attributes(file, path).get("provenance"), path)

@@ -6,40 +6,31 @@ import contextlib
 import errno
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from tallyroll.storage.errors import ForeignContent, StorageFull
+from tallyroll.storage.errors import ForeignContent, InvalidProvenance, StorageFull
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
-from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.files.origin import moved_into
+from tallyroll.storage.files.header_words import moved_into
+from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import failed, free_bytes
-from tallyroll.storage.files.safe_files import Inside, write_all
+from tallyroll.storage.files.safe_files import Inside, closing, open_file, write_all
 from tallyroll.storage.formats.hdf5.datasets import (
     PROVENANCE_NBYTES,
-    AttributePlace,
     DatasetOffsets,
     FilePlaces,
     foreign_names,
     make_file,
     nbytes_of_file,
 )
-from tallyroll.storage.formats.hdf5.user_block import require_size, write_manifest
+from tallyroll.storage.formats.hdf5.user_block import MANIFEST_LIMIT, write_manifest
 from tallyroll.storage.rows.schema import Schema
 
 __all__ = [
     "aside",
-    "is_at",
     "new_file",
-    "open_file",
-    "opened",
-    "read_rows",
+    "put_manifest",
     "rewrite",
-    "show_manifest",
-    "show_provenance",
-    "show_rows",
-    "shows_manifest",
 ]
 
 _COPY_NBYTES = 2**24
@@ -48,32 +39,6 @@ _COPY_NBYTES = 2**24
 def aside(path: Path) -> Path:
     """The path of a new file while it is made."""
     return path.with_name(path.name + ".tmp")
-
-
-@contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """A descriptor of a plain file at a path without links, closed at the end; raises OSError."""
-    file = open_file(path, flags)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def open_file(path: Path, flags: int) -> int:
-    """A descriptor of a plain file at a path without links; raises OSError.
-
-    The user named it, so that it may have other names besides.
-    """
-    # A pipe would keep us waiting.
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.ENXIO, "it is no file", str(path))
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 @contextlib.contextmanager
@@ -90,20 +55,17 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, F
     try:
         _require_space(path, nbytes)
         # HDF5 says less clearly that a file may not be that large.
-        file = inside.make(new)
-        try:
+        with closing(inside.make(new)) as file:
             os.ftruncate(file, nbytes)
             os.ftruncate(file, 0)
             places = make_file(file, new, schema, capacity)
             # A sparse file would kill us when the disk is full.
             os.posix_fallocate(file, 0, os.fstat(file).st_size)
-            show_rows(file, 0, places)
+            places.show_rows(file, 0)
             # What it was found by is no text, and a power cut may leave it there.
             write_all(file, b" " * PROVENANCE_NBYTES, places.provenance.at)
             yield file, places
             os.fsync(file)
-        finally:
-            os.close(file)
         os.replace(new, path)
         inside.sync_directory(path.parent)
     except OSError as error:
@@ -138,7 +100,7 @@ def rewrite(
         ForeignContent: the file holds what is not ours, and would not be in the new one.
         StorageFull, UnsupportedPlatform: no space, and nothing was changed.
     """
-    with opened(path, os.O_RDONLY) as old:
+    with closing(open_file(path, os.O_RDONLY)) as old:
         if foreign := foreign_names(old, path, schema):
             raise ForeignContent(
                 f"{path} has to be written anew for {capacity} rows, and holds what is not a "
@@ -150,48 +112,27 @@ def rewrite(
                 schema.columns, source.offsets, places.layout.offsets, strict=True
             ):
                 _copy(old, start, new, to, rows * column.row_nbytes)
-            show_manifest(new, manifest, places)
-            show_rows(new, rows, places)
+            put_manifest(new, manifest, places)
+            places.show_rows(new, rows)
 
 
-def show_manifest(
+def put_manifest(
     file: int, manifest: Manifest, places: FilePlaces, *, durable: bool = False
 ) -> None:
-    """Write the manifest into the user block, and the attribute ``provenance``."""
+    """Write the manifest into the user block, and the attribute ``provenance``.
+
+    Raises:
+        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
+    """
     content = json.dumps(manifest | {"places": places.to_json()}).encode()
-    require_size(content)
-    show_provenance(file, manifest, places)
+    if len(content) > MANIFEST_LIMIT:
+        raise InvalidProvenance(
+            f"the manifest of an HDF5 storage, with the provenance of all runs, may have "
+            f"{MANIFEST_LIMIT} bytes and this one has {len(content)}. Give less provenance, or "
+            "use another format."
+        )
+    places.show_manifest(file, manifest)
     write_manifest(file, content, durable=durable)  # last, for with it the storage is one
-
-
-def show_provenance(file: int, manifest: Manifest, places: FilePlaces) -> None:
-    """Write the attribute ``provenance``."""
-    write_all(file, _provenance(manifest), places.provenance.at)
-
-
-def shows_manifest(file: int, manifest: Manifest, places: FilePlaces) -> bool:
-    """Whether the attribute ``provenance`` is that of the manifest."""
-    return os.pread(file, PROVENANCE_NBYTES, places.provenance.at) == _provenance(manifest)
-
-
-def _provenance(manifest: Manifest) -> bytes:
-    text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
-    return text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES)
-
-
-def show_rows(file: int, rows: int, places: FilePlaces) -> None:
-    """Write the attribute ``rows``."""
-    write_all(file, rows.to_bytes(8, "little"), places.rows.at)
-
-
-def is_at(file: int, place: AttributePlace) -> bool:
-    """Whether an attribute's value is where it was made: other programs may have moved it."""
-    return os.pread(file, len(place.before), place.at - len(place.before)) == place.before
-
-
-def read_rows(file: int, places: FilePlaces) -> int:
-    """The value of the attribute ``rows``."""
-    return int.from_bytes(os.pread(file, 8, places.rows.at), "little", signed=True)
 
 
 def _copy(source: int, start: int, target: int, to: int, nbytes: int) -> None:

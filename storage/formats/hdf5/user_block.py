@@ -15,10 +15,8 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
-from tallyroll.storage.errors import InvalidProvenance
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, header_bytes
 from tallyroll.storage.files.safe_files import write_all
 
@@ -29,7 +27,6 @@ __all__ = [
     "is_hdf5",
     "is_ours",
     "newest_manifest",
-    "require_size",
     "write_manifest",
 ]
 
@@ -39,6 +36,7 @@ _MAGIC = b"TALLYMAN"
 _SLOT = struct.Struct("<8sqqI")
 _PAGE = 4096
 _SLOT_NBYTES = (USER_BLOCK_NBYTES - HEADER_NBYTES) // 2 // _PAGE * _PAGE
+_STARTS = (HEADER_NBYTES, HEADER_NBYTES + _SLOT_NBYTES)
 MANIFEST_LIMIT = _SLOT_NBYTES - _SLOT.size
 """The most bytes that a manifest may have."""
 
@@ -73,17 +71,12 @@ def is_ours(path: Path) -> bool:
 
 def has_slots(file: int) -> bool:
     """Whether a manifest was ever written."""
-    return any(os.pread(file, len(_MAGIC), at) == _MAGIC for at in _starts())
-
-
-def _starts() -> Iterator[int]:
-    yield HEADER_NBYTES
-    yield HEADER_NBYTES + _SLOT_NBYTES
+    return any(os.pread(file, len(_MAGIC), at) == _MAGIC for at in _STARTS)
 
 
 def newest_manifest(file: int) -> bytes | None:
     """The newest intact manifest."""
-    return max((found for at in _starts() if (found := _read(file, at))), default=(0, None))[1]
+    return max((found for at in _STARTS if (found := _read(file, at))), default=(0, None))[1]
 
 
 def _read(file: int, at: int) -> tuple[int, bytes] | None:
@@ -97,32 +90,16 @@ def _read(file: int, at: int) -> tuple[int, bytes] | None:
     return (sequence, content) if _crc(sequence, content) == crc else None
 
 
-def require_size(content: bytes) -> None:
-    """Refuse a manifest that does not fit.
-
-    Raises:
-        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
-    """
-    if len(content) > MANIFEST_LIMIT:
-        raise InvalidProvenance(
-            f"the manifest of an HDF5 storage, with the provenance of all runs, may have "
-            f"{MANIFEST_LIMIT} bytes and this one has {len(content)}. Give less provenance, or "
-            "use another format."
-        )
-
-
 def write_manifest(file: int, content: bytes, *, durable: bool = False) -> None:
-    """Write a manifest beside the newest one, which it follows.
+    """Write a manifest of up to `MANIFEST_LIMIT` bytes beside the newest one, which it follows.
 
     Where ``durable``, a power cut leaves the first one of a file whole, or no sign of it.
 
     Raises:
-        InvalidProvenance: it has more than `MANIFEST_LIMIT` bytes.
         OSError: the file system refuses.
     """
-    require_size(content)
-    newest = [found[0] if (found := _read(file, at)) else 0 for at in _starts()]
-    at = list(_starts())[newest.index(min(newest))]
+    newest = [found[0] if (found := _read(file, at)) else 0 for at in _STARTS]
+    at = _STARTS[newest.index(min(newest))]
     sequence = max(newest) + 1
     head = _SLOT.pack(_MAGIC, sequence, len(content), _crc(sequence, content))
     write_all(file, content, at + len(head))

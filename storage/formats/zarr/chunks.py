@@ -10,7 +10,7 @@ import stat
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.safe_files import open_at, write_all
+from tallyroll.storage.files.safe_files import closing, open_file, write_all
 from tallyroll.storage.formats.mapping import Access, Region
 from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
 from tallyroll.storage.rows.keys import spell
@@ -49,7 +49,7 @@ class ChunkedColumn:
         return chunk_name(self._column, number)
 
     def _open(self, number: int, flags: int) -> int:
-        return open_at(self._directory, self._name(number), flags)
+        return open_file(self._name(number), flags, self._directory)
 
     def require(self, count: int) -> None:
         """Check that ``count`` chunks are there.
@@ -93,13 +93,10 @@ class ChunkedColumn:
         self.count = max(count, self.count)
 
     def _make_chunk(self, number: int) -> None:
-        file = self._open(number, os.O_RDWR | os.O_CREAT)
-        try:
+        with closing(self._open(number, os.O_RDWR | os.O_CREAT)) as file:
             if os.fstat(file).st_size > self.chunk_nbytes:
                 os.ftruncate(file, self.chunk_nbytes)
             os.posix_fallocate(file, 0, self.chunk_nbytes)
-        finally:
-            os.close(file)
 
     def remove(self, start: int, stop: int) -> None:
         """Remove chunks ``[start, stop)``, of those that are not mapped."""
@@ -128,11 +125,9 @@ class ChunkedColumn:
         if region is None or region.nbytes < count * self.chunk_nbytes:
             region = self._regions[access] = _reserve(count * self.chunk_nbytes, access)
         for number in range(region.mapped // self.chunk_nbytes, count):
-            file = self._open(number, os.O_RDWR if access == "write" else os.O_RDONLY)
-            try:
+            flags = os.O_RDWR if access == "write" else os.O_RDONLY
+            with closing(self._open(number, flags)) as file:
                 region.add(file, self.chunk_nbytes)
-            finally:
-                os.close(file)
         return region.array(self._column.numpy_dtype, shape)
 
     def write(self, row: int, rows: np.ndarray) -> None:

@@ -20,13 +20,12 @@ in it behind the last row is not shown.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -39,12 +38,12 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.files.paths import failed, opened, told
-from tallyroll.storage.files.safe_files import JSON_LIMIT
+from tallyroll.storage.files.paths import failed, open_column, told
+from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
+from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import PAGE_NBYTES, Access, maps_left
 from tallyroll.storage.formats.metadata_checks import wrong_documents
-from tallyroll.storage.formats.newer_versions import refuse_newer_group
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.formats.zarr.chunks import ChunkedColumn
 from tallyroll.storage.formats.zarr.metadata import (
@@ -57,7 +56,10 @@ from tallyroll.storage.formats.zarr.metadata import (
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column, Schema
 
-__all__ = ["ZarrFormat"]
+__all__ = ["ZarrFormat", "refuse_newer_group"]
+
+_Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
+"""By the place of an array or a group."""
 
 _OURS, _META = "tallyroll", "zarr.json"
 _ROOT = PurePosixPath()
@@ -81,41 +83,21 @@ class ZarrFormat(DirectoryFormat):
 
     name: ClassVar[str] = "tallyroll.zarr"
     most_dims: ClassVar[int] = 32  # what TensorStore opens
+    lacks_bfloat16: ClassVar[str] = "Zarr"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._schema: Schema | None = None
+        ours = path / _OURS
+        self.lock_path, self.header_path = ours / "lock", ours / "c.0"
+        self.manifest_path, self.episodes_path = ours / "manifest.json", ours / "episodes.npy"
+        self._header_meta = ours / _META
         self._manifest: Manifest | None = None
         self._chunk_rows: tuple[int, ...] = ()
         self._shown = 0
         self._header_meta_stands = True
-        self._attributes: dict[PurePosixPath, Mapping[str, Any]] = {}
+        self._attributes: _Attributes = {}
         self._columns: list[ChunkedColumn] = []
         self._mapping = threading.Lock()
-
-    @property
-    def lock_path(self) -> Path:
-        """The writer's lock file."""
-        return self.path / _OURS / "lock"
-
-    @property
-    def header_path(self) -> Path:
-        """The header's file, a chunk of the array ``tallyroll``."""
-        return self.path / _OURS / "c.0"
-
-    @property
-    def manifest_path(self) -> Path:
-        """The manifest."""
-        return self.path / _OURS / "manifest.json"
-
-    @property
-    def episodes_path(self) -> Path:
-        """The table of episodes."""
-        return self.path / _OURS / "episodes.npy"
-
-    @property
-    def _header_meta(self) -> Path:
-        return self.header_path.parent / _META
 
     def _owns(self, name: Path) -> bool:
         return _FILES.fullmatch(name.as_posix()) is not None
@@ -127,19 +109,21 @@ class ZarrFormat(DirectoryFormat):
         except NotAStorage:
             refuse_newer_group(self.path)
             raise
-        self._chunk_rows = _chunk_rows_in(manifest, self.manifest_path)
-        self._manifest = manifest
+        if manifest["format"] == self.name:
+            self._chunk_rows = _chunk_rows_in(manifest, self.manifest_path)
+            self._manifest = manifest
         return manifest
 
-    def write_manifest(self, manifest: Manifest, *, durable: bool = False) -> None:
+    def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, and show its runs to other libraries."""
         manifest = manifest | {"chunk_rows": list(self._chunk_rows)}
-        super().write_manifest(manifest, durable=durable)
+        super().write_manifest(manifest)
         self._manifest = manifest
         self.publish(self._shown)
 
     def check(self, schema: Schema) -> None:
         """Refuse names and dtypes that Zarr does not have, and rows that fill no pages."""
+        super().check(schema)
         require_names(schema)
         for column, rows in zip(schema.columns, _chunks(schema, 0), strict=True):
             _require_mappable(column, rows)
@@ -157,26 +141,15 @@ class ZarrFormat(DirectoryFormat):
             maps=2 * sum(chunks) + 1,
         )
 
-    def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
-        """Make a group of arrays without rows, and the header."""
-        self.discard()
-        self._schema, self._chunk_rows = schema, _chunks(schema, capacity)
-        try:
-            for column in schema.columns:
-                self.inside.make_directory(self.path.joinpath(*column.key))
-        except OSError as error:
-            raise failed(self.path, error, len(header)) from error
+    def _make_columns(self, capacity: int) -> None:
+        self._chunk_rows = _chunks(self.schema, capacity)
         self._header_meta_stands = False
-        self.publish(0)
-        self._write_header(header)
-        places = [self.path.joinpath(*column.key) for column in schema.columns]
-        above = {parent for place in places for parent in place.parents}
-        self._sync_directories({*places, *(p for p in above if p.is_relative_to(self.path))})
-        self._sync_directories({self.header_path.parent})
+        for column in self.schema.columns:
+            self.inside.make_directory(self.path.joinpath(*column.key))
 
     def open(self, schema: Schema, *, writable: bool) -> None:
         """Open the columns' directories."""
-        self._schema = schema
+        self.schema = schema
         if len(self._chunk_rows) != len(schema.columns):
             raise CorruptStorage(
                 f"{self.manifest_path} has chunks of {len(self._chunk_rows)} columns and a schema "
@@ -187,7 +160,7 @@ class ZarrFormat(DirectoryFormat):
             for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
                 _require_pages(self.path, column, rows)
                 place = self.path.joinpath(*column.key)
-                directory = opened(self.inside, place, os.O_DIRECTORY, what="a column")
+                directory = open_column(self.inside, place, os.O_DIRECTORY)
                 columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
         except BaseException:
             for each in columns:
@@ -203,34 +176,21 @@ class ZarrFormat(DirectoryFormat):
             self._header_meta_stands = not any(self._header_shown_wrongly())
 
     def _sweep(self) -> None:
-        for place in {self.path, self.header_path.parent, *map(self._place, self._places())}:
-            with contextlib.suppress(OSError):
-                directory = self.inside.open_directory(place)
-                try:
-                    for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
-                        with contextlib.suppress(OSError):  # a directory is none of ours
-                            os.unlink(name, dir_fd=directory)
-                finally:
-                    os.close(directory)
+        for place in {file.parent for file in self.written_aside()}:
+            with (
+                contextlib.suppress(OSError),
+                closing(self.inside.open_directory(place)) as directory,
+            ):
+                for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(directory)):
+                    with contextlib.suppress(OSError):  # a directory is none of ours
+                        os.unlink(name, dir_fd=directory)
 
-    @property
-    def _known(self) -> Schema:
-        assert self._schema is not None
-        return self._schema
-
-    def _places(self) -> list[PurePosixPath]:
-        """Every directory with a ``zarr.json`` of columns or groups."""
-        return list(documents(self._known, self._chunk_rows, 0, {}))
-
-    def _place(self, place: PurePosixPath) -> Path:
-        return self.path.joinpath(*place.parts)
-
-    def _read_attributes(self) -> dict[PurePosixPath, Mapping[str, Any]]:
+    def _read_attributes(self) -> _Attributes:
         """Attributes that other programs may have added to arrays and groups."""
-        found: dict[PurePosixPath, Mapping[str, Any]] = {}
-        for place in self._places():
+        found: _Attributes = {}
+        for place in documents(self.schema, self._chunk_rows, 0, {}):
             with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-                document = self.inside.read_json(self._place(place) / _META)
+                document = self.inside.read_json(self.path / place / _META)
                 found[place] = dict(document["attributes"])
         return found
 
@@ -282,40 +242,31 @@ class ZarrFormat(DirectoryFormat):
         root = dict(self._attributes.get(_ROOT, {}))
         if self._manifest is not None:
             root |= attributes_of(self._manifest, _PROVENANCE_NBYTES)
-        attributes = self._attributes | {_ROOT: root | {"rows": rows}}
-        try:
-            if not self._header_meta_stands:
-                self._write_json(self._header_meta, header_document(HEADER_NBYTES))
-                self._header_meta_stands = True
-            shown = documents(self._known, self._chunk_rows, rows, attributes)
-            for place, document in shown.items():
-                self._write_json(self._place(place) / _META, document)
-        except OSError as error:
-            raise failed(self.path, error, 4096) from error
+        if not self._header_meta_stands:
+            self._show(self._header_document)
+            self._header_meta_stands = True
+        self._show(self._documents(rows, self._attributes | {_ROOT: root | {"rows": rows}}))
         self._shown = rows
 
-    def _write_json(self, path: Path, value: Any) -> None:
-        self.inside.write_aside(path, json.dumps(value).encode(), synced=self.durable)
+    def _documents(self, rows: int, attributes: _Attributes | None = None) -> dict[Path, Any]:
+        shown = documents(self.schema, self._chunk_rows, rows, attributes or {})
+        return {self.path / place / _META: document for place, document in shown.items()}
 
-    def _documents(self) -> set[Path]:
-        ours = {self.manifest_path, self.episodes_path, self._header_meta}
-        return ours | {self._place(place) / _META for place in self._places()}
+    @property
+    def _header_document(self) -> dict[Path, Any]:
+        return {self._header_meta: header_document(HEADER_NBYTES)}
 
-    def shown_wrongly(self, schema: Schema, head: Callable[[], int]) -> Iterator[str]:
+    def written_aside(self) -> set[Path]:
+        """The metadata of the header, too."""
+        return super().written_aside() | {self._header_meta}
+
+    def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Compare Zarr's metadata with what it should be."""
-        yield from wrong_documents(
-            self.inside,
-            lambda rows: {
-                self._place(place) / _META: document
-                for place, document in documents(schema, self._chunk_rows, rows, {}).items()
-            },
-            head,
-        )
+        yield from super().shown_wrongly(head)
         yield from self._header_shown_wrongly()
 
     def _header_shown_wrongly(self) -> Iterator[str]:
-        header = {self._header_meta: header_document(HEADER_NBYTES)}
-        return wrong_documents(self.inside, lambda _: header, lambda: HEADER_NBYTES)
+        return wrong_documents(self.inside, lambda _: self._header_document, lambda: HEADER_NBYTES)
 
     @told
     def trim(self, rows: int) -> None:
@@ -334,6 +285,13 @@ class ZarrFormat(DirectoryFormat):
         columns, self._columns = self._columns, []
         for column in columns:
             column.close()
+
+
+def refuse_newer_group(path: Path) -> None:
+    """Raise `FormatVersionMismatch` for a Zarr group that a later Tallyroll wrote."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        provenance = Inside(path).read_json(path / _META)["attributes"]["provenance"]
+        refuse_newer_provenance(provenance, path)
 
 
 def _chunks(schema: Schema, capacity: int) -> tuple[int, ...]:

@@ -38,17 +38,12 @@ _KIB, _MIB = 2**10, 2**20
 
 
 def require_names(schema: Schema) -> None:
-    """Refuse what Zarr, or a library that reads it, has no name or dtype for.
+    """Refuse what Zarr, or a library that reads it, has no name for.
 
     Raises:
-        InvalidSchema: bfloat16, or a name that cannot be one.
+        InvalidSchema: a name that cannot be one.
     """
     for column in schema.columns:
-        if column.dtype is torch.bfloat16:
-            raise InvalidSchema(
-                f"column {spell(column.key)} is bfloat16, which Zarr does not have. Convert it to "
-                "float32 before writing, or use MemmapStorage."
-            )
         if column.key[0] == _OURS:
             raise InvalidSchema(
                 f"column {spell(column.key)} would lie at {_OURS}, where the header is. Rename it."

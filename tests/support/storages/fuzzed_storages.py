@@ -38,7 +38,7 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
-from tallyroll.storage.files.checked_counts import word_of
+from tallyroll.storage.files.header_words import word_of
 from tallyroll.storage.storages import DiskStorage
 
 ROWS, RING = 120, 50

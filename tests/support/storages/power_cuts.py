@@ -26,7 +26,7 @@ import pytest
 
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, Header, word_of
-from tallyroll.storage.files.origin import _INODE, Origin, _inode_of, moved_into
+from tallyroll.storage.files.header_words import INODE, inode_of, moved_into
 
 __all__ = ["PAGE_NBYTES", "Recorder", "Syncs"]
 
@@ -45,7 +45,6 @@ _IN_MEMORY: tuple[tuple[type, str], ...] = (
     (Header, "end_writing"),
     (Header, "reserve"),
     (Header, "head"),
-    (Origin, "take"),
 )
 
 
@@ -313,6 +312,6 @@ def _keep_origin(file: int, recorded: int) -> None:
     """A header knows its file by the inode's number, which a power cut leaves as it is."""
     header = os.pread(file, HEADER_NBYTES, 0)
     if len(header) == HEADER_NBYTES:
-        word = int.from_bytes(header[8 * _INODE : 8 * _INODE + 8], "little")
-        if word == word_of(_inode_of(recorded)):
+        word = int.from_bytes(header[8 * INODE : 8 * INODE + 8], "little")
+        if word == word_of(inode_of(recorded)):
             os.pwrite(file, moved_into(file, header), 0)
