@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from math import ceil
 from typing import Any, Literal
 
 import cloudpickle
@@ -18,7 +18,6 @@ from torchrl.envs.utils import ExplorationType
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import (
@@ -36,16 +35,15 @@ from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.rollout.rollout import Rollout, Source
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
-from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
+from tallyroll.collector.workers.failures import limits_named, require_guard
+from tallyroll.collector.workers.leases import Leases
 from tallyroll.collector.workers.lockstep import LockstepDriver
-from tallyroll.collector.workers.main_guard import require_guard
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
 from tallyroll.collector.workers.startup import WorkerStartup
 from tallyroll.collector.workers.supervision import Supervision, supervision_of
-from tallyroll.collector.workers.system_limits import limits_named
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
@@ -183,8 +181,7 @@ class MultiprocessCollector(Collector):
                     pickled,
                     start_method=mp_start_method,
                     threads=threads,
-                    step_timeout=supervision.step_timeout,
-                    start_timeout=supervision.start_seconds,
+                    supervision=supervision,
                 )
         except BaseException:
             self._writer.close()
@@ -203,7 +200,6 @@ class MultiprocessCollector(Collector):
         self._seed_everything(seed)
         plan = self._startup.planned.plan
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
-        self._states = [member.state for member in self._worker_pool.members]
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,
@@ -218,7 +214,7 @@ class MultiprocessCollector(Collector):
     def _carve(self, slots: int, segments: int) -> tuple[Blocks, Share]:
         """Shared memory of slabs with so many slots, known to the workers."""
         plan, share = self._startup.planned.plan, Share(self._startup.lanes, slots, segments)
-        module = self._module
+        module = None if self._policy is None else self._policy.module
         measure = Measure()
         Blocks(measure, share, plan, module)
         slabs = f"{segments} slabs for each of {self.num_workers} workers" if segments else "a slab"
@@ -231,13 +227,7 @@ class MultiprocessCollector(Collector):
         self._weights = blocks.weights
         self._publish()
         self._startup.bind(arena, share, blocks)
-        self._worker_pool.show_actions(blocks, plan.layout)
         return blocks, share
-
-    @property
-    def _module(self) -> nn.Module | None:
-        module = None if self._policy is None else self._policy.module
-        return module if isinstance(module, nn.Module) else None
 
     def _workers_rollout(self) -> Source:
         planned, plan = self._startup.planned, self._startup.planned.plan
@@ -249,7 +239,7 @@ class MultiprocessCollector(Collector):
             plan,
             draws=draws,
             rng=self._rng,
-            replace=self._startup,
+            startup=self._startup,
         )
         return Rollout(
             driver,
@@ -263,10 +253,10 @@ class MultiprocessCollector(Collector):
 
     def _leases(self) -> Source:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
-        frames = frames_of_a_lease(self.frames_per_batch, self.num_workers)
+        # A batch takes one lease of every worker.
+        frames = ceil(self.frames_per_batch / self.num_workers)
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
         blocks, share = self._carve(slots, _SEGMENTS)
-        episodes = self._options.total_episodes
         return Leases(
             self._worker_pool,
             self._startup,
@@ -274,8 +264,8 @@ class MultiprocessCollector(Collector):
             share,
             plan,
             frames=frames,
-            remaining=partial(_remaining, self._budget, self.ledger),
-            episodes=None if episodes is None else partial(_incomplete, episodes, self.ledger),
+            budget=self._budget,
+            episodes=self._options.total_episodes,
             exact=self._options.surplus == "never_step",
             ledger=self.ledger,
             random_frames=self._random_frames,
@@ -302,7 +292,7 @@ class MultiprocessCollector(Collector):
             weights: a TensorDict of parameters, a state dict or a module; None takes those that
                 the policy given at construction has now. Buffers travel too.
         """
-        if self._policy is not None and self._module is None:
+        if self._policy is not None and not isinstance(self._policy.module, nn.Module):
             raise ArgumentError(
                 f"update_policy_weights_: the policy is a {type(self._policy.source).__name__}, "
                 "whose copies in the workers no weights can reach; make it an nn.Module "
@@ -318,7 +308,7 @@ class MultiprocessCollector(Collector):
 
     def _publish(self) -> None:
         if self._policy is not None:
-            self._weights.publish(self._module or nn.Module(), self._policy.version)
+            self._weights.publish(self._policy.module, self._policy.version)
 
     def _seed_everything(self, seed: int | None) -> None:
         incarnation = self.ledger.incarnation
@@ -350,14 +340,6 @@ class MultiprocessCollector(Collector):
         """
         super().load_state_dict(state)
         self._publish()
-
-
-def _remaining(budget: Budget, ledger: Ledger) -> int | None:
-    return budget.remaining(ledger.stored)
-
-
-def _incomplete(episodes: int, ledger: Ledger) -> int:
-    return episodes - ledger.episodes_complete
 
 
 def _per_worker(

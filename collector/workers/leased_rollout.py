@@ -1,49 +1,21 @@
 """Fill a segment of a worker's slab, as a lease asks for."""
 
-from collections.abc import Sequence
-
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.options import Surplus
-from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.rollout import SLOTS_AT_ONCE, Rollout
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.messages import Lease
-from tallyroll.storage.rows.keys import Key
 
 
 class LeasedRollout(Rollout):
     """Fills segments of a slab; what is in them is the parent's then, and nothing is carried.
 
-    Args:
-        driver: fills slots; what it writes to its board others may read.
-        policy: None draws random actions.
-        extra: keys that the policy writes beside the action.
-        surplus: ``"never_step"`` steps only as many lanes as a lease needs.
-        episodes: the budget is one of episodes, whose tickets come with leases.
+    The driver is one of this process, so that others may read the board that it writes. A budget
+    of episodes begins with none: each lease brings more.
     """
 
     driver: LocalDriver
-
-    def __init__(
-        self,
-        driver: LocalDriver,
-        policy: Policy | None,
-        *,
-        extra: Sequence[Key],
-        surplus: Surplus,
-        episodes: bool,
-    ) -> None:
-        super().__init__(
-            driver,
-            policy,
-            extra=extra,
-            surplus=surplus,
-            random_frames=0,
-            ledger=Ledger(),
-            gate=EpisodeBudget(0, driver.lanes) if episodes else None,
-        )
 
     def lease(self, lease: Lease, slots: int) -> tuple[dict[str, int], int, int]:
         """Fill a segment of at most ``slots`` slots.

@@ -1,14 +1,14 @@
 """Transitions as they come from workers that never wait for one another (``mode="async"``)."""
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.rollout.driver import ended_in
@@ -17,7 +17,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.processes import Member, WorkerPool
+from tallyroll.collector.workers.processes import Event, Member, WorkerPool
 from tallyroll.collector.workers.shared.placement import Blocks, Share
 from tallyroll.collector.workers.startup import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -32,6 +32,11 @@ class Segment:
     slab: Slab
     used: int = 0
     free: bool = True
+    lease: int = 0
+    """The number of the last lease that it was for."""
+    reserved: int = 0
+    """Transitions of the budget that are kept for it, those of its last step included."""
+    random_frames: int = 0
 
     @property
     def transitions(self) -> Mask:
@@ -39,36 +44,18 @@ class Segment:
         return self.slab.transitions[: self.used]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """In the queue: from here on the lanes' trajectories are others."""
-
-    lanes: range
-
-
-@dataclass(frozen=True)
-class Leased:
-    """A lease that has not come back."""
-
-    number: int
-    segment: Segment
-    reserved: int
-    """Transitions of the budget that are kept for it, those of its last step included."""
-    random_frames: int
-
-
 @dataclass
 class Tally:
     """A worker's part of the budget."""
 
-    leases: deque[Leased] = field(default_factory=deque)
-    """In the order in which it fills them."""
+    fresh: bool = False
+    """Its lanes are to begin anew with the next lease."""
+    leased: deque[Segment] = field(default_factory=deque)
+    """Segments whose leases have not come back, in the order in which it fills them."""
     granted: int = 0
     """Leases in all."""
     tickets: int = 0
     """Episodes that it may still complete."""
-    fresh: bool = False
-    """Its lanes are to begin anew with the next lease."""
     pending: NDArray[np.bool_] | None = None
     """Lanes that ended in the last slot of its last lease."""
 
@@ -81,14 +68,14 @@ class Leases:
     first are those that count, however long they last.
 
     Args:
-        crew: the workers.
-        muster: replaces one that failed.
+        pool: the workers.
+        startup: replaces one that failed.
         blocks: their memory.
         share: who has which lanes.
         plan: what a slab looks like.
         frames: transitions a lease.
-        remaining: transitions that may still be delivered; None: no limit.
-        episodes: with a budget of episodes, how many are not complete yet.
+        budget: of transitions.
+        episodes: the budget of episodes, where there is one.
         ledger: counted up as leases come back.
         random_frames: that many transitions, those leased first, have random actions.
         exact: leases bring no more transitions than they are for (``surplus="never_step"``).
@@ -96,25 +83,24 @@ class Leases:
 
     def __init__(
         self,
-        crew: WorkerPool,
-        muster: WorkerStartup,
+        pool: WorkerPool,
+        startup: WorkerStartup,
         blocks: Blocks,
         share: Share,
         plan: SlabPlan,
         *,
         frames: int,
-        remaining: Callable[[], int | None],
-        episodes: Callable[[], int] | None,
+        budget: Budget,
+        episodes: int | None,
         ledger: Ledger,
         random_frames: int,
         exact: bool,
     ) -> None:
         self._exact = exact
-        self._worker_pool, self._startup, self._plan = crew, muster, plan
-        self._frames, self._remaining, self._episodes = frames, remaining, episodes
+        self._worker_pool, self._startup, self._plan = pool, startup, plan
+        self._frames, self._budget, self._episodes = frames, budget, episodes
         self._ledger = ledger
         self._lanes = share.total
-        self._capacity = [share.slots * lanes for lanes in share.lanes]
         self._segments = [
             [
                 Segment(worker, index * share.stride, blocks.segment(worker, index))
@@ -128,17 +114,17 @@ class Leases:
         self._taken: tuple[Segment, Mask] | None = None
         self._kept: list[Segment] = []
         self._cuts: NDArray[np.bool_] | None = None
-        self._begin()
+        self._begin(fresh=False)
 
-    def _begin(self) -> None:
-        self._queue: deque[Segment | Cut] = deque()
-        self._unleased = self._remaining()
-        self._pool = 0 if self._episodes is None else self._episodes()
-        self._unfinished = self._pool
-        self._tallies = [Tally() for _ in self._worker_pool.members]
-        for member in self._worker_pool.members:
-            if member.board is not None:  # leases are numbered anew
-                member.board[LEASE] = 0
+    def _begin(self, fresh: bool) -> None:
+        self._queue: deque[Segment | range] = deque()
+        """Segments to take, and lanes whose trajectories are others from there on."""
+        remaining = self._budget.remaining(self._ledger.stored)
+        self._unleased = sys.maxsize if remaining is None else remaining
+        episodes = self._episodes
+        self._tickets = 0 if episodes is None else episodes - self._ledger.episodes_complete
+        self._unfinished = self._tickets
+        self._tallies = [_tally(member, fresh) for member in self._worker_pool.members]
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -146,8 +132,7 @@ class Leases:
         """Give leases for all segments that are free, while there is a budget."""
         if self._stopping or self._complete:
             return
-        rounds = max(len(segments) for segments in self._segments)
-        for _ in range(rounds):  # one each, then another: nobody is left without
+        for _ in self._segments[0]:  # one each, then another: nobody is left without
             for member in self._worker_pool.members:
                 free = [segment for segment in self._segments[member.index] if segment.free]
                 if free:
@@ -155,52 +140,40 @@ class Leases:
 
     def _lease(self, member: Member, tally: Tally, segment: Segment) -> None:
         """Give a part of what is left of the budget, if there is any."""
-        tickets, frames = 0, self._capacity[member.index]
+        tickets, frames = 0, segment.slab.slots * segment.slab.lanes
+        surplus = 0 if self._exact else len(member.lanes) - 1
         if self._episodes is not None:
             # Fewer and fewer, so that no worker is left with many when the others are done.
-            tickets = min(self._pool, max(len(member.lanes), self._pool // (2 * self._workers)))
-            if not tickets and not (tally.tickets and not tally.leases):
+            share = self._tickets // (2 * len(self._tallies))
+            tickets = min(self._tickets, max(len(member.lanes), share))
+            if not tickets and not (tally.tickets and not tally.leased):
                 return
         else:
-            frames = min(self._frames, frames, self._leasable(member))
+            # So few that what comes with them is wanted as well. Only the very last ones, for
+            # which nothing else is under way, may bring too many.
+            wanted = self._unleased - surplus
+            if wanted <= 0 and not self._out:
+                wanted = self._unleased
+            frames = min(self._frames, frames, wanted)
             if frames <= 0:
                 return
         # Those of its last step that are more than wanted are rows too.
-        reserved = frames + self._surplus_of(member)
-        if self._unleased is not None:
-            reserved = min(reserved, self._unleased)
+        reserved = min(frames + surplus, self._unleased)
         drawn = min(self.random_frames, reserved)
         if drawn < reserved and self._drawing:
             return  # what those leave over comes first: no lane acts at random after its policy did
-        if self._unleased is not None:
-            self._unleased -= reserved
+        self._unleased -= reserved
         self.random_frames -= drawn
-        self._pool -= tickets
+        self._tickets -= tickets
         tally.tickets += tickets
         tally.granted += 1
         fresh, tally.fresh = tally.fresh, False
-        segment.free = False
-        tally.leases.append(Leased(tally.granted, segment, reserved, drawn))
-        last = self._pool == 0
+        segment.free, segment.lease = False, tally.granted
+        segment.reserved, segment.random_frames = reserved, drawn
+        tally.leased.append(segment)
+        last = self._tickets == 0
         question = m.Lease(tally.granted, segment.base, frames, drawn, tickets, last, fresh)
         self._worker_pool.ask(member, question)
-
-    def _surplus_of(self, member: Member) -> int:
-        return 0 if self._exact else len(member.lanes) - 1
-
-    def _leasable(self, member: Member) -> int:
-        """Transitions that a lease may be for, so that what comes with them is wanted as well.
-
-        Only the very last ones, for which nothing else is under way, may bring too many.
-        """
-        if self._unleased is None:
-            return self._frames
-        most = self._unleased - self._surplus_of(member)
-        return self._unleased if most <= 0 and not self._out else most
-
-    @property
-    def _workers(self) -> int:
-        return len(self._worker_pool.members)
 
     @property
     def _complete(self) -> bool:
@@ -210,40 +183,45 @@ class Leases:
     @property
     def _drawing(self) -> bool:
         """Some leases with random actions have not come back."""
-        return any(lease.random_frames for tally in self._tallies for lease in tally.leases)
+        return any(part.random_frames for tally in self._tallies for part in tally.leased)
 
     @property
     def _out(self) -> bool:
         """Some leases have not come back."""
-        return any(tally.leases for tally in self._tallies)
+        return any(tally.leased for tally in self._tallies)
 
-    def _hear(self, limit: float | None = None) -> None:
+    def _hear(self) -> None:
+        """Wait for leases to come back, and replace workers that failed."""
+        failed = self._counted(self._worker_pool.events())
+        try:
+            for member, error in failed:  # once all is counted: the first may be the end
+                allowed = self._startup.allowed(error)
+                self._queue.append(member.lanes)
+                if not (self._stopping or self._complete):  # else nobody is going to step any more
+                    self._startup.replace(member, allowed, None)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _counted(self, events: Iterable[Event]) -> list[tuple[Member, Exception]]:
+        """Count what came back or is lost; returns workers that failed."""
         failed = []
-        for member, answer in self._worker_pool.events(limit):
+        for member, answer in events:
             if isinstance(answer, m.Filled):
                 self._came_back(member, answer)
             else:
+                self._lose(member)
                 failed.append((member, answer))
-        raised: BaseException | None = None
-        for member, error in failed:  # once all is heard: the first may be the end
-            try:
-                self._failed(member, error)
-            except (Exception, KeyboardInterrupt) as again:  # noqa: BLE001  raised below
-                raised = raised or again
-        if raised is not None:
-            raise raised
+        return failed
 
     def _came_back(self, member: Member, filled: m.Filled) -> None:
         tally = self._tallies[member.index]
-        lease = tally.leases.popleft()
-        segment = lease.segment
+        segment = tally.leased.popleft()
         segment.used = filled.used
         have = int(segment.transitions.sum())
         for name, count in filled.counts.items():
-            if name in _COUNTED:
-                setattr(self._ledger, name, getattr(self._ledger, name) + count)
-        if self._unleased is not None:
-            self._unleased += lease.reserved - have
+            setattr(self._ledger, name, getattr(self._ledger, name) + count)
+        self._unleased += segment.reserved - have
         self.random_frames += filled.random_left
         tally.tickets -= filled.completed
         self._unfinished -= filled.completed
@@ -256,34 +234,21 @@ class Leases:
         if self._complete:
             self._worker_pool.halt()
 
-    def _failed(self, member: Member, error: Exception) -> None:
-        """Count the slots of a failed worker as lost, and return its leases."""
+    def _lose(self, member: Member) -> None:
+        """Take the leases of a failed worker back, and count what it had executed as lost."""
         tally = self._tallies[member.index]
-        self._lose(member, tally)
-        if self._unleased is not None:
-            self._unleased += sum(lease.reserved for lease in tally.leases)
-        self.random_frames += sum(lease.random_frames for lease in tally.leases)
-        self._pool += tally.tickets
-        self._tallies[member.index] = Tally()
-        try:
-            allowed = self._startup.allowed(error)
-            self._queue.append(Cut(member.lanes))
-            if not (self._stopping or self._complete):  # else nobody is going to step any more
-                self._startup.replace(member, allowed, None)
-        except BaseException:
-            self.stop()
-            raise
+        self._tickets += tally.tickets
+        for segment in tally.leased:
+            segment.free = True
+            self.random_frames += segment.random_frames
+            self._unleased += segment.reserved
+        if tally.leased and member.board[LEASE] == tally.leased[0].lease:
+            self._count_lost(member, tally)
+        self._tallies[member.index] = _tally(member)
 
-    def _lose(self, member: Member, tally: Tally) -> None:
-        """Count what a dead worker had executed."""
-        for lease in tally.leases:
-            lease.segment.free = True
-        if not tally.leases or member.board is None:
-            return
-        lease = tally.leases[0]
-        if member.board[LEASE] != lease.number:
-            return  # it was not begun
-        segment, slab, plan = lease.segment, lease.segment.slab, self._plan
+    def _count_lost(self, member: Member, tally: Tally) -> None:
+        """Count what a worker had executed of the lease that it had begun."""
+        segment, slab, plan = tally.leased[0], tally.leased[0].slab, self._plan
         slots, executed = counted_in(member.board[COUNTED])
         counted = min(max(0, slots - segment.base), slab.slots)
         filled = min(max(0, member.board[FILLED] - segment.base), slab.slots)
@@ -293,7 +258,7 @@ class Leases:
         # What the worker counted may have been thinned out by an episode budget since.
         executed += int(plan.executed(slab, counted, filled, pending).sum())
         if self._exact:  # of the last slot it stepped only as many lanes as were missing
-            executed = min(executed, lease.reserved)
+            executed = min(executed, segment.reserved)
         ledger = self._ledger
         slots = filled * slab.lanes if plan.reset_slots or plan.marked else executed
         ledger.slots += slots
@@ -312,15 +277,27 @@ class Leases:
         if not self._queue:
             if not self.dry:
                 raise LedgerError("transitions are wanted, and no lease is left to bring them")
-            return _nothing(self._segments[0][0].slab)
+            return self._nothing()
         first = self._queue[0]
-        if isinstance(first, Cut):
-            self._queue.popleft()
-            self._cut(first)
-            return _nothing(self._segments[0][0].slab)
-        block = Block.of(first.slab, first.transitions, want)
-        self._taken = first, block.taken
+        if isinstance(first, range):
+            return self._cut(first)
+        return self._take(first, first.used, want)
+
+    def _take(self, segment: Segment, slots: int, want: int) -> Block:
+        block = Block.of(segment.slab, segment.transitions[:slots], want)
+        self._taken = segment, block.taken
         return block
+
+    def _cut(self, lanes: range) -> Block:
+        self._queue.popleft()
+        if self._cuts is None:
+            self._cuts = np.zeros(self._lanes, np.bool_)
+        self._cuts[lanes.start : lanes.stop] = True
+        return self._nothing()
+
+    def _nothing(self) -> Block:
+        slab = self._segments[0][0].slab
+        return Block.of(slab, np.zeros((0, slab.lanes), np.bool_), 0)
 
     def keeps(self, more: bool) -> bool:
         """The last block's segment can wait, as long as its worker has another one."""
@@ -350,11 +327,6 @@ class Leases:
             segment.free = True
         self._kept.clear()
         self._grant()
-
-    def _cut(self, cut: Cut) -> None:
-        if self._cuts is None:
-            self._cuts = np.zeros(self._lanes, np.bool_)
-        self._cuts[cut.lanes.start : cut.lanes.stop] = True
 
     @property
     def held(self) -> int:
@@ -402,9 +374,7 @@ class Leases:
     def restart_lanes(self) -> None:
         """Every lane begins anew before its next slot."""
         self.discard_held()
-        self._begin()
-        for tally in self._tallies:
-            tally.fresh = True
+        self._begin(fresh=True)
         if not self._stopping:
             self._worker_pool.go_on()
 
@@ -416,18 +386,15 @@ class Leases:
         broken: set[int] = set()
         while self._queue:
             each = self._queue[0]
-            if isinstance(each, Cut):
-                self._queue.popleft()
-                self._cut(each)
-                yield _nothing(self._segments[0][0].slab)
+            if isinstance(each, range):
+                yield self._cut(each)
                 continue
             good = 0 if each.member in broken else sound(each.slab, each.used)
             if good < each.used:
                 broken.add(each.member)
             self._discard(each, good)
-            block = Block.of(each.slab, each.transitions[:good], most)
+            block = self._take(each, good, most)
             most -= len(block)
-            self._taken = each, block.taken
             yield block  # until it is said to be copied, it is counted as held
             self._discard(each, 0)
             if self._queue and self._queue[0] is each:
@@ -444,23 +411,11 @@ class Leases:
 
     def _settle(self) -> None:
         """Halt, and hear of all leases."""
-        if not self._out:
-            return
-        for member, answer in self._worker_pool.settle(patient=not self._stopping):
-            if isinstance(answer, m.Filled):
-                self._came_back(member, answer)
-            else:
-                self._lose(member, self._tallies[member.index])
-                self._tallies[member.index] = Tally()
+        if self._out:
+            self._counted(self._worker_pool.settle(patient=not self._stopping))
 
 
-_COUNTED = ("slots", "executed", "reset_slots", "discarded", "policy_calls_on_reset_slots")
-
-
-def _nothing(slab: Slab) -> Block:
-    return Block.of(slab, np.zeros((0, slab.lanes), np.bool_), 0)
-
-
-def frames_of_a_lease(frames_per_batch: int, workers: int) -> int:
-    """So many that a batch takes one lease of every worker."""
-    return max(1, ceil(frames_per_batch / workers))
+def _tally(member: Member, fresh: bool = False) -> Tally:
+    """A worker's part of the budget when it has none; its leases are numbered from 1 again."""
+    member.board[LEASE] = 0
+    return Tally(fresh)

@@ -22,27 +22,27 @@ class LockstepDriver(Driver):
     """Asks every worker to fill its lanes of the same slots, and waits for all.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         slab: of all lanes.
         plan: what it looks like.
         draws: of each action of all lanes, as one process would draw them; None: workers draw.
         rng: what they are drawn with.
-        replace: what is done about a worker that failed.
+        startup: puts others in the place of workers that failed.
     """
 
     def __init__(
         self,
-        crew: WorkerPool,
+        pool: WorkerPool,
         slab: Slab,
         plan: SlabPlan,
         *,
         draws: Mapping[Key, Draw] | None,
         rng: np.random.Generator,
-        replace: WorkerStartup,
+        startup: WorkerStartup,
     ) -> None:
-        self.slab, self._worker_pool, self._plan = slab, crew, plan
+        self.slab, self._worker_pool, self._plan = slab, pool, plan
         self._draws, self._rng = draws, rng
-        self._replace = replace
+        self._startup = startup
         self._pending = np.zeros(slab.lanes, np.bool_)
         self._fresh = False
         self._died: dict[int, int] = {}
@@ -52,24 +52,19 @@ class LockstepDriver(Driver):
     # --- progress ---------------------------------------------------------------------------------
 
     @property
-    def _boards(self) -> Sequence[memoryview]:
-        boards = [member.board for member in self._worker_pool.members]
-        return [board for board in boards if board is not None]
-
-    @property
     def used(self) -> int:
         """Slots that every lane completed."""
-        return min(board[FILLED] for board in self._boards)
+        return min(member.board[FILLED] for member in self._worker_pool.members)
 
     @used.setter
     def used(self, slots: int) -> None:
-        for board in self._boards:
-            board[FILLED] = slots
+        for member in self._worker_pool.members:
+            member.board[FILLED] = slots
 
     @property
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
-        return any(board[HALT] for board in self._boards)
+        return any(member.board[HALT] for member in self._worker_pool.members)
 
     def stop(self) -> None:
         """End after the step under way."""
@@ -86,49 +81,48 @@ class LockstepDriver(Driver):
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
         # Where all have to begin anew: at the same slot, for none is behind it.
-        self._ask([m.Begin(fresh) for _ in self._worker_pool.members], empty=0)
+        self._ask([m.Begin(fresh)] * len(self._worker_pool.members), empty=0)
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
         for key, draw in (self._draws or {}).items():
             self.slab.array(key)[start:stop] = draw(self._rng, stop - start)
-        by = "random" if self._draws is None else "given"
-        self._ask([m.Steps(start, stop, by) for _ in self._worker_pool.members])  # type: ignore[arg-type]
+        self._steps(start, stop, "random" if self._draws is None else "given")
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         if random_lanes is None:
-            self._ask([m.Steps(start, stop, "policy") for _ in self._worker_pool.members])
+            self._steps(start, stop, "policy")
         else:
-            self._part(start, self.slab.lanes, random_lanes)
+            self.part(start, self.slab.lanes, random_lanes)
+
+    def _steps(self, start: int, stop: int, by: m.Actor) -> None:
+        self._ask([m.Steps(start, stop, by)] * len(self._worker_pool.members))
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
-        self._part(at, lanes, random_lanes)
-
-    def _part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
-        by = "random" if self.slab.version[at, 0] == RANDOM_VERSION else "policy"
-        drawn = None
+        by: m.Actor = "policy"
+        if random_lanes is None and self.slab.version[at, 0] == RANDOM_VERSION:
+            by = "random"
+        drawn: dict[Key, m.Action] | None = None
         if self._draws is not None and (random_lanes is not None or by == "random"):
             drawn = {key: draw(self._rng, 1)[0] for key, draw in self._draws.items()}
-            if random_lanes is None:
-                by = "given"
-                for key, action in drawn.items():
-                    self.slab.array(key)[at] = action
+        if by == "random" and drawn is not None:
+            by = "given"
+            for key, action in drawn.items():
+                self.slab.array(key)[at] = action
+            drawn = None
         questions = []
         for member in self._worker_pool.members:
             own = slice(member.lanes.start, member.lanes.stop)
-            both = random_lanes is not None
             questions.append(
                 m.Steps(
                     at,
                     at + 1,
-                    "policy" if both else by,  # type: ignore[arg-type]
-                    lanes=min(max(0, lanes - own.start), own.stop - own.start),
-                    random_lanes=random_lanes[own] if random_lanes is not None else None,
-                    drawn={key: action[own] for key, action in drawn.items()}
-                    if both and drawn is not None
-                    else None,
+                    by,
+                    lanes=min(max(0, lanes - own.start), len(member.lanes)),
+                    random_lanes=None if random_lanes is None else random_lanes[own],
+                    drawn=None if drawn is None else {k: each[own] for k, each in drawn.items()},
                 )
             )
         self._ask(questions)
@@ -139,54 +133,49 @@ class LockstepDriver(Driver):
         ``empty``: slots that are left empty where nobody filled any. What a lane begins with may
         lie where the slot before has its next observation.
         """
-        crew, start = self._worker_pool, self.used
+        pool, start = self._worker_pool, self.used
         self._died.clear()
         failed: list[tuple[Member, WorkerError]] = []
         try:
-            for member, question in zip(crew.members, questions, strict=True):
-                crew.ask(member, question)
-            while any(member.asked for member in crew.members):
-                for member, answer in crew.events():
+            for member, question in zip(pool.members, questions, strict=True):
+                pool.ask(member, question)
+            while any(member.asked for member in pool.members):
+                for member, answer in pool.events():
                     if isinstance(answer, Exception):
-                        failed.append((member, self._replace.allowed(answer)))
+                        failed.append((member, self._startup.allowed(answer)))
             if failed:
                 self._mend(failed, start + empty)
         except BaseException:
-            crew.settle()
+            pool.settle()
             raise
 
     def _mend(self, failed: Sequence[tuple[Member, WorkerError]], at_least: int) -> None:
         """Put others in the place of workers that failed; what these did in this call is lost."""
-        filled = {member.index: _filled(member) for member in self._worker_pool.members}
-        gone = {member.index for member, _ in failed}
-        alive = [slots for index, slots in filled.items() if index not in gone]
         self._cuts = np.zeros(self.slab.lanes, np.bool_)
-        begin_at = min(alive, default=at_least)
         for member, _ in failed:  # whether others take their places or not
-            self._died[member.index] = filled[member.index]
+            self._died[member.index] = member.board[FILLED]
             self._cuts[member.lanes.start : member.lanes.stop] = True
+        alive = [each for each in self._worker_pool.members if each.index not in self._died]
+        begin_at = min((member.board[FILLED] for member in alive), default=at_least)
         for member, error in failed:
             if self.stopping:  # nobody is going to step any more
-                self._set_filled(member, begin_at)
+                member.board[FILLED] = begin_at
             else:
-                self._replace.replace(member, error, begin_at)
-
-    def _set_filled(self, member: Member, slots: int) -> None:
-        if member.board is not None:
-            member.board[FILLED] = slots
+                self._startup.replace(member, error, begin_at)
 
     # --- what came of it --------------------------------------------------------------------------
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
         """The outcome of the slots ``[start, stop)``."""
-        filled = [self._died.get(m.index, _filled(m)) for m in self._worker_pool.members]
+        members = self._worker_pool.members
+        filled = [self._died.get(member.index, member.board[FILLED]) for member in members]
         top = max(stop, *filled)
         if top == start:
             return Account(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
         ran = np.zeros((top - start, self.slab.lanes), np.bool_)
         gone = np.zeros(self.slab.lanes, np.bool_)
         failed = np.zeros(self.slab.lanes, np.bool_)
-        for member, slots in zip(self._worker_pool.members, filled, strict=True):
+        for member, slots in zip(members, filled, strict=True):
             lanes = slice(member.lanes.start, member.lanes.stop)
             ran[: max(0, slots - start), lanes] = True
             gone[lanes] = member.index in self._died
@@ -214,7 +203,3 @@ class LockstepDriver(Driver):
         """Lanes that had to begin anew since this was last asked, or None."""
         cuts, self._cuts = self._cuts, None
         return cuts
-
-
-def _filled(member: Member) -> int:
-    return 0 if member.board is None else member.board[FILLED]

@@ -4,11 +4,11 @@ The parent asks, a worker answers each question once, in their order::
 
     Job    -> Made       make the environment                   (with the process)
     Seed   -> Planned    seed it, reset it, try the policy out
-    Bind   -> Bound      this is the memory, and where your lanes lie in it
-    Steps  -> Stepped    mode="sync":  fill these slots
-    Begin  -> Stepped    mode="sync":  reset every lane
+    Bind   -> Done       this is the memory, and where your lanes lie in it
+    Steps  -> Done       mode="sync":  fill these slots
+    Begin  -> Done       mode="sync":  reset every lane
     Lease  -> Filled     mode="async": so many transitions, into that segment
-    Load   -> Bound      the state of the environment's transforms
+    Load   -> Done       the state of the environment's transforms
     Close  ->            the end
 
 Any question may be answered by :class:`Raised` instead, and none is answered after that.
@@ -16,11 +16,11 @@ Any question may be answered by :class:`Raised` instead, and none is answered af
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Literal
 
-import cloudpickle
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec
 
@@ -32,6 +32,8 @@ from tallyroll.collector.workers.shared.placement import Share
 from tallyroll.storage.rows.keys import Key
 
 Action = NDArray[Any]
+Actor = Literal["policy", "random", "given"]
+"""Who acts; ``"given"``: the actions are there."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,6 @@ class Seed:
     incarnation: int
     first_lane: int
     worker: int
-    lanes: int
-    """Of all workers."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,20 @@ class Planned:
 
 @dataclass(frozen=True)
 class Bind:
-    """The memory: an arena of ``nbytes``, whose descriptor follows."""
+    """The memory: an arena of ``nbytes``."""
 
+    fd: int
+    """The sender's descriptor of it; the receiver gets one of its own."""
     nbytes: int
     share: Share
     worker: int
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The worker is ready."""
+class Done:
+    """What was asked for is done: of :class:`Steps`, up to the slot that the board names."""
+
+    state: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -110,21 +114,13 @@ class Steps:
 
     start: int
     stop: int
-    by: Literal["policy", "random", "given"]
-    """Who acts; ``"given"``: the actions are there."""
+    by: Actor
     lanes: int | None = None
     """Step only the first so many lanes, of one slot; None: all."""
     random_lanes: Mask | None = None
     """``[lane]``: these act at random, of one slot."""
     drawn: Mapping[Key, Action] | None = None
     """``[lane, ...]``: their actions, where they were drawn elsewhere."""
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """The slots that were asked for are in the slab, up to the one that the board names."""
-
-    state: bytes | None
 
 
 @dataclass(frozen=True)
@@ -187,13 +183,13 @@ class Raised:
 def send(connection: Connection, message: object) -> None:
     """Send a message. Not ``connection.send``: torch would move tensors to named shared memory."""
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    if isinstance(message, Bind):
+        send_handle(connection, message.fd, 0)  # the receiver's number is for Windows alone
 
 
 def receive(connection: Connection) -> Any:
     """The next message; waits for it."""
-    return pickle.loads(connection.recv_bytes())
-
-
-def as_bytes(state: Mapping[str, Any]) -> bytes | None:
-    """A state dict, or None for an empty one."""
-    return cloudpickle.dumps(dict(state)) if state else None
+    message = pickle.loads(connection.recv_bytes())
+    if isinstance(message, Bind):
+        return replace(message, fd=recv_handle(connection))
+    return message

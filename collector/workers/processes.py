@@ -1,30 +1,30 @@
 """The worker processes as their parent sees them: asked, waited for, found dead, killed."""
 
+import math
 import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import DupFd, send_handle
 from multiprocessing.util import Finalize
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.compat import preloaded_modules
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.rollout.os_signals import admitted
-from tallyroll.collector.slab.progress import FILLED, HALT
-from tallyroll.collector.slab.slab import SlabColumns
+from tallyroll.collector.slab.progress import FILLED, HALT, new_board
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.lifetime import IGNORED, kill_group, kill_when_closed
-from tallyroll.collector.workers.shared.placement import Blocks
+from tallyroll.collector.workers.shared.memory import Arena
+from tallyroll.collector.workers.supervision import Supervision
 from tallyroll.collector.workers.worker import main
 
 _LOOK_SECONDS = 0.25
@@ -43,10 +43,13 @@ class Member:
     index: int
     process: Any
     connection: Connection
-    alive: int
+    alive: Connection
     """A pipe that nobody writes to: the worker is killed when this process holds it no more."""
     lanes: range = range(0)
-    board: memoryview | None = None
+    board: memoryview = field(default_factory=new_board, repr=False)
+    """One of its own until it has got that in shared memory."""
+    actions: NDArray[Any] | None = field(default=None, repr=False)
+    """``[slot, lane, ...]``, those of its slab."""
     seeds: Sequence[int] = ()
     state: bytes | None = None
     """Of its environment's transforms."""
@@ -71,6 +74,14 @@ class Member:
         several = f"lanes {lanes[0]} to {lanes[-1]}" if len(lanes) > 1 else f"lane {lanes[0]}"
         return f"worker {self.index} ({several}, process {self.process.pid})"
 
+    @property
+    def last_action(self) -> NDArray[Any] | None:
+        """The last actions of its lanes, or the ones under way, ``[lane, ...]``."""
+        if self.actions is None or not self.ready:
+            return None
+        last: NDArray[Any] = self.actions[min(self.board[FILLED], len(self.actions) - 1)]
+        return last
+
 
 Event = tuple[Member, Any]
 """A member, and its answer or the :class:`WorkerError` that says why none will come."""
@@ -86,8 +97,7 @@ class WorkerPool:
         jobs: one pickled job a worker.
         start_method: of :mod:`multiprocessing`.
         threads: of each worker.
-        step_timeout: seconds without progress after which a worker counts as hung; None: no limit.
-        start_timeout: seconds for what comes before the first step.
+        supervision: how long workers may take.
     """
 
     def __init__(
@@ -96,35 +106,35 @@ class WorkerPool:
         *,
         start_method: str,
         threads: int,
-        step_timeout: float | None,
-        start_timeout: float,
+        supervision: Supervision,
     ) -> None:
-        self._jobs, self._threads = [Parcel(job) for job in jobs], threads
+        self._jobs, self._threads = [_in_memory(job) for job in jobs], threads
         self._context: Any = get_context(start_method)
         if start_method == "forkserver":
             # What takes seconds to import the server imports once, beside what others asked for.
+            # Not the main module: where it lacks a guard, the server itself would come to us.
             modules = dict.fromkeys([*preloaded_modules(), main.__module__])
+            modules.pop("__main__", None)
             self._context.set_forkserver_preload([*modules])
-        self._step_timeout, self.start_timeout = step_timeout, start_timeout
+        self._supervision = supervision
         self.members: list[Member] = []
         self._owner = os.getpid()
-        self._actions: list[NDArray[Any]] = []
-        # Before multiprocessing waits for its children when the interpreter exits.
+        # Called by us, or before multiprocessing waits for its children at the interpreter's exit.
         self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
         try:
             for index in range(len(jobs)):
                 self.members.append(self._started(index))
         except BaseException:
-            self.kill()
+            self._finalize()
             raise
 
     def _started(self, index: int) -> Member:
         ours, theirs = self._context.Pipe()
-        end, alive = os.pipe()
+        end, alive = self._context.Pipe(duplex=False)
         _held.add(alive)
         process = self._context.Process(
             target=main,
-            args=(theirs, self._jobs[index], Descriptor(end)),
+            args=(theirs, self._jobs[index], end),
             name=f"tallyroll-worker-{index}",
         )
         try:
@@ -133,19 +143,19 @@ class WorkerPool:
             with _threads_limited(self._threads), _signals_blocked():
                 process.start()
             with suppress(ProcessLookupError):  # it is gone already, of which `events` hears
-                kill_when_closed(end, process.pid)
+                kill_when_closed(end.fileno(), process.pid)
         except BaseException:
             _let_go(alive)
             raise
         finally:
-            os.close(end)
+            end.close()
             theirs.close()
         # What it says first is asked for by starting it.
         return Member(index, process, ours, alive, asked=1, since=time.monotonic())
 
     # --- asking and hearing -----------------------------------------------------------------------
 
-    def ask(self, member: Member, message: object, descriptor: int | None = None) -> None:
+    def ask(self, member: Member, message: object) -> None:
         """Ask; a worker that is dead is heard of by :meth:`events`."""
         if not member.asked:
             member.since = time.monotonic()
@@ -154,8 +164,6 @@ class WorkerPool:
             return
         with suppress(OSError):
             m.send(member.connection, message)
-            if descriptor is not None:
-                send_handle(member.connection, descriptor, member.process.pid)
 
     def events(
         self,
@@ -171,7 +179,7 @@ class WorkerPool:
             of: only these are listened to; None: all.
             interruptible: signals' handlers may raise while it waits.
         """
-        until = None if limit is None else time.monotonic() + limit
+        until = math.inf if limit is None else time.monotonic() + limit
         listened = self.members if of is None else of
         busy = [member for member in listened if member.asked]
         for member in busy:
@@ -181,19 +189,15 @@ class WorkerPool:
         sources: dict[Any, Member] = {member.connection: member for member in busy}
         sources |= {member.process.sentinel: member for member in busy}
         while busy:
-            patience = _LOOK_SECONDS
-            if until is not None:
-                patience = min(patience, max(0.0, until - time.monotonic()))
+            patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
             with admitted() if interruptible else nullcontext():
                 heard = wait(list(sources), patience)
             ready = {sources[source].index for source in heard}
             events = [self._heard(member) for member in busy if member.index in ready]
             silent = [member for member in busy if member.index not in ready]
             events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
-            if events:
+            if events or time.monotonic() >= until:
                 return events
-            if until is not None and time.monotonic() >= until:
-                return []
         return []
 
     def _heard(self, member: Member) -> Event:
@@ -205,7 +209,7 @@ class WorkerPool:
                 member.since = time.monotonic()
                 if isinstance(answer, m.Raised):
                     member.asked = 0
-                    member.failed = failures.worker_error(member, answer, self._last_action(member))
+                    member.failed = failures.worker_error(member, answer)
                     return member, member.failed
                 member.state = getattr(answer, "state", None) or member.state
                 return member, answer
@@ -213,47 +217,35 @@ class WorkerPool:
             pass
         wait([member.process.sentinel], _SETTLE_SECONDS)  # it may be about to say its status
         _end(member)
-        member.failed = failures.died(member, self._last_action(member))
+        member.failed = failures.died(member)
         return member, member.failed
 
     def _hangs(self, member: Member) -> bool:
         """It made no progress for as long as it was given."""
         now = time.monotonic()
-        filled = member.board[FILLED] if member.board is not None else 0
+        filled = member.board[FILLED]
         if filled != member.filled:
             member.filled, member.since = filled, now
-        timeout = self._step_timeout if member.ready else self.start_timeout
+        timeout = self._timeout(member)
         return timeout is not None and now - member.since > timeout
+
+    def _timeout(self, member: Member) -> float | None:
+        limits = self._supervision
+        return limits.step_timeout if member.ready else limits.start_seconds
 
     def _hung(self, member: Member) -> WorkerError:
         _end(member)
-        timeout = self._step_timeout if member.ready else self.start_timeout
-        member.failed = error = failures.hung(member, timeout or 0.0, self._last_action(member))
+        member.failed = error = failures.hung(member, self._timeout(member) or 0.0)
         return error
 
-    def _last_action(self, member: Member) -> NDArray[Any] | None:
-        """The last actions of the member's lanes, or the ones under way, ``[lane, ...]``."""
-        if member.board is None or not member.ready or not self._actions:
-            return None
-        actions = self._actions[member.index]
-        last: NDArray[Any] = actions[min(member.board[FILLED], len(actions) - 1)].copy()
-        return last
-
-    def show_actions(self, blocks: Blocks, layout: SlabColumns) -> None:
-        """Know where actions lie, for messages."""
-        key = next((key for key in layout if key[-1] == "action"), None)
-        slabs = [blocks.slab_of(member.index) for member in self.members]
-        if key is not None and key in slabs[0].arrays:
-            self._actions = [slab.arrays[key] for slab in slabs]
-
-    def all(self, messages: Sequence[object], descriptor: int | None = None) -> list[Any]:
+    def all(self, messages: Sequence[object]) -> list[Any]:
         """Ask every member its question, and return all answers.
 
         Raises:
             WorkerError: of the first one that failed.
         """
         for member, message in zip(self.members, messages, strict=True):
-            self.ask(member, message, descriptor)
+            self.ask(member, message)
         return self.answers()
 
     def answers(self) -> list[Any]:
@@ -274,13 +266,13 @@ class WorkerPool:
             raise
         return [found[index] for index in range(len(self.members))]
 
-    def answer(self, member: Member, message: object, descriptor: int | None = None) -> Any:
+    def answer(self, member: Member, message: object) -> Any:
         """Ask one member, and return its answer.
 
         Raises:
             WorkerError: it failed.
         """
-        self.ask(member, message, descriptor)
+        self.ask(member, message)
         return self.hear(member)
 
     def hear(self, member: Member) -> Any:
@@ -299,14 +291,12 @@ class WorkerPool:
     def halt(self) -> None:
         """Let everybody end after the step under way. Safe in a signal handler."""
         for member in self.members:
-            if member.board is not None:
-                member.board[HALT] = 1
+            member.board[HALT] = 1
 
     def go_on(self) -> None:
         """Take :meth:`halt` back."""
         for member in self.members:
-            if member.board is not None:
-                member.board[HALT] = 0
+            member.board[HALT] = 0
 
     def settle(self, *, patient: bool = False) -> list[Event]:
         """Halt, and hear everybody who was asked; who does not answer soon is killed.
@@ -319,89 +309,39 @@ class WorkerPool:
         while any(member.asked for member in self.members):
             limit = None if patient else max(0.0, until - time.monotonic())
             events = self.events(limit, interruptible=patient)
-            if not events:
-                for member in self.members:
-                    if member.asked:
-                        heard.append((member, self._hung(member)))
-            heard += events
+            silent = [] if events else [member for member in self.members if member.asked]
+            heard += events or [(member, self._hung(member)) for member in silent]
         return heard
 
     def restart(self, member: Member) -> None:
         """A new process in the place of ``member``, which makes its environment; not heard yet."""
         _end(member)
         fresh = self._started(member.index)
-        member.process, member.connection, member.alive = (
-            fresh.process,
-            fresh.connection,
-            fresh.alive,
-        )
-        member.asked, member.since, member.ended = fresh.asked, fresh.since, False
-        member.ready, member.failed = False, None
-
-    def kill(self) -> None:
-        """End all workers at once. Idempotent."""
-        self._finalize()
+        member.process, member.connection = fresh.process, fresh.connection
+        member.alive, member.asked, member.since = fresh.alive, fresh.asked, fresh.since
+        member.ended, member.ready, member.failed = False, False, None
 
     def close(self) -> None:
         """Let idle workers close their environments; end them all. Idempotent."""
         try:
-            if self._finalize.still_active() and os.getpid() == self._owner:
-                self._let_close(
-                    [each for each in self.members if not each.asked and not each.ended]
-                )
+            if not self._finalize.still_active() or os.getpid() != self._owner:
+                return
+            idle = [member for member in self.members if not member.asked and not member.ended]
+            for member in idle:
+                with suppress(OSError):
+                    m.send(member.connection, m.Close())
+            until = time.monotonic() + _CLOSE_SECONDS
+            for member in idle:  # not joined: while it is a zombie, its number is nobody else's
+                wait([member.process.sentinel], max(0.0, until - time.monotonic()))
         finally:
-            self.kill()
-
-    @staticmethod
-    def _let_close(idle: list[Member]) -> None:
-        for member in idle:
-            with suppress(OSError):
-                m.send(member.connection, m.Close())
-        # Not joined: while it is a zombie, its number is nobody else's.
-        going = {each.process.sentinel for each in idle}
-        until = time.monotonic() + _CLOSE_SECONDS
-        while going and time.monotonic() < until:
-            going -= set(wait(list(going), max(0.0, until - time.monotonic())))
+            self._finalize()
 
 
-class Parcel:
-    """Bytes for a process that is being started.
-
-    They go by a file without a name: a pipe would block where the process does not read.
-    """
-
-    def __init__(self, content: bytes) -> None:
-        self._fd = os.memfd_create("tallyroll-job", os.MFD_CLOEXEC)
-        self._release = weakref.finalize(self, os.close, self._fd)
-        with open(self._fd, "wb", closefd=False) as file:
-            file.write(content)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Arrive as bytes."""
-        return _unpacked, (DupFd(self._fd),)
-
-
-class Descriptor:
-    """A file descriptor for a process that is being started."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Arrive as the number that it has there."""
-        return _detached, (DupFd(self._descriptor),)
-
-
-def _detached(descriptor: Any) -> int:
-    number: int = descriptor.detach()
-    os.set_inheritable(number, False)
-    return number
-
-
-def _unpacked(descriptor: Any) -> bytes:
-    with open(descriptor.detach(), "rb") as file:
-        file.seek(0)
-        return file.read()
+def _in_memory(job: bytes) -> Arena:
+    """A job in shared memory: a pipe would block where the process does not read."""
+    arena = Arena.create(len(job))
+    arena.array((len(job),), np.uint8)[:] = np.frombuffer(job, np.uint8)
+    return arena
 
 
 def _kill_all(members: list[Member]) -> None:
@@ -426,19 +366,19 @@ def _end(member: Member) -> None:
         _let_go(member.alive)
 
 
-_held: set[int] = set()
+_held: set[Connection] = set()
 """Pipes whose closing ends a worker, those of all crews."""
 
 
-def _let_go(alive: int) -> None:
+def _let_go(alive: Connection) -> None:
     _held.discard(alive)
-    os.close(alive)
+    alive.close()
 
 
 def _forget() -> None:
     """In a forked child, or workers would live for as long as it."""
     for alive in _held:
-        os.close(alive)
+        alive.close()
     _held.clear()
 
 

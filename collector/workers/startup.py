@@ -7,7 +7,7 @@ from typing import Any
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
-from tallyroll.collector.slab.progress import FILLED, LEASE
+from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena
@@ -19,18 +19,22 @@ class WorkerStartup:
     """Leads workers from their start to their first step; a new one in the same way.
 
     Args:
-        crew: workers that were started.
-        ledger: counts respawns, and has the seed of the run.
+        pool: workers that were started.
         respawns: how many workers may be replaced; 0: any that fails ends the run.
     """
 
-    def __init__(self, crew: WorkerPool, respawns: int) -> None:
-        self._worker_pool = crew
+    ledger: Ledger
+    """Counts respawns, and has the seed of the run."""
+    planned: m.Planned
+    """The plan that the workers agreed on, when they were seeded."""
+    ranges: Sequence[Range]
+    """Values that any worker's environment may return."""
+    _memory: tuple[Arena, Share, Blocks]
+
+    def __init__(self, pool: WorkerPool, respawns: int) -> None:
+        self._worker_pool = pool
         self._left = respawns
         self._limit = respawns
-        self.ledger = Ledger()
-        self._bound: tuple[Arena, Share, Blocks] | None = None
-        self._planned: m.Planned | None = None
 
     # --- all of them, once ------------------------------------------------------------------------
 
@@ -60,7 +64,7 @@ class WorkerStartup:
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
-        self._planned = replace(
+        self.planned = replace(
             answers[0], drawn_ahead=all(answer.drawn_ahead for answer in answers)
         )
         self.ranges = _widest([answer.ranges for answer in answers])
@@ -68,27 +72,19 @@ class WorkerStartup:
         return found if all(answer.lane_seeds for answer in answers) else []
 
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
-        return m.Seed(seed, incarnation, member.lanes.start, member.index, sum(self.lanes))
-
-    @property
-    def planned(self) -> m.Planned:
-        """The plan that the workers agreed on."""
-        assert self._planned is not None
-        return self._planned
+        return m.Seed(seed, incarnation, member.lanes.start, member.index)
 
     def bind(self, arena: Arena, share: Share, blocks: Blocks) -> None:
         """Hand the memory to all."""
-        self._bound = arena, share, blocks
-        messages = [self._bind(member) for member in self._worker_pool.members]
-        self._worker_pool.all(messages, arena.fd)
+        self._memory = arena, share, blocks
+        self._worker_pool.all([self._bind(member) for member in self._worker_pool.members])
         for member in self._worker_pool.members:
             member.ready = True
 
     def _bind(self, member: Member) -> m.Bind:
-        assert self._bound is not None
-        arena, share, blocks = self._bound
-        member.board = blocks.board(member.index)
-        return m.Bind(arena.nbytes, share, member.index)
+        arena, share, blocks = self._memory
+        member.board, member.actions = blocks.board(member.index), blocks.actions(member.index)
+        return m.Bind(arena.fd, arena.nbytes, share, member.index)
 
     def load(self, states: Sequence[bytes | None]) -> None:
         """Hand states to the environments' transforms, over again where they are fewer."""
@@ -124,7 +120,6 @@ class WorkerStartup:
             try:
                 self._make_ready(member)
                 if begin_at is not None:
-                    assert member.board is not None
                     member.board[FILLED] = begin_at
                     self._worker_pool.answer(member, m.Begin(False))
                 return
@@ -132,51 +127,41 @@ class WorkerStartup:
                 error = again
 
     def _make_ready(self, member: Member) -> None:
-        assert self._bound is not None
         assert self.ledger.seed is not None
-        crew, state = self._worker_pool, member.state
-        crew.restart(member)
-        made: m.Made = crew.hear(member)
+        pool, state = self._worker_pool, member.state
+        pool.restart(member)
+        made: m.Made = pool.hear(member)
         if made.lanes != len(member.lanes):
             raise EnvironmentRefused(
                 f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
                 "when it was started again; let it make the same each time"
             )
         seed = self._seed(member, self.ledger.seed, self.ledger.incarnation)
-        planned: m.Planned = crew.answer(member, seed)
+        planned: m.Planned = pool.answer(member, seed)
         _require_same(self.planned, planned, member)
         member.seeds = planned.lane_seeds
         if state is not None:
-            crew.answer(member, m.Load(state))
+            pool.answer(member, m.Load(state))
             member.state = state
-        bind = self._bind(member)
-        assert member.board is not None
-        member.board[LEASE] = 0
-        crew.answer(member, bind, self._bound[0].fd)
+        pool.answer(member, self._bind(member))
         member.ready = True
 
 
 def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
     """Raise unless a worker's columns and actions are those of the first."""
     wanted, got = first.plan, other.plan
-    if got == wanted and list(got.layout) == list(wanted.layout):
-        _require_same_actions(first, other, member)
-        return
-    keys = {*wanted.layout, *got.layout}
-    wrong = {
-        spell(key): (str(wanted.layout.get(key)), str(got.layout.get(key)))
-        for key in keys
-        if wanted.layout.get(key) != got.layout.get(key)
-    }
-    said = "; ".join(f"{key} is {two} and not {one}" for key, (one, two) in sorted(wrong.items()))
-    raise EnvironmentRefused(
-        f"{member.who}: its columns differ from those of worker 0: "
-        f"{said or 'environments of another kind, or in another autoreset mode'}; make the same "
-        "environment in every worker"
-    )
-
-
-def _require_same_actions(first: m.Planned, other: m.Planned, member: Member) -> None:
+    if got != wanted or list(got.layout) != list(wanted.layout):
+        differing = [
+            f"{spell(key)} is {got.layout.get(key)} and not {wanted.layout.get(key)}"
+            for key in {*wanted.layout, *got.layout}
+            if wanted.layout.get(key) != got.layout.get(key)
+        ]
+        said = "; ".join(sorted(differing))
+        raise EnvironmentRefused(
+            f"{member.who}: its columns differ from those of worker 0: "
+            f"{said or 'environments of another kind, or in another autoreset mode'}; make the "
+            "same environment in every worker"
+        )
     for key, spec in first.actions.items():
         if other.actions[key] != spec:
             one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))

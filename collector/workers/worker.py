@@ -7,19 +7,19 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.compat import lane_in, run_exit_functions
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
@@ -36,9 +36,9 @@ from tallyroll.collector.workers.shared.placement import Blocks
 from tallyroll.collector.workers.shared.weights import SharedWeights
 
 
-def main(connection: Connection, job: bytes, alive: int) -> None:
-    """Run a worker's process; ``job`` is a pickled :class:`~messages.Job`."""
-    end_with_parent(alive)
+def main(connection: Connection, job: Arena, alive: Connection) -> None:
+    """Run a worker's process; ``job`` holds a pickled :class:`~messages.Job`."""
+    end_with_parent(alive.fileno())
     gc.freeze()
     status = 0
     try:
@@ -53,10 +53,10 @@ def main(connection: Connection, job: bytes, alive: int) -> None:
     os._exit(status)  # taking the interpreter down takes seconds, for which a parent would wait
 
 
-def work(connection: Connection, job: bytes) -> None:
+def work(connection: Connection, job: Arena) -> None:
     """Make the environment, and answer questions until the end."""
     try:
-        worker = Worker(cloudpickle.loads(job))
+        worker = Worker(cloudpickle.loads(job.array((job.nbytes,), np.uint8)))
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
         m.send(connection, report_of(error, "making the environment"))
         return
@@ -75,23 +75,22 @@ class WorkerPolicy(Policy):
     def take_from(self, weights: SharedWeights) -> None:
         """Take weights from there, now and whenever there are newer ones."""
         self._weights = weights
-        self._load()
+        self.version = weights.load_into(self.module)
 
     def refresh(self) -> bool:
         """Take newer weights, if there are any."""
         if self._weights is None or self._weights.version == self.version:
             return False
-        self._load()
+        self.take_from(self._weights)
         return True
-
-    def _load(self) -> None:
-        assert self._weights is not None
-        module = self.module if isinstance(self.module, nn.Module) else nn.Module()
-        self.version = self._weights.load_into(module)
 
 
 class Worker:
     """Answers the parent's questions."""
+
+    driver: LocalDriver
+    """Since :meth:`bind`, like the rollout of ``mode="async"``."""
+    rollout: LeasedRollout
 
     def __init__(self, job: m.Job) -> None:
         torch.set_num_threads(job.threads)
@@ -120,8 +119,6 @@ class Worker:
         """In the same state in all workers."""
         self.doing = ""
         self.plan: SlabPlan | None = None
-        self.driver: LocalDriver | None = None
-        self.rollout: LeasedRollout | None = None
         self._first: TensorDictBase | None = None
         self._has_state = False
 
@@ -133,33 +130,23 @@ class Worker:
         """Answer until :class:`~messages.Close` comes."""
         answers: dict[type, Callable[[Any], object]] = {
             m.Seed: self.seed,
+            m.Bind: self.bind,
             m.Begin: self.begin,
             m.Steps: self.steps,
             m.Lease: self.lease,
             m.Load: self.load,
         }
         with torch.no_grad(), set_exploration_type(self.options.exploration_type):
-            while True:
-                message = m.receive(connection)
-                if isinstance(message, m.Close):
-                    return
+            answer: object = None
+            while not isinstance(message := m.receive(connection), m.Close):
+                if isinstance(answer, m.Raised):
+                    continue  # whatever else is asked, what raised is not to be trusted
                 self.doing = ""
                 try:
-                    if isinstance(message, m.Bind):
-                        answer: object = self.bind(message, recv_handle(connection))
-                    else:
-                        answer = answers[type(message)](message)
+                    answer = answers[type(message)](message)
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
                     answer = report_of(error, self.doing)
                 m.send(connection, answer)
-                if isinstance(answer, m.Raised):
-                    self._wait_for_the_end(connection)
-                    return
-
-    def _wait_for_the_end(self, connection: Connection) -> None:
-        """Whatever else is asked, what raised is not to be trusted."""
-        while not isinstance(m.receive(connection), m.Close):
-            pass
 
     # --- getting ready ----------------------------------------------------------------------------
 
@@ -174,7 +161,6 @@ class Worker:
         self.rng.bit_generator.state = fresh.bit_generator.state
         alike = np.random.default_rng(driver_seed(message.seed, message.incarnation))
         self.shared_rng.bit_generator.state = alike.bit_generator.state
-        self._run_lanes = message.lanes
         lanes = range(message.first_lane, message.first_lane + self.lanes)
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes)
         if self.plan is None:
@@ -188,60 +174,59 @@ class Worker:
         drawn = RandomActions(self.env, self.rng).block_drawn
         return m.Planned(self.plan, ranges, seeds, lane_actions(self.env), drawn, self._state())
 
-    def bind(self, message: m.Bind, descriptor: int) -> m.Bound:
+    def bind(self, message: m.Bind) -> m.Done:
         """Take over the memory."""
         assert self.plan is not None
-        arena = Arena.attach(descriptor, message.nbytes)
-        module = self.policy.module if self.policy is not None else None
-        blocks = Blocks(
-            arena, message.share, self.plan, module if isinstance(module, nn.Module) else None
-        )
+        arena, share = Arena.attach(message.fd, message.nbytes), message.share
+        module = None if self.policy is None else self.policy.module
+        blocks = Blocks(arena, share, self.plan, module)
         if self.policy is not None:
             self.policy.take_from(blocks.weights)
         slab, board = blocks.slab_of(message.worker), blocks.board(message.worker)
         # With leases each worker draws on its own; in step all draw for the lanes of all.
-        alone = message.share.segments > 0
-        rng, lanes = (self.rng, None) if alone else (self.shared_rng, self._run_lanes)
+        rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.total)
         driver = make_driver(self.env, self.policy, self.plan, slab, rng, board, lanes)
         self.driver = driver
         if self._first is not None:
             driver.start_from(self._first)
-        self._slots = message.share.slots
-        if message.share.segments:
+        if share.segments:
+            episodes = self.options.total_episodes is not None
             self.rollout = LeasedRollout(
                 driver,
                 self.policy,
                 extra=self.plan.extra,
                 surplus=self.options.surplus,
-                episodes=self.options.total_episodes is not None,
+                random_frames=0,
+                ledger=Ledger(),
+                gate=EpisodeBudget(0, self.lanes) if episodes else None,
             )
+            self._slots = share.slots
         # What was imported stays: looking through it for garbage takes a quarter of a second.
         gc.freeze()
-        return m.Bound()
+        return m.Done()
 
-    def load(self, message: m.Load) -> m.Bound:
+    def load(self, message: m.Load) -> m.Done:
         """The state of the environment's transforms."""
         self.env.load_state_dict(cloudpickle.loads(message.state))
-        return m.Bound()
+        return m.Done()
 
     def _state(self) -> bytes | None:
-        return m.as_bytes(self.env.state_dict()) if self._has_state else None
+        """The state of the environment's transforms; None where there is none."""
+        return cloudpickle.dumps(dict(self.env.state_dict())) if self._has_state else None
 
     # --- collecting -------------------------------------------------------------------------------
 
-    def begin(self, message: m.Begin) -> m.Stepped:
+    def begin(self, message: m.Begin) -> m.Done:
         """Start every lane's next trajectory."""
-        assert self.driver is not None
         self.doing = "resetting the environment"
         if message.fresh:
             self.driver.restart()
         self.driver.begin()
-        return m.Stepped(self._state())
+        return m.Done(self._state())
 
-    def steps(self, message: m.Steps) -> m.Stepped:
+    def steps(self, message: m.Steps) -> m.Done:
         """Fill slots as the parent says."""
         driver, start, stop = self.driver, message.start, message.stop
-        assert driver is not None
         self.doing = "stepping"
         if self.policy is not None:
             self.policy.refresh()
@@ -255,11 +240,10 @@ class Worker:
             driver.random_steps(start, stop)
         else:
             driver.policy_steps(start, stop, message.random_lanes)
-        return m.Stepped(self._state())
+        return m.Done(self._state())
 
     def lease(self, message: m.Lease) -> m.Filled:
         """Fill a segment with as many transitions as the lease is for."""
-        assert self.rollout is not None
         self.doing = "stepping"
         counts, used, completed = self.rollout.lease(message, self._slots)
         return m.Filled(used, counts, self.rollout.random_frames, completed, self._state())
@@ -268,9 +252,8 @@ class Worker:
 def report_of(error: BaseException, doing: str) -> m.Raised:
     """The report of an exception to the parent."""
     frames = "".join(traceback.format_exception(error))
-    pickled = None
     try:
-        pickled = cloudpickle.dumps(error)
+        pickled: bytes | None = cloudpickle.dumps(error)
         cloudpickle.loads(pickled)
     except Exception:  # noqa: BLE001  then its text has to do
         pickled = None

@@ -479,7 +479,7 @@ class ThreadCrew(WorkerPool):
     def _started(self, index: int) -> Member:
         ours, theirs = Pipe()
         process = WorkerThread(theirs, self._plain[index])
-        alive = os.open(os.devnull, os.O_RDONLY)
+        alive, _ = Pipe(duplex=False)
         return Member(index, process, ours, alive, asked=1, since=time.monotonic())
 
 

@@ -52,6 +52,26 @@ def test_a_script_without_a_guard_is_told_what_to_write(tmp_path: Path, method: 
     assert 2 <= (tmp_path / "came here").read_text().count("again") <= 3
 
 
+NEWER_FORK_SERVER = """
+import multiprocessing.spawn
+
+if __name__ == "__main__":
+    before = multiprocessing.spawn.get_preparation_data
+    multiprocessing.spawn.get_preparation_data = lambda name: before(name) | {"main_path": __file__}
+"""
+"""Since Python 3.13 a fork server that is asked to preload the main module does so."""
+
+
+def test_a_fork_server_outlives_a_script_without_a_guard(tmp_path: Path) -> None:
+    """It preloads no main module, which would end it; workers come to it one by one."""
+    script = NEWER_FORK_SERVER + SCRIPT.format(guard="if True:", method="forkserver")
+    (tmp_path / "script.py").write_text(script)
+    run = ran(tmp_path, "script.py")
+    assert run.returncode == 1
+    assert "came to it too" in run.stderr
+    assert run.stderr.count("Traceback") == 1
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_with_a_guard_runs(tmp_path: Path, method: str) -> None:
     guard = 'if __name__ == "__main__":'

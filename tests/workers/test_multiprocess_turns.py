@@ -91,12 +91,12 @@ def test_a_new_worker_that_fails_as_it_begins(
     """What the one before it never filled is no row."""
     answer = WorkerPool.answer
 
-    def failing(self: WorkerPool, member: Member, message: object, descriptor: Any = None) -> Any:
+    def failing(self: WorkerPool, member: Member, message: object) -> Any:
         if isinstance(message, messages.Begin):
             if how == "interrupted":
                 raise KeyboardInterrupt
             os.kill(member.process.pid, signal.SIGKILL)
-        return answer(self, member, message, descriptor)
+        return answer(self, member, message)
 
     monkeypatch.setattr(WorkerPool, "answer", failing)
     collector = start(

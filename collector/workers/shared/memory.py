@@ -14,8 +14,9 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +30,6 @@ ALIGNMENT = 64
 Shape = Sequence[int]
 
 
-class Area(Protocol):
-    """Memory for arrays: an :class:`Arena`, or a :class:`Measure` of one to be."""
-
-    @property
-    def end(self) -> int:
-        """Bytes carved so far."""
-
-    def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
-        """The next array."""
-
-    def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor."""
-
-
 def _next_start(end: int) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
@@ -54,15 +41,11 @@ class Measure:
     """
 
     def __init__(self) -> None:
-        self._end = 0
-
-    @property
-    def end(self) -> int:
+        self.end = 0
         """Bytes wanted so far: the size of an arena that can hold them."""
-        return self._end
 
     def _add(self, nbytes: int) -> None:
-        self._end = _next_start(self._end) + nbytes
+        self.end = _next_start(self.end) + nbytes
 
     def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
         """An array of zeros ``shape``, all its entries one, not to be written to."""
@@ -81,22 +64,20 @@ class Arena:
 
     Two processes that ask in the same order for the same shapes and dtypes get the same
     memory. Pages take room when they are first written, and until then are zeros. Made by
-    :meth:`create` or :meth:`attach`.
+    :meth:`create` or :meth:`attach`; what was carved stays usable, and keeps the memory, after
+    the arena is gone.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         """The memory's file descriptor; the arena's to close."""
         self.nbytes = nbytes
-        self._end = 0
-        self._release = weakref.finalize(self, os.close, fd)
-        try:
-            # An empty file cannot be mapped: it has a byte that belongs to nobody.
-            memory = mmap.mmap(fd, max(1, nbytes))
-        except BaseException:
-            self._release()
-            raise
-        self._bytes: NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)
+        self.end = 0
+        """Bytes carved so far."""
+        weakref.finalize(self, os.close, fd)
+        # An empty file cannot be mapped: it has a byte that belongs to nobody.
+        memory = mmap.mmap(fd, max(1, nbytes))
+        self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
 
     @classmethod
     def create(cls, nbytes: int) -> "Arena":
@@ -118,77 +99,79 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> "Arena":
-        """The memory of another process's arena. ``fd`` is the arena's from now on.
-
-        Raises:
-            ValueError: there is less of it than ``nbytes``.
-        """
+        """The memory of another process's arena. ``fd`` is the arena's from now on."""
         os.set_inheritable(fd, False)  # what comes over a socket would go to all children
-        size = os.fstat(fd).st_size
-        if size < nbytes:
-            os.close(fd)
-            raise ValueError(
-                f"expected {nbytes} bytes of shared memory to attach to, got a file of {size}; "
-                "attach with the nbytes of the arena that was created"
-            )
         return cls(fd, nbytes)
 
-    @property
-    def end(self) -> int:
-        """Bytes carved so far."""
-        return self._end
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Arrive, with the arguments of a process that is being started, as the same memory."""
+        return _arrived, (DupFd(self.fd), self.nbytes)
 
     def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
         """The next array ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
 
         Raises:
-            ValueError: it does not fit, or the arena is closed.
+            ValueError: it does not fit: it was not measured.
         """
         kind = np.dtype(dtype)
-        part = self._carve(math.prod(shape) * kind.itemsize, f"{tuple(shape)} of {kind}")
+        part = self._carve(math.prod(shape) * kind.itemsize)
         return part.view(kind).reshape(tuple(shape))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """The next tensor ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
 
         Raises:
-            ValueError: it does not fit, or the arena is closed.
+            ValueError: it does not fit: it was not measured.
         """
-        part = self._carve(math.prod(shape) * dtype.itemsize, f"{tuple(shape)} of {dtype}")
+        part = self._carve(math.prod(shape) * dtype.itemsize)
         return torch.from_numpy(part).view(dtype).reshape(tuple(shape))
 
-    def _carve(self, nbytes: int, what: str) -> NDArray[np.uint8]:
-        if self._bytes is None:
-            raise ValueError(f"expected {what} from an arena that is closed; carve before closing")
-        start = _next_start(self._end)
+    def _carve(self, nbytes: int) -> NDArray[np.uint8]:
+        start = _next_start(self.end)
         if start + nbytes > self.nbytes:
             raise ValueError(
-                f"expected {what}, {nbytes} bytes from byte {start} on, got an arena of "
-                f"{self.nbytes} bytes; carve in the order in which the arena was measured"
+                f"expected {nbytes} bytes from byte {start} on, got an arena of {self.nbytes} "
+                "bytes; carve in the order in which the arena was measured"
             )
-        self._end = start + nbytes
-        return self._bytes[start : self._end]
+        self.end = start + nbytes
+        return self._bytes[start : self.end]
 
-    def close(self) -> None:
-        """Give the memory back; what was carved stays usable, and keeps it, until it is gone."""
-        self._release()
-        self._bytes = None  # the map goes with the last view of it
+
+def _arrived(descriptor: Any, nbytes: int) -> Arena:
+    return Arena.attach(descriptor.detach(), nbytes)
+
+
+Area = Measure | Arena
+"""Memory that is carved, or that is to be."""
 
 
 # How much there is
 
 
 @dataclass(frozen=True)
-class _Files:
-    """Names of a cgroup's files, and of the entry that says what the kernel would give back."""
+class _CgroupFiles:
+    """A version of cgroups: where its memory controller is, and what its files are called."""
 
+    controller: str
+    """In ``/proc/self/cgroup``."""
+    mounted: str
+    """A pattern for the end of a line of ``/proc/self/mountinfo``."""
     limit: str
     used: str
     reclaimable: str
+    """The entry of ``memory.stat`` that says what the kernel would give back."""
 
 
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSIONS = (
+    _CgroupFiles("", r"cgroup2 ", "memory.max", "memory.current", "inactive_file"),
+    _CgroupFiles(
+        "memory",
+        r"cgroup \S+ (?:\S+,)?memory\b",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
 
 
 def require(nbytes: int, what: str) -> None:
@@ -254,52 +237,21 @@ def left_in_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | 
     return max(0, int(limit) - max(0, int(used) - cache))
 
 
-def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath, _Files]]:
+def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath, _CgroupFiles]]:
     """Folders of the process's memory cgroup and of its parents, innermost first.
 
     Args:
         mountinfo: the text of ``/proc/self/mountinfo``.
         cgroup: the text of ``/proc/self/cgroup``.
     """
-    paths = dict(_cgroup_paths(cgroup))
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        head, tail = before.split(), after.split()
-        if len(head) < 5 or len(tail) < 3:
-            continue
-        kind, options = tail[0], tail[2].split(",")
-        if kind == "cgroup2":
-            files, path = _V2, paths.get("")
-        elif kind == "cgroup" and "memory" in options:
-            files, path = _V1, paths.get("memory")
-        else:
-            continue
-        top = PurePosixPath(_unescaped(head[4]))
-        if path is None or not top.is_absolute():
-            continue
-        inside = top / _below(path, _unescaped(head[3]))
-        yield from ((folder, files) for folder in (inside, *inside.parents) if _is_in(folder, top))
-
-
-def _cgroup_paths(cgroup: str) -> Iterator[tuple[str, str]]:
-    """Of each controller, and under the empty name of version 2, the process's path."""
-    for line in cgroup.splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        yield from ((name, path) for name in controllers.split(","))
-
-
-def _below(path: str, mounted: str) -> PurePosixPath:
-    """``path`` as seen from ``mounted``, the part of the hierarchy that is visible here."""
-    whole = PurePosixPath(path)
-    if ".." in whole.parts or not _is_in(whole, PurePosixPath(mounted)):
-        return PurePosixPath()  # a container, whose own cgroup is what it sees
-    return whole.relative_to(mounted)
-
-
-def _is_in(path: PurePosixPath, folder: PurePosixPath) -> bool:
-    return path.is_relative_to(folder)
-
-
-def _unescaped(field: str) -> str:
-    """A path as it is: the kernel writes a blank as its octal code."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+    groups = re.findall(r"^\d+:(.*?):(/.*)$", cgroup, re.MULTILINE)
+    paths = {name: path for names, path in groups for name in names.split(",")}
+    for files in _VERSIONS:
+        line = rf"^\S+ \S+ \S+ (/\S*) (/\S*) .* - {files.mounted}"
+        mounts = re.findall(line, mountinfo, re.MULTILINE) if files.controller in paths else []
+        for root, top in mounts:
+            path = PurePosixPath(paths[files.controller])
+            # Else a container, or a part of the hierarchy, whose own cgroup is what it sees.
+            visible = path.is_relative_to(root) and ".." not in path.parts
+            inside = path.relative_to(root) if visible else PurePosixPath()
+            yield from ((top / folder, files) for folder in (inside, *inside.parents))

@@ -6,10 +6,11 @@ one slab of all lanes (``mode="sync"``) or one a worker, of several segments (``
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
 
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import BOARD_WORDS
@@ -59,13 +60,13 @@ class Blocks:
         area: what is carved from.
         share: who has which lanes.
         plan: what a slab looks like.
-        module: the policy, whose weights have room there; None where it has none.
+        module: the policy, whose weights have room there, if it has any.
     """
 
-    def __init__(self, area: Area, share: Share, plan: SlabPlan, module: nn.Module | None) -> None:
+    def __init__(self, area: Area, share: Share, plan: SlabPlan, module: object) -> None:
         self._share, self._plan = share, plan
         self.boards = area.array((len(share.lanes), BOARD_WORDS), np.int64)
-        self.weights = SharedWeights(module or nn.Module(), area)
+        self.weights = SharedWeights(module, area)
         if share.segments:
             slots = share.stride * share.segments
             self._memory = [self._carved(area, slots, lanes) for lanes in share.lanes]
@@ -93,6 +94,11 @@ class Blocks:
             return self._slab(self._memory[worker], slots, len(lanes), lanes.start)
         part = {k: piece[:, lanes.start : lanes.stop] for k, piece in self._memory[0].items()}
         return self._slab(part, share.slots, len(lanes), lanes.start)
+
+    def actions(self, worker: int) -> NDArray[Any] | None:
+        """``[slot, lane, ...]``, where the slab of a worker has its actions in an array."""
+        arrays = self.slab_of(worker).arrays
+        return next((array for key, array in arrays.items() if key[-1] == "action"), None)
 
     def segment(self, worker: int, index: int) -> Slab:
         """One segment of a worker, as a slab."""

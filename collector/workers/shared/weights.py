@@ -31,6 +31,7 @@ class SharedWeights:
     Args:
         module: whose tensors are to have room; nothing is copied yet. Its buffers are among
             them, also those that are not persistent; a tensor with several names has room once.
+            What is no module, a policy that is a function, has none.
         area: what the room is carved from. From a ``Measure`` it is only measured.
         lock_seconds: how long to wait for others, at most.
 
@@ -38,7 +39,7 @@ class SharedWeights:
         ArgumentError: the module has a tensor that has no values yet, or is not dense.
     """
 
-    def __init__(self, module: nn.Module, area: Area, lock_seconds: float = LOCK_SECONDS) -> None:
+    def __init__(self, module: object, area: Area, lock_seconds: float = LOCK_SECONDS) -> None:
         self._specs = [_spec(name, tensor) for name, tensor in _named(module)]
         # 0 before the first version, then twice the version, plus 2, plus which copy it is in:
         # one store changes all of it.
@@ -46,16 +47,15 @@ class SharedWeights:
         self._copies = [
             [area.tensor(spec.shape, spec.dtype) for spec in self._specs] for _ in range(2)
         ]
-        self._file: FileLock | None = None
-        if isinstance(area, Arena):
-            self._file = FileLock(area.fd, "the shared weights", lock_seconds)
+        if isinstance(area, Arena):  # else there is nothing to lock
+            self._lock = FileLock(area.fd, "the shared weights", lock_seconds)
 
     @property
     def version(self) -> int:
         """Of the weights that were published last; -1 before. Asked for without a lock."""
         return (self._word[0] >> 1) - 1
 
-    def publish(self, module: nn.Module, version: int) -> None:
+    def publish(self, module: object, version: int) -> None:
         """Make the tensors of ``module`` the current weights. On any device.
 
         Raises:
@@ -70,7 +70,7 @@ class SharedWeights:
             _copy(self._copies[spare], sources)
             self._word[0] = 2 * (version + 1) + spare
 
-    def load_into(self, module: nn.Module) -> int:
+    def load_into(self, module: object) -> int:
         """Copy the current weights into the tensors of ``module``, in place.
 
         Returns:
@@ -89,18 +89,7 @@ class SharedWeights:
             _copy(targets, self._copies[word & 1])
         return (word >> 1) - 1
 
-    def close(self) -> None:
-        """Close what the lock needs; the memory is the arena's."""
-        if self._file is not None:
-            self._file.close()
-
-    @property
-    def _lock(self) -> FileLock:
-        if self._file is None:
-            raise StateError("these weights were only measured; carve them from an Arena")
-        return self._file
-
-    def _tensors(self, module: nn.Module) -> list[torch.Tensor]:
+    def _tensors(self, module: object) -> list[torch.Tensor]:
         """The tensors of ``module``, as long as they are those that there is room for."""
         named = _named(module)
         got = [_spec(name, tensor) for name, tensor in named]
@@ -112,7 +101,9 @@ class SharedWeights:
         return [tensor for _, tensor in named]
 
 
-def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _named(module: object) -> list[tuple[str, torch.Tensor]]:
+    if not isinstance(module, nn.Module):
+        return []
     return [*module.named_parameters(), *module.named_buffers()]
 
 
