@@ -31,7 +31,7 @@ from tallyroll.collector.options import (
     one_of,
     positive,
 )
-from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_cpu
+from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.rollout.rollout import Rollout, Source
 from tallyroll.collector.slab.info import Info
@@ -169,10 +169,9 @@ class MultiprocessCollector(Collector):
         threads = positive("threads_per_worker", threads_per_worker, optional=True)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._policy = None if policy is None else Policy(policy, None, None)
+        copied = None if policy is None else on_device(policy, torch.device("cpu"))
         jobs = [
-            Job(
-                create, lanes, env_kwargs, reset_slots, on_cpu(policy), options.for_workers, threads
-            )
+            Job(create, lanes, env_kwargs, reset_slots, copied, options.for_workers, threads)
             for create, lanes in factories
         ]
         pickled = [_pickled(job) for job in jobs]
