@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import cloudpickle
 import gymnasium
-import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from torch import nn
@@ -15,11 +14,9 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget, Ledger
-from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import (
     Finals,
@@ -33,7 +30,7 @@ from tallyroll.collector.options import (
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
-from tallyroll.collector.rollout.rollout import Rollout, Source
+from tallyroll.collector.rollout.rollout import Source
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.leases import Leases, frames_of_a_lease
@@ -206,7 +203,7 @@ class MultiprocessCollector(Collector):
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,
-            RowSource.of(plan),
+            plan,
             self._startup.ranges,
             description,
             policy,
@@ -250,15 +247,7 @@ class MultiprocessCollector(Collector):
             rng=self._rng,
             replace=self._startup,
         )
-        return Rollout(
-            driver,
-            self._policy,
-            extra=plan.extra,
-            surplus=self._options.surplus,
-            random_frames=self._random_frames,
-            ledger=self.ledger,
-            gate=self._gate,
-        )
+        return self._stepped(driver, plan)
 
     def _leases(self) -> Source:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
@@ -319,17 +308,8 @@ class MultiprocessCollector(Collector):
         if self._policy is not None:
             self._weights.publish(self._module or nn.Module(), self._policy.version)
 
-    def _seed_everything(self, seed: int | None) -> None:
-        incarnation = self.ledger.incarnation
-        if seed is not None:
-            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
-        else:
-            seed = int(torch.randint(2**31 - 1, ()))
-        self.ledger.seed = seed
-        # The driver holds this generator: replace its state, not the object.
-        fresh = np.random.default_rng(driver_seed(seed, incarnation))
-        self._rng.bit_generator.state = fresh.bit_generator.state
-        self._lane_seeds = self._startup.seed(seed, incarnation)
+    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
+        return self._startup.seed(seed, incarnation)
 
     def _env_state(self) -> Any:
         return [

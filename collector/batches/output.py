@@ -1,6 +1,6 @@
 """A batch is delivered: merged, counted, stored, and given the layout in which it is yielded."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from tallyroll.collector.batches.rows import (
     behind_rows,
     merge,
 )
-from tallyroll.collector.batches.writer import BatchWriter, Columns, columns_of
+from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.options import Layout, Postproc
+from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.rollout.os_signals import admitted
+from tallyroll.collector.rollout.rollout import Source
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import batch_dims_of
@@ -35,6 +36,7 @@ from tallyroll.storage.rows.keys import (
     STEP,
     TRAJ_IDS,
     Key,
+    as_key,
     spell,
 )
 
@@ -43,60 +45,44 @@ class BatchOutput:
     """Takes the parts of a batch and returns what is yielded.
 
     Args:
-        sink: where rows are stored before they are yielded.
+        options: of the run.
+        writer: where rows are stored before they are yielded.
         source: gives the schema of rows.
         lanes: of the run.
+        rollout: where transitions wait for the next batch.
         ledger: counted up with every batch.
-        held: how many transitions wait, in the place they come from, for the next batch.
         provenance: written with the schema.
-        layout: of what is yielded.
-        postproc: applied to the rows before they are stored and yielded.
-        device: where yielded batches lie.
-        yield_large: whether columns of large rows are yielded, or only stored.
-        frame_skip: simulator ticks a transition, or the column that counts them.
+        ticks: simulator ticks a transition, or the column that counts them.
         count_random: whether random actions are an exception that is counted.
     """
 
     def __init__(
         self,
-        sink: BatchWriter,
+        options: Options,
+        writer: BatchWriter,
         source: RowSource,
         lanes: int,
+        rollout: Source,
         ledger: Ledger,
-        held: Callable[[], int],
         provenance: Mapping[str, Any],
         *,
-        layout: Layout,
-        postproc: Postproc | None,
-        device: torch.device | None,
-        yield_large: bool,
-        frame_skip: int | Key,
+        ticks: int | Key,
         count_random: bool,
     ) -> None:
-        self._writer, self._lanes, self._ledger, self._held = sink, lanes, ledger, held
-        self._provenance, self._layout = provenance, layout
-        self._postproc, self._device = postproc, device
-        self._frame_skip, self._count_random = frame_skip, count_random
-        self._yield_large = yield_large
-        self._dones, self._behind = tuple(source.dones), source.behind
+        self._options, self._writer, self._lanes = options, writer, lanes
+        self._rollout, self._ledger, self.provenance = rollout, ledger, provenance
+        self._ticks, self._count_random = ticks, count_random
+        self._dones, self._behind = source.plan.dones, source.behind
         self._keys = tuple(source.schema())
-        self._large = tuple(source.large)
-        large = [source.layout[key] for key in self._large] if yield_large else []
+        self._large = source.large
+        large = [source.plan.layout[key] for key in self._large] if options.yield_large else []
         # What NumPy has no dtype for was copied as small columns are.
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
         self.batches = 0
-        if postproc is None:
-            sink.open(source.schema(), provenance, source.behind)
-
-    def goes_on_from(self, provenance: Mapping[str, Any], next_id: int) -> None:
-        """The run goes on from a loaded state, which ``provenance`` and the ledger tell of.
-
-        Its trajectories have ids from ``next_id`` on.
-        """
-        self._provenance = provenance
-        self._writer.goes_on_from(self._ledger, provenance, next_id)
+        if options.postproc is None:
+            writer.open(source.schema(), provenance, source.behind)
 
     def deliver(self, parts: Sequence[Part], open_lanes: int) -> TensorDictBase:
         """Store the rows of ``parts``, which follow one another in time, as one batch.
@@ -112,21 +98,22 @@ class BatchOutput:
         before, head = self._ledger.counts(), self._writer.head
         try:
             self._count(rows)
-            if self._postproc is None:
+            self._ledger.balance(self._rollout.held)
+            if self._options.postproc is None:
                 self._writer.write(rows, len(rows[STEP]), self._ledger, open_lanes, large)
                 batch: TensorDictBase = self._as_batch(rows)
             else:
-                batch = self._postprocessed(rows, self._postproc, open_lanes)
+                batch = self._postprocessed(rows, self._options.postproc, open_lanes)
         except BaseException:
             committed = self._writer.head - head
             if committed < len(rows[STEP]):  # else it was raised behind the commit
                 self._ledger.load(before)
-                self._add({key: column[:committed] for key, column in rows.items()})
+                self._count({key: column[:committed] for key, column in rows.items()})
             raise
         self.batches += 1
-        if self._layout == "lanes":
+        if self._options.layout == "lanes":
             return by_lane(batch, self._lanes)
-        if self._layout == "trajectories":
+        if self._options.layout == "trajectories":
             return split_trajectories(batch)
         return batch
 
@@ -135,7 +122,7 @@ class BatchOutput:
         if not self._large:
             return part.rows, {}
         rows = dict(part.rows)
-        if not self._yield_large:
+        if not self._options.yield_large:
             copied = {key: rows.pop(key) for key in self._large if key in rows}
             return rows, {**part.large, **copied}
         if part.large:
@@ -148,7 +135,8 @@ class BatchOutput:
         return rows, {}
 
     def _as_batch(self, rows: Rows) -> TensorDictBase:
-        return as_tensordict(with_cuts(rows, self._dones), self._device, self._behind)
+        device = self._options.storing_device
+        return as_tensordict(with_cuts(rows, self._dones), device, self._behind)
 
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
         own = own_flags(rows, self._dones) if self._writer.stores else None
@@ -163,27 +151,23 @@ class BatchOutput:
         missing = [spell(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
         if missing:
             raise ArgumentError(f"postproc: expected the columns {missing} kept, they are gone")
-        stored = without_cuts(columns_of(batch), own)
+        stored = without_cuts({as_key(key): leaf for key, leaf in batch.items(True, True)}, own)
         if not self._writer.ready:
             schema = {
                 key: SlabColumn(leaf.dtype, tuple(leaf.shape[1:])) for key, leaf in stored.items()
             }
-            self._writer.open(schema, self._provenance, behind_rows(schema, batch_dims_of(batch)))
+            self._writer.open(schema, self.provenance, behind_rows(schema, batch_dims_of(batch)))
         self._writer.write(stored, count, self._ledger, open_lanes, {})
         return batch
 
     def _count(self, rows: Rows) -> None:
-        self._add(rows)
-        self._ledger.balance(self._held())
-
-    def _add(self, rows: Rows) -> None:
         ledger, count = self._ledger, len(rows[STEP])
         ledger.stored += count
         ledger.episodes_complete += int(rows[DONE].sum())
         if self._count_random:
             ledger.random += int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
-        if isinstance(self._frame_skip, int):
-            ledger.ticks += count * self._frame_skip
+        if isinstance(self._ticks, int):
+            ledger.ticks += count * self._ticks
         else:
-            before, after = rows[self._frame_skip], rows[(NEXT, *self._frame_skip)]
+            before, after = rows[self._ticks], rows[(NEXT, *self._ticks)]
             ledger.ticks += int((after - before).sum())

@@ -5,12 +5,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import ceil
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import set_exploration_type
@@ -24,12 +26,14 @@ from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
-from tallyroll.collector.counting.numbering import LaneState, Numbers, lane_seed
+from tallyroll.collector.counting.numbering import LaneState, Numbers, driver_seed, lane_seed
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, StateError
 from tallyroll.collector.options import Options, positive, seed_of
 from tallyroll.collector.policies.policy import Policy, Weights
+from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.os_signals import deferred
-from tallyroll.collector.rollout.rollout import Block, Source
+from tallyroll.collector.rollout.rollout import Block, Rollout, Source
+from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.names import new_name, spelled_rename, split
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.errors import StorageClosed
@@ -67,43 +71,41 @@ class Collector(ABC):
         resume: bool,
     ) -> None:
         self._over = True  # until everything stands
+        self._parts: list[Part] = []
+        """Of the batch under way."""
         self._in_hand = 0
         """Transitions that were taken from the source and are in no batch yet."""
         self._options = options
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
         self._budget = Budget(options.total_frames)
-        self._writer = BatchWriter(
-            storage, replay_buffer, resume, options.total_frames, options.largest_batch
-        )
-        if not options.yield_large and not self._writer.stores_alone:
-            self._writer.close()
+        if not options.yield_large and (storage is None or replay_buffer is not None):
             raise ArgumentError(
                 "yield_large=False wants a storage (storage=), which alone gets large columns; a "
                 "replay buffer gets what is yielded"
             )
+        self._writer = BatchWriter(
+            storage, replay_buffer, resume, options.total_frames, options.largest_batch
+        )
         self._lane_seeds: list[int] = []
 
     def _begin_run(self, lanes: int) -> int | None:
         """A ledger, a gate and numbers for ``lanes`` lanes; returns the seed, None to draw one."""
         self.lanes = lanes
         seed = self._options.seed
-        resumed = self._writer.resumed()
-        if resumed is not None and seed is not None and seed != resumed.seed:
+        self.ledger = self._writer.resumed() or Ledger(seed=seed)
+        if seed not in (None, self.ledger.seed):
             raise StateError(
-                f"the run to be continued has the seed {resumed.seed}, got {seed}; leave it out"
+                f"the run to be continued has the seed {self.ledger.seed}, got {seed}; leave it out"
             )
-        self.ledger = Ledger(versions=versions())
-        if resumed is not None:
-            seed = resumed.seed
-            self.ledger.load({**resumed.counts, "incarnation": resumed.incarnation})
+        self.ledger.versions = versions()
         self._gate = None
         if self._options.total_episodes is not None:
             self._gate = EpisodeBudget(self._options.total_episodes, lanes)
             self._gate.restart(self.ledger.episodes_complete)
         self._rng = np.random.default_rng()
         self._state = LaneState.fresh(lanes, self._writer.next_id())
-        return seed
+        return self.ledger.seed
 
     @property
     def _random_frames(self) -> int:
@@ -112,30 +114,36 @@ class Collector(ABC):
             return 0
         return max(0, self._options.init_random_frames - self.ledger.random)
 
+    def _stepped(self, driver: Driver, plan: SlabPlan) -> Rollout:
+        """A source of blocks that ``driver`` fills."""
+        return Rollout(
+            driver,
+            self._policy,
+            extra=plan.extra,
+            surplus=self._options.surplus,
+            random_frames=self._random_frames,
+            ledger=self.ledger,
+            gate=self._gate,
+        )
+
     def _drive(
         self,
         rollout: Source,
-        source: RowSource,
+        plan: SlabPlan,
         ranges: Sequence[Range],
         description: Mapping[str, Any],
         policy: object,
         **call: Any,
     ) -> None:
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
-        options = self._options
+        options, source = self._options, RowSource(plan)
         self._rollout, self._source = rollout, source
-        self._ticks = _ticks(options, source)
+        self._ticks = _ticks(options, plan)
         self._checks = RangeChecks(ranges, options.validate)
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
-        watched = options.finals == "check" and not source.lost_finals
-        self._finals = FinalsWatch(self.lanes, source.observed if watched else ())
-        self._description = description
-        named: dict[str, Any] = {}
-        if options.info_keys:
-            named["info_keys"] = [str(info) for info in options.info_keys]
-        if options.rename:
-            named["rename"] = [f"{old}={new}" for old, new in spelled_rename(options.rename)]
-        self._call = {
+        watched = options.finals == "check" and not plan.lost_finals
+        self._finals = FinalsWatch(self.lanes, plan.observed if watched else ())
+        kept = {
             "frames_per_batch": self.frames_per_batch,
             "total_frames": options.total_frames,
             "total_episodes": options.total_episodes,
@@ -143,38 +151,38 @@ class Collector(ABC):
             "surplus": options.surplus,
             "frame_skip": self.frame_skip,
             "finals": options.finals,
-            **named,
+            "info_keys": [str(info) for info in options.info_keys],
+            "rename": [f"{old}={new}" for old, new in spelled_rename(options.rename)],
             **call,
+            "unobserved": [list(key) for key in source.unobserved],
         }
-        if source.unobserved:
-            self._call["unobserved"] = [list(key) for key in source.unobserved]
+        self._provenance = partial(
+            run_provenance,
+            description,
+            self.ledger,
+            lanes=self.lanes,
+            call={name: value for name, value in kept.items() if value != []},
+        )
         self._output = BatchOutput(
+            options,
             self._writer,
             source,
             self.lanes,
+            rollout,
             self.ledger,
-            lambda: rollout.held,
-            self._provenance(),
-            layout=options.layout,
-            postproc=options.postproc,
-            device=options.storing_device,
-            yield_large=options.yield_large,
-            frame_skip=self._ticks,
+            self._provenance(self._lane_seeds),
+            ticks=self._ticks,
             count_random=policy is not None,
         )
         self._over = False
-
-    def _provenance(self) -> dict[str, Any]:
-        return run_provenance(
-            self._description, self.ledger, self._lane_seeds, lanes=self.lanes, call=self._call
-        )
 
     # --- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called."""
         while not self._over:
-            batch = self._collect()
+            with self._undivided():
+                batch = self._batch()
             if batch is not None:
                 yield batch
 
@@ -200,12 +208,7 @@ class Collector(ABC):
         except Exception as again:
             if error is None:
                 raise
-            add_end_note(error, again)
-
-    def _collect(self) -> TensorDictBase | None:
-        """The next batch; None where the run ended without one. Sets ``_over`` at its end."""
-        with self._undivided():
-            return self._batch()
+            _add_end_note(error, again)
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
@@ -215,24 +218,26 @@ class Collector(ABC):
                 yield
             except BaseException as error:
                 if not self._over:
-                    self._finish_after(error)
+                    try:
+                        self._finish()
+                    except Exception as again:  # noqa: BLE001  `error` is raised
+                        _add_end_note(error, again)
                 raise
 
     def _batch(self) -> TensorDictBase | None:
+        """The next batch; None where the run ended without one. Sets ``_over`` at its end."""
         self._writer.require_open()
         size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
         rollout = self._rollout
-        parts: list[Part] = []
-        have = 0
         if self._options.reset_at_each_iter and self._output.batches:
             # What was carried belongs to the trajectories that the reset cuts: it comes first.
-            have += self._take(min(size, rollout.held), size, parts)
+            self._take(min(size, rollout.held), size)
             if not rollout.held:
-                self.ledger.episodes_cut += self._restart_lanes()
+                self._restart_lanes()
         with torch.no_grad(), set_exploration_type(self._options.exploration_type):
-            while have < size and not rollout.dry:
-                have += self._take(size - have, size - have, parts)
-        batch = self._deliver(parts) if have else None
+            while self._in_hand < size and not rollout.dry:
+                self._take(size - self._in_hand, size)
+        batch = self._deliver() if self._parts else None
         if self._options.surplus == "discard":
             self._discard()
         if self._budget.remaining(self.ledger.stored) == 0 or rollout.dry:
@@ -240,73 +245,69 @@ class Collector(ABC):
             self._finals.warn_at_end(self._committed)
         return batch
 
-    def _take(self, want: int, missing: int, parts: list[Part]) -> int:
-        """Add at most ``want`` rows of the ``missing`` ones to ``parts``; returns how many."""
-        block = self._fill(want, parts)
-        part = self._numbered(block)
-        self._copied(part, len(block), len(block) < missing)
-        if part is not None:
-            parts.append(part)
-        return len(block)
+    def _take(self, want: int, size: int) -> None:
+        """Add at most ``want`` rows to a batch that is to have ``size`` of them.
 
-    def _deliver(self, parts: list[Part]) -> TensorDictBase:
+        After an error, what is complete and sound is stored before it is raised.
+        """
+        try:
+            block = self._fill(want)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            self._rescue(error)
+            raise
+        self._add(block, self._in_hand + len(block) < size)
+
+    def _fill(self, want: int) -> Block:
+        """Take a block whose values are as declared."""
+        try:
+            block = self._rollout.fill(want)
+        except Exception as error:
+            refused = self._rollout.refused()
+            culprit = refused and self._checks.bad_action(*refused, self._state)
+            if culprit is not None:
+                raise culprit from error
+            raise
+        bad = self._checks.first_violation(block.slab, block.used, self._state)
+        if bad is not None:
+            raise bad.error
+        return block
+
+    def _add(self, block: Block, more: bool) -> None:
+        """Number the rows of ``block``, and add them to the batch; cuts come behind them.
+
+        Large ones stay in the slab until they are delivered, if they can. ``more``: another block
+        will be asked for before.
+        """
+        kept = False
+        if len(block):
+            part, numbers = self._source.rows(block, self._state)
+            self._finals.look(part)
+            self._log(part.rows, numbers, block)
+            kept = bool(part.large) and self._rollout.keeps(more)
+            if not kept:
+                part.settle()
+            self._parts.append(part)
+        self._rollout.copied(kept)
+        self._in_hand += len(block)
+        cuts = self._rollout.take_cuts()
+        if cuts is not None:
+            self._begin_anew(cuts)
+            self._finals.forget(cuts)
+
+    def _deliver(self) -> TensorDictBase:
         before = self.ledger.stored
         try:
             self._finals.require_true(self._committed)
-            batch = self._output.deliver(parts, int(self._state.open.sum()))
-        except BaseException as error:
-            self._in_hand -= self.ledger.stored - before  # of a large batch some may be committed
-            self._finish_after(error)
-            raise
-        self._in_hand = 0
+            batch = self._output.deliver(self._parts, int(self._state.open.sum()))
+        finally:
+            self._in_hand -= self.ledger.stored - before  # of a large batch perhaps not all
+        self._parts = []
         self._rollout.delivered()
         return batch
 
     def _committed(self) -> str:
         """Which rows of this run are stored, and how many ends are in them, as a sentence."""
         return f"{self._writer.committed}, with {self.ledger.episodes_complete:,} ends of episodes"
-
-    def _fill(self, want: int, parts: list[Part]) -> Block:
-        """Take a block, and check it; on an error, what is complete is stored first."""
-        try:
-            block = self._rollout.fill(want)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            refused = self._rollout.refused()
-            culprit = refused and self._checks.bad_action(*refused, self._state)
-            blamed = culprit if isinstance(error, Exception) else None
-            self._rescue(parts, blamed or error)
-            if blamed is not None:
-                raise blamed from error
-            raise
-        bad = self._checks.first_violation(block.slab, block.used, self._state)
-        if bad is not None:
-            self._rescue(parts, bad.error)
-            raise bad.error
-        return block
-
-    def _numbered(self, block: Block) -> Part | None:
-        if not len(block):
-            return None
-        part, numbers = self._source.rows(block, self._state)
-        self._finals.look(part)
-        self._log(part.rows, numbers, block)
-        return part
-
-    def _copied(self, part: Part | None, count: int, more: bool) -> None:
-        """Keep rows of ``part``, of ``count`` rows, in the slab if they can stay there.
-
-        Cuts come behind it.
-        """
-        kept = part is not None and bool(part.large) and self._rollout.keeps(more)
-        if part is not None and not kept:
-            part.settle()
-        self._rollout.copied(kept)
-        self._in_hand += count
-        cuts = self._rollout.take_cuts()
-        if cuts is not None:
-            self.ledger.episodes_cut += self._state.cut(cuts)
-            self._state.restart(cuts)
-            self._finals.forget(cuts)
 
     def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
         if isinstance(self._ticks, tuple):
@@ -326,18 +327,20 @@ class Collector(ABC):
 
     # --- ends, cuts and errors ------------------------------------------------------------------
 
-    def _restart_lanes(self) -> int:
-        everywhere = np.ones(self.lanes, np.bool_)
-        cut = self._state.cut(everywhere)
-        self._state.restart(everywhere)
+    def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
+        """Open trajectories of ``lanes`` stay unfinished, and their environments start others."""
+        self.ledger.episodes_cut += self._state.cut(lanes)
+        self._state.restart(lanes)
+
+    def _restart_lanes(self) -> None:
+        self._begin_anew(np.ones(self.lanes, np.bool_))
         self._rollout.restart_lanes()
-        return cut
 
     def _discard(self) -> None:
         """Throw the surplus away; the trajectories that lose a row there are cut."""
         if not self._rollout.held:
             return
-        reward, ended = self._rollout.last_slot(self._source.rewards)
+        reward, ended = self._rollout.last_slot(self._source.plan.rewards)
         lanes = self._rollout.discard_held()
         self.ledger.balance(self._rollout.held)
         self.ledger.episodes_cut += self._state.cut(lanes)
@@ -346,33 +349,23 @@ class Collector(ABC):
         self._state.restart(lanes & ended)
         self._finals.forget(lanes)
 
-    def _rescue(self, parts: list[Part], error: BaseException) -> None:
-        """After ``error``: ``parts``, and what is complete and sound behind them, are stored.
+    def _rescue(self, error: BaseException) -> None:
+        """Store what was taken before ``error``, and what is complete and sound behind it.
 
-        Where they are not true, the ledger does not balance, or the storage was closed, nothing
-        is, and that is a note: ``error`` is raised.
+        Where it is not true, the ledger does not balance, or the storage was closed, nothing is,
+        and that is a note: ``error`` is raised.
         """
-        with deferred():
-            try:
-                self._store_rest(parts)
-            except (LedgerError, SilentReset, StorageClosed) as again:
-                error.add_note(f"tallyroll: complete transitions were not stored: {again}")
-
-    def _store_rest(self, parts: list[Part]) -> None:
-        if not self._writer.stores:  # nobody would get them
+        try:
+            if self._writer.stores:  # else nobody would get it
+                remaining = self._budget.remaining(self.ledger.stored)
+                most = sys.maxsize if remaining is None else remaining - self._in_hand
+                for block in self._rollout.salvage(self._sound, most):
+                    self._add(block, more=True)
+                if self._parts:
+                    self._deliver()
             self._finish()
-            return
-        parts = list(parts)
-        remaining = self._budget.remaining(self.ledger.stored)
-        most = sys.maxsize if remaining is None else remaining - sum(map(len, parts))
-        for block in self._rollout.salvage(self._sound, most):
-            part = self._numbered(block)
-            self._copied(part, len(block), True)
-            if part is not None:
-                parts.append(part)
-        if parts:
-            self._deliver(parts)
-        self._finish()
+        except (LedgerError, SilentReset, StorageClosed) as again:
+            error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
     def _sound(self, slab: Slab, used: int) -> int:
         """Number of slots, of the first ``used``, whose values are as declared."""
@@ -387,17 +380,10 @@ class Collector(ABC):
         self._rollout.stop()
         self._rollout.discard_held()
         ledger.discarded += self._in_hand
-        self._in_hand = 0
+        self._in_hand, self._parts = 0, []
         ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
         ledger.balance(self._rollout.held)
         self._writer.finish(ledger, ledger.discarded - before)
-
-    def _finish_after(self, error: BaseException) -> None:
-        """End the run because of ``error``, which is raised: what else goes wrong is its note."""
-        try:
-            self._finish()
-        except Exception as again:  # noqa: BLE001  see above
-            add_end_note(error, again)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -413,7 +399,7 @@ class Collector(ABC):
         """
         with deferred():
             try:
-                if hasattr(self, "_rollout") and not self._over:
+                if not self._over:
                     self._finish()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
@@ -462,9 +448,22 @@ class Collector(ABC):
 
     # --- seeds and state --------------------------------------------------------------------------
 
-    @abstractmethod
     def _seed_everything(self, seed: int | None) -> None:
         """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
+        incarnation = self.ledger.incarnation
+        if seed is not None:
+            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
+        else:
+            seed = int(torch.randint(2**31 - 1, ()))
+        self.ledger.seed = seed
+        # The driver holds this generator: replace its state, not the object.
+        fresh = np.random.default_rng(driver_seed(seed, incarnation))
+        self._rng.bit_generator.state = fresh.bit_generator.state
+        self._lane_seeds = self._seed_lanes(seed, incarnation)
+
+    @abstractmethod
+    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
+        """Seed the environments; returns the seed of each lane, none where they chose it."""
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed everything and start new trajectories; returns a seed for another collector.
@@ -474,7 +473,7 @@ class Collector(ABC):
         checked = seed_of(seed)
         with self._undivided():
             self._discard()
-            self.ledger.episodes_cut += self._restart_lanes()
+            self._restart_lanes()
             self._seed_everything(checked)
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
@@ -543,11 +542,12 @@ class Collector(ABC):
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes()
-        self._output.goes_on_from(self._provenance(), self._state.base)
+        self._output.provenance = self._provenance(self._lane_seeds)
+        self._writer.goes_on_from(ledger, self._output.provenance, self._state.base)
         self._over = self._budget.remaining(ledger.stored) == 0
 
 
-def _ticks(options: Options, source: RowSource) -> int | Key:
+def _ticks(options: Options, plan: SlabPlan) -> int | Key:
     """Ticks a transition, or the column that counts them.
 
     Raises:
@@ -555,8 +555,8 @@ def _ticks(options: Options, source: RowSource) -> int | Key:
     """
     if isinstance(options.frame_skip, int):
         return options.frame_skip
-    key = new_name(split(options.frame_skip), options.rename, source.layout)
-    if key not in source.layout:
+    key = new_name(split(options.frame_skip), options.rename, plan.layout)
+    if key not in plan.layout:
         raise ArgumentError(
             f"frame_skip: expected a number, or the info key that counts ticks, got "
             f"{options.frame_skip!r}; there is no such column"
@@ -564,7 +564,7 @@ def _ticks(options: Options, source: RowSource) -> int | Key:
     return key
 
 
-def add_end_note(error: BaseException, again: Exception) -> None:
+def _add_end_note(error: BaseException, again: Exception) -> None:
     """Note of ``error``, which is raised, what else went wrong at the end of the run."""
     error.add_note(f"tallyroll: and at the end of the run: {type(again).__name__}: {again}")
 
