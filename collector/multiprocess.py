@@ -194,12 +194,10 @@ class MultiprocessCollector(Collector):
     def _prepare(self, policy: PolicyFn | None, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns)
         description = self._startup.made()
-        seed = self._begin_run(sum(self._startup.lanes))
+        self._begin_run(sum(self._startup.lanes))
         self._startup.ledger = self.ledger
-        self._seed_everything(seed)
         plan = self._startup.planned.plan
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
-        self._states = [member.state for member in self._worker_pool.members]
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,

@@ -178,11 +178,10 @@ class SyncCollector(Collector):
     def _prepare(self, policy: PolicyFn | None, description: Mapping[str, Any]) -> None:
         options = self._options
         self.env = prepare_env(self.env, policy, options)
-        seed = self._begin_run(self.env.batch_size.numel())
         self._policy = None
         if policy is not None:
             self._policy = Policy(policy, options.policy_device, self.env.device)
-        self._seed_everything(seed)
+        self._begin_run(self.env.batch_size.numel())
         first = first_reset(self.env)
         plan = plan_slab(self.env, self._policy, first, options)
         slab = plan.slab(

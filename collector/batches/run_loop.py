@@ -89,8 +89,8 @@ class Collector(ABC):
         )
         self._lane_seeds: list[int] = []
 
-    def _begin_run(self, lanes: int) -> int | None:
-        """A ledger, a gate and numbers for ``lanes`` lanes; returns the seed, None to draw one."""
+    def _begin_run(self, lanes: int) -> None:
+        """Make a ledger, a gate and numbers for ``lanes`` lanes, and seed them."""
         self.lanes = lanes
         seed = self._options.seed
         self.ledger = self._writer.resumed() or Ledger(seed=seed)
@@ -105,7 +105,7 @@ class Collector(ABC):
             self._gate.restart(self.ledger.episodes_complete)
         self._rng = np.random.default_rng()
         self._state = LaneState.fresh(lanes, self._writer.next_id())
-        return self.ledger.seed
+        self._seed_everything(self.ledger.seed)
 
     @property
     def _random_frames(self) -> int:
@@ -152,7 +152,7 @@ class Collector(ABC):
             "frame_skip": self.frame_skip,
             "finals": options.finals,
             "info_keys": [str(info) for info in options.info_keys],
-            "rename": [f"{old}={new}" for old, new in spelled_rename(options.rename)],
+            "rename": spelled_rename(options.rename),
             **call,
             "unobserved": [list(key) for key in source.unobserved],
         }

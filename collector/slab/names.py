@@ -76,10 +76,9 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
     return checked
 
 
-def spelled_rename(rename: Rename) -> list[tuple[str, str]]:
-    """Old and new names as a command line spells them."""
-    pairs = [(split(old), new) for old, new in checked_rename(rename).items()]
-    return [("/".join(map(str, old)), "/".join(new)) for old, new in pairs]
+def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
+    """What :func:`checked_rename` returned, as a command line spells it: ``old=new``."""
+    return [f"{'/'.join(map(str, split(old)))}={'/'.join(new)}" for old, new in rename.items()]
 
 
 def renamed(columns: Sequence[Named], rename: Rename) -> list[Key]:
@@ -161,7 +160,6 @@ def require_names(
     flags: Iterable[Key] = (),
     written: Iterable[Key] = (),
     given: Sequence[Key] | None = None,
-    settle: str = "",
 ) -> None:
     """Raise unless every column has a name of its own.
 
@@ -172,14 +170,13 @@ def require_names(
         flags: done keys, without ``"next"``.
         written: what the policy writes beside the action.
         given: the keys that ``observations`` have, where they were renamed.
-        settle: how they get other names, where ``rename`` cannot give them any.
 
     Raises:
         NameRefused: a name is taken, empty or a mask's; says which, and how it is settled.
     """
     keys = [column.key for column in observations] if given is None else list(given)
     named = [(c, key) for c, key in zip(observations, keys, strict=True) if key != VALID]
-    seen = [_Entry(key, f"an {c.what} has it", _by_rename(c, settle)) for c, key in named]
+    seen = [_Entry(key, f"an {c.what} has it", _by_rename(c)) for c, key in named]
     by_policy = [_Entry(key, "the policy writes it", _BY_POLICY) for key in written]
     for entry in (*seen, *by_policy):
         if not all(entry.key):
@@ -242,9 +239,9 @@ def _flag(key: Key) -> str:
     return f"it is the name of {'the reward' if key[-1] == 'reward' else 'a flag of ends'}"
 
 
-def _by_rename(column: Named, settle: str) -> str:
+def _by_rename(column: Named) -> str:
     old = column.key if all(isinstance(part, str) for part in column.path) else column.path
-    return settle or f"rename={{{spelled(old)}: {spelled(_proposal(column.key))}}}"
+    return f"rename={{{spelled(old)}: {spelled(_proposal(column.key))}}}"
 
 
 def _proposal(key: Key) -> Key:
