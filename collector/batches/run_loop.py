@@ -1,6 +1,5 @@
 """The run loop of every collector: batches of exactly so many transitions, counted and stored."""
 
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,35 +11,28 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
-from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.batches.final_observations import FinalsWatch
-from tallyroll.collector.batches.output import BatchOutput
+from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.provenance import run_provenance, versions
-from tallyroll.collector.batches.rows import Part, Rows, RowSource
-from tallyroll.collector.batches.value_checks import Range, RangeChecks
+from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
-from tallyroll.collector.counting.numbering import LaneState, Numbers, driver_seed, lane_seed
-from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, StateError
+from tallyroll.collector.counting.numbering import LaneState, driver_seed, lane_seed
+from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options, positive, seed_of
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.os_signals import deferred
-from tallyroll.collector.rollout.rollout import Block, Rollout, Source
+from tallyroll.collector.rollout.rollout import Rollout, Source
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.names import new_name, spelled_rename, split
-from tallyroll.collector.slab.slab import Slab
+from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.errors import StorageClosed
-from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, TERMINATED, Key
-
-EPISODES_KEPT = 50_000
-"""With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
+from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 _STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
@@ -48,8 +40,8 @@ _STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 class Collector(ABC):
     """An iterable of batches that is a context manager.
 
-    It takes blocks of transitions from a source, numbers, checks, counts and delivers them. A
-    subclass makes the source, in three steps: :meth:`__init__` opens what is stored to,
+    Its batches are put together of the blocks of a source by an :class:`Assembly`. A subclass makes
+    the source, in three steps: :meth:`__init__` opens what is stored to,
     :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
     :meth:`_drive` takes over the source.
     """
@@ -70,11 +62,6 @@ class Collector(ABC):
         storage: StorageLike | None,
         resume: bool,
     ) -> None:
-        self._over = True  # until everything stands
-        self._parts: list[Part] = []
-        """Of the batch under way."""
-        self._in_hand = 0
-        """Transitions that were taken from the source and are in no batch yet."""
         self._options = options
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
@@ -104,7 +91,6 @@ class Collector(ABC):
             self._gate = EpisodeBudget(self._options.total_episodes, lanes)
             self._gate.restart(self.ledger.episodes_complete)
         self._rng = np.random.default_rng()
-        self._state = LaneState.fresh(lanes, self._writer.next_id())
         self._seed_everything(self.ledger.seed)
 
     @property
@@ -137,12 +123,6 @@ class Collector(ABC):
     ) -> None:
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
         options, source = self._options, RowSource(plan)
-        self._rollout, self._source = rollout, source
-        self._ticks = _ticks(options, plan)
-        self._checks = RangeChecks(ranges, options.validate)
-        self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
-        watched = options.finals == "check" and not plan.lost_finals
-        self._finals = FinalsWatch(self.lanes, plan.observed if watched else ())
         kept = {
             "frames_per_batch": self.frames_per_batch,
             "total_frames": options.total_frames,
@@ -163,26 +143,27 @@ class Collector(ABC):
             lanes=self.lanes,
             call={name: value for name, value in kept.items() if value != []},
         )
-        self._output = BatchOutput(
+        self._rollout = rollout
+        self._assembly = Assembly(
             options,
             self._writer,
             source,
-            self.lanes,
             rollout,
             self.ledger,
+            LaneState.fresh(self.lanes, self._writer.next_id()),
+            ranges,
             self._provenance(self._lane_seeds),
-            ticks=self._ticks,
             count_random=policy is not None,
         )
-        self._over = False
+        self.episodes = self._assembly.episodes
 
     # --- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called."""
-        while not self._over:
+        while not self._assembly.over:
             with self._undivided():
-                batch = self._batch()
+                batch = self._assembly.batch()
             if batch is not None:
                 yield batch
 
@@ -217,173 +198,12 @@ class Collector(ABC):
             try:
                 yield
             except BaseException as error:
-                if not self._over:
+                if not self._assembly.over:
                     try:
-                        self._finish()
+                        self._assembly.finish()
                     except Exception as again:  # noqa: BLE001  `error` is raised
                         _add_end_note(error, again)
                 raise
-
-    def _batch(self) -> TensorDictBase | None:
-        """The next batch; None where the run ended without one. Sets ``_over`` at its end."""
-        self._writer.require_open()
-        size = self._budget.batch(self.ledger.stored, self.frames_per_batch)
-        rollout = self._rollout
-        if self._options.reset_at_each_iter and self._output.batches:
-            # What was carried belongs to the trajectories that the reset cuts: it comes first.
-            self._take(min(size, rollout.held), size)
-            if not rollout.held:
-                self._restart_lanes()
-        with torch.no_grad(), set_exploration_type(self._options.exploration_type):
-            while self._in_hand < size and not rollout.dry:
-                self._take(size - self._in_hand, size)
-        batch = self._deliver() if self._parts else None
-        if self._options.surplus == "discard":
-            self._discard()
-        if self._budget.remaining(self.ledger.stored) == 0 or rollout.dry:
-            self._finish()
-            self._finals.warn_at_end(self._committed)
-        return batch
-
-    def _take(self, want: int, size: int) -> None:
-        """Add at most ``want`` rows to a batch that is to have ``size`` of them.
-
-        After an error, what is complete and sound is stored before it is raised.
-        """
-        try:
-            block = self._fill(want)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            self._rescue(error)
-            raise
-        self._add(block, self._in_hand + len(block) < size)
-
-    def _fill(self, want: int) -> Block:
-        """Take a block whose values are as declared."""
-        try:
-            block = self._rollout.fill(want)
-        except Exception as error:
-            refused = self._rollout.refused()
-            culprit = refused and self._checks.bad_action(*refused, self._state)
-            if culprit is not None:
-                raise culprit from error
-            raise
-        bad = self._checks.first_violation(block.slab, block.used, self._state)
-        if bad is not None:
-            raise bad.error
-        return block
-
-    def _add(self, block: Block, more: bool) -> None:
-        """Number the rows of ``block``, and add them to the batch; cuts come behind them.
-
-        Large ones stay in the slab until they are delivered, if they can. ``more``: another block
-        will be asked for before.
-        """
-        kept = False
-        if len(block):
-            part, numbers = self._source.rows(block, self._state)
-            self._finals.look(part)
-            self._log(part.rows, numbers, block)
-            kept = bool(part.large) and self._rollout.keeps(more)
-            if not kept:
-                part.settle()
-            self._parts.append(part)
-        self._rollout.copied(kept)
-        self._in_hand += len(block)
-        cuts = self._rollout.take_cuts()
-        if cuts is not None:
-            self._begin_anew(cuts)
-            self._finals.forget(cuts)
-
-    def _deliver(self) -> TensorDictBase:
-        before = self.ledger.stored
-        try:
-            self._finals.require_true(self._committed)
-            batch = self._output.deliver(self._parts, int(self._state.open.sum()))
-        finally:
-            self._in_hand -= self.ledger.stored - before  # of a large batch perhaps not all
-        self._parts = []
-        self._rollout.delivered()
-        return batch
-
-    def _committed(self) -> str:
-        """Which rows of this run are stored, and how many ends are in them, as a sentence."""
-        return f"{self._writer.committed}, with {self.ledger.episodes_complete:,} ends of episodes"
-
-    def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
-        if isinstance(self._ticks, tuple):
-            before = rows[self._ticks].reshape(-1)
-            self.ledger.reset_ticks += int(before[torch.from_numpy(numbers.start_row)].sum())
-        at = numbers.end_row
-        if len(at):
-            version = rows[POLICY_VERSION].numpy()
-            self.episodes.extend(
-                numbers.traj_ids[at],
-                block.lane[at],
-                numbers.returns,
-                numbers.lengths,
-                rows[TERMINATED].reshape(-1).cpu().numpy()[at],
-                (numbers.first_versions, version[at]),
-            )
-
-    # --- ends, cuts and errors ------------------------------------------------------------------
-
-    def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
-        """Open trajectories of ``lanes`` stay unfinished, and their environments start others."""
-        self.ledger.episodes_cut += self._state.cut(lanes)
-        self._state.restart(lanes)
-
-    def _restart_lanes(self) -> None:
-        self._begin_anew(np.ones(self.lanes, np.bool_))
-        self._rollout.restart_lanes()
-
-    def _discard(self) -> None:
-        """Throw the surplus away; the trajectories that lose a row there are cut."""
-        if not self._rollout.held:
-            return
-        reward, ended = self._rollout.last_slot(self._source.plan.rewards)
-        lanes = self._rollout.discard_held()
-        self.ledger.balance(self._rollout.held)
-        self.ledger.episodes_cut += self._state.cut(lanes)
-        self._state.returns[lanes] += reward[lanes]
-        self._state.length[lanes] += 1
-        self._state.restart(lanes & ended)
-        self._finals.forget(lanes)
-
-    def _rescue(self, error: BaseException) -> None:
-        """Store what was taken before ``error``, and what is complete and sound behind it.
-
-        Where it is not true, the ledger does not balance, or the storage was closed, nothing is,
-        and that is a note: ``error`` is raised.
-        """
-        try:
-            if self._writer.stores:  # else nobody would get it
-                remaining = self._budget.remaining(self.ledger.stored)
-                most = sys.maxsize if remaining is None else remaining - self._in_hand
-                for block in self._rollout.salvage(self._sound, most):
-                    self._add(block, more=True)
-                if self._parts:
-                    self._deliver()
-            self._finish()
-        except (LedgerError, SilentReset, StorageClosed) as again:
-            error.add_note(f"tallyroll: complete transitions were not stored: {again}")
-
-    def _sound(self, slab: Slab, used: int) -> int:
-        """Number of slots, of the first ``used``, whose values are as declared."""
-        bad = self._checks.first_violation(slab, used, self._state)
-        return used if bad is None else bad.slot
-
-    def _finish(self) -> None:
-        """The run is over: nothing is carried any more, open trajectories are cut."""
-        self._over = True
-        ledger = self.ledger
-        before = ledger.discarded
-        self._rollout.stop()
-        self._rollout.discard_held()
-        ledger.discarded += self._in_hand
-        self._in_hand, self._parts = 0, []
-        ledger.episodes_cut += self._state.cut(np.ones(self.lanes, np.bool_))
-        ledger.balance(self._rollout.held)
-        self._writer.finish(ledger, ledger.discarded - before)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -399,8 +219,8 @@ class Collector(ABC):
         """
         with deferred():
             try:
-                if not self._over:
-                    self._finish()
+                if hasattr(self, "_assembly") and not self._assembly.over:
+                    self._assembly.finish()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
             finally:
@@ -472,8 +292,8 @@ class Collector(ABC):
         """
         checked = seed_of(seed)
         with self._undivided():
-            self._discard()
-            self._restart_lanes()
+            self._assembly.discard()
+            self._assembly.restart_lanes()
             self._seed_everything(checked)
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
@@ -494,8 +314,8 @@ class Collector(ABC):
         return {
             "ledger": self.ledger.counts(),
             "seed": self.ledger.seed,
-            "next_id": self._state.next_id,
-            "open": int(self._state.open.sum()),
+            "next_id": self._assembly.state.next_id,
+            "open": int(self._assembly.state.open.sum()),
             "policy": None if self._policy is None else self._policy.state_dict(),
             "env": self._env_state(),
             "generators": {
@@ -531,9 +351,8 @@ class Collector(ABC):
         ledger.carried = 0
         ledger.episodes_cut += state["open"]
         ledger.check()
-        self._state = LaneState.fresh(
-            self.lanes, max(int(state["next_id"]), self._writer.next_id())
-        )
+        first_id = max(int(state["next_id"]), self._writer.next_id())
+        self._assembly.state = LaneState.fresh(self.lanes, first_id)
         self._seed_everything(int(state["seed"]))
         self._load_env_state(state["env"])
         if self._policy is not None:
@@ -542,26 +361,9 @@ class Collector(ABC):
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes()
-        self._output.provenance = self._provenance(self._lane_seeds)
-        self._writer.goes_on_from(ledger, self._output.provenance, self._state.base)
-        self._over = self._budget.remaining(ledger.stored) == 0
-
-
-def _ticks(options: Options, plan: SlabPlan) -> int | Key:
-    """Ticks a transition, or the column that counts them.
-
-    Raises:
-        ArgumentError: there is no such column.
-    """
-    if isinstance(options.frame_skip, int):
-        return options.frame_skip
-    key = new_name(split(options.frame_skip), options.rename, plan.layout)
-    if key not in plan.layout:
-        raise ArgumentError(
-            f"frame_skip: expected a number, or the info key that counts ticks, got "
-            f"{options.frame_skip!r}; there is no such column"
-        )
-    return key
+        self._assembly.provenance = self._provenance(self._lane_seeds)
+        self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
+        self._assembly.over = self._budget.remaining(ledger.stored) == 0
 
 
 def _add_end_note(error: BaseException, again: Exception) -> None:
