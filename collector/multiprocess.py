@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import cloudpickle
@@ -16,7 +15,6 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import (
     Finals,
@@ -204,7 +202,6 @@ class MultiprocessCollector(Collector):
             plan,
             self._startup.ranges,
             description,
-            policy,
             num_workers=self.num_workers,
             mode=self._mode,
         )
@@ -252,7 +249,7 @@ class MultiprocessCollector(Collector):
         frames = frames_of_a_lease(self.frames_per_batch, self.num_workers)
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
         blocks, share = self._carve(slots, _SEGMENTS)
-        episodes = self._options.total_episodes
+        episodes, budget, ledger = self._options.total_episodes, self._budget, self.ledger
         return Leases(
             self._worker_pool,
             self._startup,
@@ -260,10 +257,11 @@ class MultiprocessCollector(Collector):
             share,
             plan,
             frames=frames,
-            remaining=partial(_remaining, self._budget, self.ledger),
-            episodes=None if episodes is None else partial(_incomplete, episodes, self.ledger),
+            # Not of `self`: a collector that nobody refers to any more ends at once.
+            remaining=lambda: budget.remaining(ledger.stored),
+            episodes=None if episodes is None else lambda: episodes - ledger.episodes_complete,
             exact=self._options.surplus == "never_step",
-            ledger=self.ledger,
+            ledger=ledger,
             random_frames=self._random_frames,
         )
 
@@ -327,14 +325,6 @@ class MultiprocessCollector(Collector):
         """
         super().load_state_dict(state)
         self._publish()
-
-
-def _remaining(budget: Budget, ledger: Ledger) -> int | None:
-    return budget.remaining(ledger.stored)
-
-
-def _incomplete(episodes: int, ledger: Ledger) -> int:
-    return episodes - ledger.episodes_complete
 
 
 def _per_worker(

@@ -32,7 +32,7 @@ from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.rollout import Block, Source
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.names import new_name, split
-from tallyroll.collector.slab.slab import Slab, SlabColumn
+from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.batch_dims import batch_dims_of
@@ -99,7 +99,6 @@ class Assembly:
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
-        self._keys = tuple(source.schema())
         self._parts: list[Part] = []
         """Of the batch under way."""
         self._in_hand = 0
@@ -107,7 +106,7 @@ class Assembly:
         self._batches = 0
         self.over = False
         if options.postproc is None:
-            writer.open(source.schema(), provenance, source.behind)
+            writer.open(source.no_rows, provenance, source.behind)
 
     # --- from blocks to rows ----------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Assembly:
             for (key, gathered), array in zip(part.large.items(), arrays, strict=True):
                 gathered.copy_to(array)
                 rows[key] = torch.from_numpy(array)
-            rows = {key: rows[key] for key in self._keys}
+            rows = {key: rows[key] for key in self._source.no_rows}
         return rows, {}
 
     def _as_batch(self, rows: Rows) -> TensorDictBase:
@@ -274,10 +273,8 @@ class Assembly:
             raise ArgumentError(f"postproc: expected the columns {missing} kept, they are gone")
         stored = without_cuts({as_key(key): leaf for key, leaf in batch.items(True, True)}, own)
         if not self._writer.ready:
-            schema = {
-                key: SlabColumn(leaf.dtype, tuple(leaf.shape[1:])) for key, leaf in stored.items()
-            }
-            self._writer.open(schema, self.provenance, behind_rows(schema, batch_dims_of(batch)))
+            behind = behind_rows(stored, batch_dims_of(batch))
+            self._writer.open(stored, self.provenance, behind)
         self._writer.write(stored, count, self._ledger, open_lanes, {})
         return batch
 

@@ -77,21 +77,22 @@ class RowSource:
             if self.plan.layout.get((NEXT, *key)) == column and key not in self.plan.observed
         )
 
-    def schema(self) -> dict[Key, SlabColumn]:
-        """Dtype and shape of every column of a row, in order."""
-        schema = dict(self.plan.layout)
+    @cached_property
+    def no_rows(self) -> Rows:
+        """Every column, in order, without a row: its dtype and its shape."""
+        columns = dict(self.plan.layout)
         for key in (DONE, TERMINATED, TRUNCATED):
-            schema[key] = SlabColumn(torch.bool, (1,))
-        schema[TRAJ_IDS] = schema[STEP] = schema[POLICY_VERSION] = SlabColumn(torch.int64, ())
-        schema[LANE] = SlabColumn(torch.int32, ())
+            columns[key] = SlabColumn(torch.bool, (1,))
+        columns[TRAJ_IDS] = columns[STEP] = columns[POLICY_VERSION] = SlabColumn(torch.int64, ())
+        columns[LANE] = SlabColumn(torch.int32, ())
         if self.plan.lost_finals:
-            schema[NEXT_VALID] = SlabColumn(torch.bool, ())
-        return schema
+            columns[NEXT_VALID] = SlabColumn(torch.bool, ())
+        return {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in columns.items()}
 
     @cached_property
     def behind(self) -> Shapes:
         """The batch size behind the rows of each nested TensorDict that has one."""
-        return behind_rows(self.schema(), self.plan.batch_dims)
+        return behind_rows(self.no_rows, self.plan.batch_dims)
 
     def rows(self, block: Block, state: LaneState) -> tuple[Part, Numbers]:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
@@ -154,9 +155,9 @@ def merge(parts: Sequence[Part]) -> Part:
     return Part(rows, large)
 
 
-def behind_rows(schema: Mapping[Key, SlabColumn], batch_dims: BatchDims) -> Shapes:
+def behind_rows(rows: Rows, batch_dims: BatchDims) -> Shapes:
     """The batch size behind the rows of each nested TensorDict, as far as its columns have it."""
-    shapes = {key: column.shape for key, column in schema.items()}
+    shapes = {key: tuple(column.shape[1:]) for key, column in rows.items()}
     return shapes_of(fitting(batch_dims, shapes), shapes)
 
 

@@ -74,7 +74,6 @@ class Collector(ABC):
         self._writer = BatchWriter(
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
-        self._lane_seeds: list[int] = []
 
     def _begin_run(self, lanes: int) -> None:
         """Make a ledger, a gate and numbers for ``lanes`` lanes, and seed them."""
@@ -118,7 +117,6 @@ class Collector(ABC):
         plan: SlabPlan,
         ranges: Sequence[Range],
         description: Mapping[str, Any],
-        policy: object,
         **call: Any,
     ) -> None:
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
@@ -127,7 +125,7 @@ class Collector(ABC):
             "frames_per_batch": self.frames_per_batch,
             "total_frames": options.total_frames,
             "total_episodes": options.total_episodes,
-            "policy": None if policy is None else type(policy).__qualname__,
+            "policy": None if self._policy is None else type(self._policy.source).__qualname__,
             "surplus": options.surplus,
             "frame_skip": self.frame_skip,
             "finals": options.finals,
@@ -153,7 +151,7 @@ class Collector(ABC):
             LaneState.fresh(self.lanes, self._writer.next_id()),
             ranges,
             self._provenance(self._lane_seeds),
-            count_random=policy is not None,
+            count_random=self._policy is not None,
         )
         self.episodes = self._assembly.episodes
 

@@ -1,6 +1,6 @@
 """Write batches to a storage, a TorchRL replay buffer, both, or nowhere."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from tallyroll.collector.batches.rows import Rows, as_tensordict
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
-from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage import Schema
 from tallyroll.storage.errors import (
     InvalidSchema,
@@ -171,24 +170,22 @@ class BatchWriter:
             )
         return self._next_id
 
-    def open(
-        self, schema: Mapping[Key, SlabColumn], provenance: Mapping[str, Any], behind: Shapes
-    ) -> None:
+    def open(self, rows: Rows, provenance: Mapping[str, Any], behind: Shapes) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does.
 
-        ``behind`` are the batch dimensions behind the rows of nested TensorDicts.
+        ``rows`` are like those to come; ``behind`` are the batch dimensions behind the rows of
+        nested TensorDicts.
         """
         self.ready, self._behind = True, behind
         if self.storage is None:
             return
-        require_storable(schema)
+        require_storable(rows)
         self._first_row = self.storage.head
         if self._last is not None:
             self._first_row = self._last.first_row
             _same_source(self._last.environment, provenance["environment"])
-        empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
         try:
-            self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
+            self._initialise(Schema.of(as_tensordict(rows, None, behind)), provenance)
         except InvalidSchema as error:
             error.add_note("tallyroll: rename= gives a column of an environment another name")
             raise
@@ -250,7 +247,7 @@ class BatchWriter:
             self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
         # What an error left may be more than a batch.
         ring = self.storage.ring if self.storage is not None else 0
-        pieces = list(_pieces({**rows, **large}, ring))
+        pieces = _pieces({**rows, **large}, ring)
         _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
         buffer, direct = self.replay_buffer, self._direct
         for number, piece in enumerate(pieces, start=1):
@@ -352,14 +349,13 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
         return True
 
 
-def _pieces(rows: Columns, ring: int) -> Iterator[Columns]:
+def _pieces(rows: Columns, ring: int) -> list[Columns]:
     """``rows`` in pieces that a ring takes at once; 0 takes all."""
     count = len(rows[TRAJ_IDS])
     if not ring or count <= ring:
-        yield rows
-        return
-    for start in range(0, count, ring):
-        yield {key: column[start : start + ring] for key, column in rows.items()}
+        return [rows]
+    pieces = [slice(start, start + ring) for start in range(0, count, ring)]
+    return [{key: column[piece] for key, column in rows.items()} for piece in pieces]
 
 
 def _for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBase:

@@ -241,16 +241,13 @@ def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
-    saved = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(saved[0])
-        np.random.set_state(saved[1])
-        random.setstate(saved[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+    saved = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            np.random.set_state(saved[0])
+            random.setstate(saved[1])
 
 
 def on_device(policy: PolicyFn, device: torch.device | None) -> PolicyFn:
