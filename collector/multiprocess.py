@@ -242,7 +242,7 @@ class MultiprocessCollector(Collector):
             rng=self._rng,
             replace=self._startup,
         )
-        return self._stepped(driver, plan)
+        return self._rollout_of(driver, plan)
 
     def _leases(self) -> Source:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)

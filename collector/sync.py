@@ -192,7 +192,7 @@ class SyncCollector(Collector):
         driver = make_driver(self.env, self._policy, plan, slab, self._rng, new_board())
         driver.start_from(first)
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
-        self._drive(self._stepped(driver, plan), plan, ranges, description)
+        self._drive(self._rollout_of(driver, plan), plan, ranges, description)
 
     def _close_source(self) -> None:
         if self._owns_env:

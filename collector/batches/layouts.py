@@ -133,10 +133,8 @@ def _mark_ends(rows: TensorDictBase, last: NDArray[np.intp]) -> TensorDictBase:
         return rows
     marked = rows.copy()
     at = torch.from_numpy(last).to(done.device)
-    cut = torch.zeros(len(rows), dtype=torch.bool, device=done.device)
-    known = rows.get(CUT, None)
-    if known is not None:
-        cut |= known
+    none = torch.zeros(len(rows), dtype=torch.bool, device=done.device)
+    cut = rows.get(CUT, none).clone()
     cut[at] |= ~done.reshape(len(rows), -1).any(-1)[at]
     for key, leaf in rows.items(True, True):
         if not isinstance(leaf, torch.Tensor) or not is_done(as_key(key), leaf.dtype):

@@ -99,7 +99,7 @@ class Collector(ABC):
             return 0
         return max(0, self._options.init_random_frames - self.ledger.random)
 
-    def _stepped(self, driver: Driver, plan: SlabPlan) -> Rollout:
+    def _rollout_of(self, driver: Driver, plan: SlabPlan) -> Rollout:
         """A source of blocks that ``driver`` fills."""
         return Rollout(
             driver,

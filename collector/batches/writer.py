@@ -252,7 +252,7 @@ class BatchWriter:
         buffer, direct = self.replay_buffer, self._direct
         for number, piece in enumerate(pieces, start=1):
             batch = None if buffer is None else _for_buffer(piece, buffer, self._behind)  # type: ignore[arg-type]
-            arrays = None if direct is None else _arrays(piece)
+            arrays = {} if direct is None else {key: _array(c) for key, c in piece.items()}
             if self.storage is not None and number == len(pieces):
                 self.storage.stage_record(self._record(ledger, open_lanes))
             # The storage last: what it has committed is counted, and nothing can fail after it.
@@ -375,15 +375,12 @@ def _require(where: str, rows: int, count: int) -> None:
         )
 
 
-def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
-    tensors = {key: c for key, c in rows.items() if not isinstance(c, RowRefs)}
-    if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in tensors.values()):
-        copied = {
-            key: torch.from_numpy(np.asarray(c)) if isinstance(c, RowRefs) else c
-            for key, c in rows.items()
-        }
-        return as_tensordict(copied, None, {})
-    return {key: tensors[key].numpy() if key in tensors else c for key, c in rows.items()}
+def _array(column: torch.Tensor | RowRefs) -> Any:
+    """A column as a storage takes it: NumPy has no bfloat16, so that it is its bits."""
+    if isinstance(column, RowRefs):
+        return column
+    column = column.cpu()
+    return (column.view(torch.uint16) if column.dtype is torch.bfloat16 else column).numpy()
 
 
 def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -140,13 +140,12 @@ class RandomActions:
         first: int = 0,
     ) -> None:
         self._env, self._rng = env, rng
-        self._keys = action_keys(env)
-        self._masks = {key: mask_key(env, key) for key in self._keys}
+        self._masks = {key: mask_key(env, key) for key in action_keys(env)}
         own = env.batch_size.numel()
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else slice(None)
         self._alike = lanes_alike(env) and not _masks_by_spec(env)
-        self._specs = {key: env.full_action_spec[key] for key in self._keys}
+        self._specs = {key: env.full_action_spec[key] for key in self._masks}
         self._draws = {key: self._draw(key, spec) for key, spec in lane_actions(env).items()}
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
@@ -190,8 +189,7 @@ class RandomActions:
 
     def act(self, td: TensorDictBase, ahead: Ahead, slot: int) -> TensorDictBase:
         """Write the action of a slot of ``ahead`` under every action key of ``td``."""
-        for key in self._keys:
-            mask = self._masks[key]
+        for key, mask in self._masks.items():
             if key not in ahead:
                 td.set(key, self._by_torch(key, None if mask is None else td.get(mask)))
             elif mask is None:

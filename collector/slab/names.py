@@ -14,6 +14,7 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     VALID,
     Key,
+    can_be_stored,
 )
 
 Rename = Mapping[Any, str | tuple[str, ...]]
@@ -177,7 +178,7 @@ def require_names(
     keys = [column.key for column in observations] if given is None else list(given)
     named = [(c, key) for c, key in zip(observations, keys, strict=True) if key != VALID]
     seen = [_Entry(key, f"an {c.what} has it", _by_rename(c)) for c, key in named]
-    by_policy = [_Entry(key, "the policy writes it", _BY_POLICY) for key in written]
+    by_policy = [_Entry(key, "the policy writes it", "the policy's out_keys") for key in written]
     for entry in (*seen, *by_policy):
         if not all(entry.key):
             raise NameRefused(
@@ -210,29 +211,15 @@ def require_storable(keys: Iterable[Key]) -> None:
         NameRefused: a part of it is empty, ``.`` or ``..``, or holds ``/`` or NUL.
     """
     for key in keys:
-        for part in key:
-            if wrong := _unstorable(part):
-                bare = key[1:] if key[0] == NEXT else key
-                raise NameRefused(
-                    f"{spelled(bare)}: {part[:80]!r} {wrong}, so that no storage can hold it; give "
-                    f"it another name: rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or "
-                    "out_keys where the policy writes it"
-                )
-
-
-def _unstorable(part: str) -> str:
-    if part in ("", ".", ".."):
-        return "is no name of a file"
-    if "/" in part or "\0" in part:
-        return "holds '/' or NUL"
-    try:
-        part.encode()
-    except UnicodeEncodeError:
-        return "is no valid Unicode"
-    return ""
-
-
-_BY_POLICY = "the policy's out_keys"
+        wrong = [part for part in key if not can_be_stored(part)]
+        if wrong:
+            bare = key[1:] if key[0] == NEXT else key
+            raise NameRefused(
+                f"{spelled(bare)}: {wrong[0][:80]!r} is empty, '.', '..', holds '/' or NUL, or is "
+                "no valid Unicode, so that no storage can hold it; give it another name: "
+                f"rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or out_keys where the "
+                "policy writes it"
+            )
 
 
 def _flag(key: Key) -> str:
