@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import cloudpickle
 import gymnasium
-import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from torch import nn
@@ -15,10 +14,8 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import (
     Finals,
@@ -30,9 +27,9 @@ from tallyroll.collector.options import (
     one_of,
     positive,
 )
-from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_cpu
+from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
-from tallyroll.collector.rollout.rollout import Rollout, Source
+from tallyroll.collector.rollout.rollout import Source
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.failures import limits_named, require_guard
@@ -167,10 +164,9 @@ class MultiprocessCollector(Collector):
         threads = positive("threads_per_worker", threads_per_worker, optional=True)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._policy = None if policy is None else Policy(policy, None, None)
+        copied = None if policy is None else on_device(policy, torch.device("cpu"))
         jobs = [
-            Job(
-                create, lanes, env_kwargs, reset_slots, on_cpu(policy), options.for_workers, threads
-            )
+            Job(create, lanes, env_kwargs, reset_slots, copied, options.for_workers, threads)
             for create, lanes in factories
         ]
         pickled = [_pickled(job) for job in jobs]
@@ -195,18 +191,16 @@ class MultiprocessCollector(Collector):
     def _prepare(self, policy: PolicyFn | None, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns)
         description = self._startup.made()
-        seed = self._begin_run(sum(self._startup.lanes))
+        self._begin_run(sum(self._startup.lanes))
         self._startup.ledger = self.ledger
-        self._seed_everything(seed)
         plan = self._startup.planned.plan
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,
-            RowSource.of(plan),
+            plan,
             self._startup.ranges,
             description,
-            policy,
             num_workers=self.num_workers,
             mode=self._mode,
         )
@@ -241,15 +235,7 @@ class MultiprocessCollector(Collector):
             rng=self._rng,
             startup=self._startup,
         )
-        return Rollout(
-            driver,
-            self._policy,
-            extra=plan.extra,
-            surplus=self._options.surplus,
-            random_frames=self._random_frames,
-            ledger=self.ledger,
-            gate=self._gate,
-        )
+        return self._rollout_of(driver, plan)
 
     def _leases(self) -> Source:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
@@ -310,17 +296,8 @@ class MultiprocessCollector(Collector):
         if self._policy is not None:
             self._weights.publish(self._policy.module, self._policy.version)
 
-    def _seed_everything(self, seed: int | None) -> None:
-        incarnation = self.ledger.incarnation
-        if seed is not None:
-            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
-        else:
-            seed = int(torch.randint(2**31 - 1, ()))
-        self.ledger.seed = seed
-        # The driver holds this generator: replace its state, not the object.
-        fresh = np.random.default_rng(driver_seed(seed, incarnation))
-        self._rng.bit_generator.state = fresh.bit_generator.state
-        self._lane_seeds = self._startup.seed(seed, incarnation)
+    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
+        return self._startup.seed(seed, incarnation)
 
     def _env_state(self) -> Any:
         return [

@@ -3,17 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.make import CreateEnv, make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.options import (
@@ -27,7 +24,6 @@ from tallyroll.collector.options import (
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn
 from tallyroll.collector.rollout.os_signals import admitted
-from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
@@ -162,6 +158,7 @@ class SyncCollector(Collector):
         )
         positive("num_envs", num_envs, optional=True)
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
+        self._owns_env = False
         try:
             made = make_env(
                 create_env_fn,
@@ -171,12 +168,8 @@ class SyncCollector(Collector):
                 reset_slots=reset_slots,
                 rename=options.rename,
             )
-        except BaseException:
-            self._writer.close()
-            raise
-        self._owns_env = made.owned
-        self.env: EnvBase = made.env
-        try:
+            self.env: EnvBase = made.env
+            self._owns_env = made.owned
             self._prepare(policy, made.description)
         except BaseException:
             self.shutdown()
@@ -185,11 +178,10 @@ class SyncCollector(Collector):
     def _prepare(self, policy: PolicyFn | None, description: Mapping[str, Any]) -> None:
         options = self._options
         self.env = prepare_env(self.env, policy, options)
-        seed = self._begin_run(self.env.batch_size.numel())
         self._policy = None
         if policy is not None:
             self._policy = Policy(policy, options.policy_device, self.env.device)
-        self._seed_everything(seed)
+        self._begin_run(self.env.batch_size.numel())
         first = first_reset(self.env)
         plan = plan_slab(self.env, self._policy, first, options)
         slab = plan.slab(
@@ -199,34 +191,16 @@ class SyncCollector(Collector):
         )
         driver = make_driver(self.env, self._policy, plan, slab, self._rng, new_board())
         driver.start_from(first)
-        rollout = Rollout(
-            driver,
-            self._policy,
-            extra=plan.extra,
-            surplus=options.surplus,
-            random_frames=self._random_frames,
-            ledger=self.ledger,
-            gate=self._gate,
-        )
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
-        self._drive(rollout, RowSource.of(plan), ranges, description, policy)
+        self._drive(self._rollout_of(driver, plan), plan, ranges, description)
 
     def _close_source(self) -> None:
         if self._owns_env:
             with admitted():
                 self.env.close(raise_if_closed=False)
 
-    def _seed_everything(self, seed: int | None) -> None:
-        incarnation = self.ledger.incarnation
-        if seed is not None:
-            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
-        else:
-            seed = int(torch.randint(2**31 - 1, ()))
-        self.ledger.seed = seed
-        # The driver holds this generator: replace its state, not the object.
-        fresh = np.random.default_rng(driver_seed(seed, incarnation))
-        self._rng.bit_generator.state = fresh.bit_generator.state
-        self._lane_seeds = seed_env(self.env, seed, incarnation)
+    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
+        return seed_env(self.env, seed, incarnation)
 
     def _env_state(self) -> Any:
         return self.env.state_dict()

@@ -53,18 +53,16 @@ class OwnFlags:
             rows[key] = column.index_copy(0, at.to(column.device), own.to(column.device))
 
     def _places(self, rows: Rows) -> NDArray[np.intp]:
-        ids, step = _numbers(rows[TRAJ_IDS]), None
+        ids = _numbers(rows[TRAJ_IDS])
         if STEP in rows:
             step = _numbers(rows[STEP])
-        if np.array_equal(ids, self.traj_ids) and (step is None or np.array_equal(step, self.step)):
-            return self.at
-        if step is not None:
             order, own = np.lexsort((step, ids)), np.lexsort((self.step, self.traj_ids))
-            same = ids[order], step[order], self.traj_ids[own], self.step[own]
-            if np.array_equal(same[0], same[2]) and np.array_equal(same[1], same[3]):
-                places = np.empty(len(own), np.intp)
-                places[own] = order
-                return places[self.at]
+            alike = np.array_equal(ids[order], self.traj_ids[own])
+            if alike and np.array_equal(step[order], self.step[own]):
+                places: NDArray[np.intp] = order[np.argsort(own)][self.at]
+                return places
+        elif np.array_equal(ids, self.traj_ids):
+            return self.at
         raise ArgumentError(
             "postproc: expected each row's collector/traj_ids and collector/step kept, got others, "
             "so that the done flags of agents cannot be stored as the environment gave them; keep "

@@ -1,4 +1,4 @@
-"""Rows as trajectories: padded with a mask, as a list, or as offsets. Linear in the rows."""
+"""Rows as trajectories: padded with a mask, as a list, or as offsets."""
 
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -6,9 +6,10 @@ from typing import Literal, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
@@ -65,23 +66,19 @@ def split_trajectories(
     if out not in ("padded", "list", "offsets"):
         raise ArgumentError(f'out is "padded", "list" or "offsets", got {out!r}')
     flat = _flat(rows)
-    ids = flat.get(TRAJ_IDS).reshape(-1).cpu().numpy()
-    keys = [ids]
-    step = flat.get(STEP, None)
-    if step is not None:
-        keys.insert(0, step.reshape(-1).cpu().numpy())
-    order = stable_order(*keys)
-    sorted_ids = ids[order]
-    begin = np.flatnonzero(np.diff(sorted_ids, prepend=sorted_ids[:1] - 1))
+    found = (flat.get(key, None) for key in (STEP, TRAJ_IDS))
+    keys = [column.reshape(-1).cpu().numpy() for column in found if column is not None]
+    order = np.lexsort(keys)
+    ids = keys[-1][order]
+    begin = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
     lengths = np.diff(begin, append=len(ids))
-    ordered = flat if _is_identity(order) else _index(flat, order)
-    ordered = _mark_ends(ordered, begin + lengths - 1)
+    ordered = _mark_ends(_in_order(flat, order), begin + lengths - 1)
     if out == "padded":
         return padded(ordered, lengths)
     if out == "list":
         return list(ordered.split(lengths.tolist())) if len(lengths) else []
     offsets = torch.from_numpy(np.append(begin, len(ids)))
-    return Offsets(ordered, offsets, torch.from_numpy(sorted_ids[begin]))
+    return Offsets(ordered, offsets, torch.from_numpy(ids[begin]))
 
 
 def by_lane(rows: TensorDictBase, lanes: int) -> TensorDict:
@@ -105,39 +102,10 @@ def padded(rows: TensorDictBase, lengths: Int) -> TensorDict:
         return wide.view(groups, longest, *leaf.shape[1:])
 
     out: TensorDict = rows.apply(pad, batch_size=[groups, longest])
-    _give_batch_dims(out, rows)
+    for level in batch_dims_of(rows):
+        out.get(level).batch_size = (groups, longest, *rows.get(level).batch_size[1:])
     out.set(MASK, torch.from_numpy(within).to(rows.device or "cpu"))
     return out
-
-
-def _give_batch_dims(out: TensorDictBase, rows: TensorDictBase) -> None:
-    """Let nested TensorDicts of ``out`` have the batch dimensions that those of ``rows`` have."""
-    for name, value in rows.items():
-        if not isinstance(value, TensorDictBase) or is_non_tensor(value):
-            continue
-        group = out.get(name)
-        if value.batch_dims > rows.batch_dims:
-            group.batch_size = (*out.batch_size, *value.batch_size[rows.batch_dims :])
-        _give_batch_dims(group, value)
-
-
-def stable_order(*keys: Int) -> NDArray[np.intp]:
-    """The order that sorts by the last key, ties by the one before, then as they come.
-
-    A radix sort, 16 bits a pass over the range that each key spans: linear in the rows.
-    """
-    order: NDArray[np.intp] = np.arange(len(keys[0]), dtype=np.intp)
-    if not len(order):
-        return order
-    for key in keys:
-        offset = key.astype(np.int64) - int(key.min())
-        if np.all(offset[order[1:]] >= offset[order[:-1]]):
-            continue
-        top = int(offset.max())
-        for shift in range(0, max(1, top.bit_length()), 16):
-            digit = ((offset >> shift) & 0xFFFF).astype(np.uint16)
-            order = order[np.argsort(digit[order], kind="stable")]
-    return order
 
 
 def _flat(rows: TensorDictBase) -> TensorDictBase:
@@ -151,11 +119,9 @@ def _flat(rows: TensorDictBase) -> TensorDictBase:
     return flat if mask is None else flat[mask.reshape(-1)].exclude(MASK)
 
 
-def _is_identity(order: NDArray[np.intp]) -> bool:
-    return bool(np.array_equal(order, np.arange(len(order))))
-
-
-def _index(rows: TensorDictBase, order: NDArray[np.intp]) -> TensorDictBase:
+def _in_order(rows: TensorDictBase, order: NDArray[np.intp]) -> TensorDictBase:
+    if np.array_equal(order, np.arange(len(order))):
+        return rows
     at = torch.from_numpy(order)
     out: TensorDictBase = rows.apply(lambda leaf: leaf.index_select(0, at.to(leaf.device)))
     return out
@@ -167,10 +133,8 @@ def _mark_ends(rows: TensorDictBase, last: NDArray[np.intp]) -> TensorDictBase:
         return rows
     marked = rows.copy()
     at = torch.from_numpy(last).to(done.device)
-    cut = torch.zeros(len(rows), dtype=torch.bool, device=done.device)
-    known = rows.get(CUT, None)
-    if known is not None:
-        cut |= known
+    none = torch.zeros(len(rows), dtype=torch.bool, device=done.device)
+    cut = rows.get(CUT, none).clone()
     cut[at] |= ~done.reshape(len(rows), -1).any(-1)[at]
     for key, leaf in rows.items(True, True):
         if not isinstance(leaf, torch.Tensor) or not is_done(as_key(key), leaf.dtype):

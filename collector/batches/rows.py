@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from tallyroll.collector.counting.numbering import LaneState, Numbers, number
 from tallyroll.collector.rollout.rollout import Block
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
+from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -53,40 +53,17 @@ class Part:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Makes rows of a slab's columns.
+    """Makes rows of the slabs of a plan."""
 
-    ``rewards`` names the reward columns, ``lost_finals`` says that final observations are lost,
-    ``observed`` names the observations that tell states apart, ``dones`` names the done columns
-    below the root, ``batch_dims`` counts the batch dimensions that nested TensorDicts have behind
-    the rows.
-    """
-
-    layout: SlabColumns
-    rewards: Sequence[Key]
-    lost_finals: bool
-    observed: tuple[Key, ...] = ()
-    dones: Sequence[Key] = ()
-    batch_dims: BatchDims = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, plan: SlabPlan) -> Self:
-        """The source of rows for the slabs of a plan."""
-        return cls(
-            plan.layout,
-            plan.rewards,
-            plan.lost_finals,
-            plan.observed,
-            plan.dones,
-            plan.batch_dims,
-        )
+    plan: SlabPlan
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
         """Columns whose rows are large; rewards and flags, which are looked at, are not among."""
-        looked_at = {*self.rewards, *self.dones, DONE, TERMINATED, TRUNCATED}
+        looked_at = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key
-            for key, column in self.layout.items()
+            for key, column in self.plan.layout.items()
             if key not in looked_at
             and column.dtype.itemsize * math.prod(column.shape) >= LARGE_NBYTES
         )
@@ -96,25 +73,26 @@ class RowSource:
         """Columns that look like observations, at the root and under ``"next"``, and are none."""
         return tuple(
             key
-            for key, column in self.layout.items()
-            if self.layout.get((NEXT, *key)) == column and key not in self.observed
+            for key, column in self.plan.layout.items()
+            if self.plan.layout.get((NEXT, *key)) == column and key not in self.plan.observed
         )
 
-    def schema(self) -> dict[Key, SlabColumn]:
-        """Dtype and shape of every column of a row, in order."""
-        schema = dict(self.layout)
+    @cached_property
+    def no_rows(self) -> Rows:
+        """Every column, in order, without a row: its dtype and its shape."""
+        columns = dict(self.plan.layout)
         for key in (DONE, TERMINATED, TRUNCATED):
-            schema[key] = SlabColumn(torch.bool, (1,))
-        schema[TRAJ_IDS] = schema[STEP] = schema[POLICY_VERSION] = SlabColumn(torch.int64, ())
-        schema[LANE] = SlabColumn(torch.int32, ())
-        if self.lost_finals:
-            schema[NEXT_VALID] = SlabColumn(torch.bool, ())
-        return schema
+            columns[key] = SlabColumn(torch.bool, (1,))
+        columns[TRAJ_IDS] = columns[STEP] = columns[POLICY_VERSION] = SlabColumn(torch.int64, ())
+        columns[LANE] = SlabColumn(torch.int32, ())
+        if self.plan.lost_finals:
+            columns[NEXT_VALID] = SlabColumn(torch.bool, ())
+        return {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in columns.items()}
 
     @cached_property
     def behind(self) -> Shapes:
         """The batch size behind the rows of each nested TensorDict that has one."""
-        return behind_rows(self.schema(), self.batch_dims)
+        return behind_rows(self.no_rows, self.plan.batch_dims)
 
     def rows(self, block: Block, state: LaneState) -> tuple[Part, Numbers]:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
@@ -122,7 +100,7 @@ class RowSource:
         large = {
             key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
         }
-        rows = {key: take(block, key) for key in self.layout if key not in large}
+        rows = {key: take(block, key) for key in self.plan.layout if key not in large}
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
@@ -131,14 +109,14 @@ class RowSource:
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
         rows[LANE] = torch.from_numpy(block.lane)
-        if self.lost_finals:
+        if self.plan.lost_finals:
             rows[NEXT_VALID] = ~done.reshape(-1).cpu()
         return Part(rows, large), numbers
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
         """One number a row: the sum over agents and objectives where there are several."""
         total: NDArray[np.float64] | float = 0.0
-        for key in self.rewards:
+        for key in self.plan.rewards:
             reward = rows[key]
             flat = reward.cpu().to(torch.float64).numpy().reshape(len(reward), -1)
             total = total + (flat[:, 0] if flat.shape[1] == 1 else flat.sum(axis=1))
@@ -177,9 +155,9 @@ def merge(parts: Sequence[Part]) -> Part:
     return Part(rows, large)
 
 
-def behind_rows(schema: Mapping[Key, SlabColumn], batch_dims: BatchDims) -> Shapes:
+def behind_rows(rows: Rows, batch_dims: BatchDims) -> Shapes:
     """The batch size behind the rows of each nested TensorDict, as far as its columns have it."""
-    shapes = {key: column.shape for key, column in schema.items()}
+    shapes = {key: tuple(column.shape[1:]) for key, column in rows.items()}
     return shapes_of(fitting(batch_dims, shapes), shapes)
 
 

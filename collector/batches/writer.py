@@ -1,8 +1,7 @@
 """Write batches to a storage, a TorchRL replay buffer, both, or nowhere."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.resume import last_run_of
+from tallyroll.collector.batches.resume import LastRun, last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
-from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage import Schema
 from tallyroll.storage.errors import (
     InvalidSchema,
@@ -27,7 +25,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.rows.batch_dims import Shapes
-from tallyroll.storage.rows.keys import DONE, TRAJ_IDS, Key, as_key
+from tallyroll.storage.rows.keys import DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.storages import DiskStorage, storage_class
 
@@ -44,23 +42,6 @@ _MOST_IDS = 2**62  # so that those of any run fit behind them
 
 class ClosedFirstWarning(UserWarning):
     """A storage was closed before the collector that wrote a run to it; says what is missing."""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The run to be continued, as its storage knows it."""
-
-    seed: int
-    incarnation: int
-    counts: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Handed:
-    """The same rows, as a replay buffer and as a storage take them; None where there is none."""
-
-    batch: TensorDictBase | None
-    arrays: Mapping[Key, Any] | TensorDictBase | None
 
 
 class BatchWriter:
@@ -121,14 +102,16 @@ class BatchWriter:
         if resume and self.storage is None:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
         self._resume, self._frames = resume, frames
-        self._ready = False
+        self._last: LastRun | None = None
+        self.ready = False
+        """:meth:`open` was called."""
         self._behind: Shapes = {}
         self._stored_before = self._next_id = 0
         if self.storage is not None:
             self.storage.claim(self)
 
-    def resumed(self) -> Resumed | None:
-        """The run to be continued, or None where a new one begins."""
+    def resumed(self) -> Ledger | None:
+        """The ledger of the run to be continued, up to its last row; None: a new one begins."""
         if not self._resume or self.storage is None:
             return None
         if self.storage.mode == "create" and not self.storage.head:
@@ -136,52 +119,35 @@ class BatchWriter:
                 f'{self.storage.path} was opened with mode="create", which has no run yet; open '
                 'the one to be continued with mode="append"'
             )
-        last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)
-        seed, incarnation = last.seed, last.incarnation
-        record = self._record_of(last.first_row)
-        if record is not None and record.incarnation >= incarnation:
-            seed, incarnation = record.seed, record.incarnation
-        return Resumed(seed, incarnation + 1, self._counts(last.first_row))
+        storage = self.storage
+        self._last = last = last_run_of(storage.manifest["runs"], storage.path, storage.head)
+        ledger, at = Ledger(seed=last.seed, incarnation=last.incarnation), last.first_row
+        record = self._last_record()
+        if record is not None and record.first_row == last.first_row:
+            at, self._stored_before = record.at, record.stored_before
+            ledger.load({**record.ledger, "incarnation": last.incarnation})
+            # A killed process left its trajectories unfinished.
+            ledger.episodes_cut += record.open
+            if record.incarnation >= last.incarnation:
+                ledger.seed, ledger.incarnation = record.seed, record.incarnation
+        ledger.incarnation += 1
+        # The record may be behind the rows, or ahead of them.
+        stored = self._stored_before + storage.head - last.first_row
+        unknown, ledger.stored = stored - ledger.stored, stored
+        ledger.slots += max(0, unknown)
+        ledger.executed += max(0, unknown)
+        # What waited for the next batch when the run stopped went with its process.
+        ledger.lost += max(0, -unknown) + ledger.carried
+        ledger.carried = 0
+        # Of a ring, as far as it still knows.
+        rows = np.arange(max(at, storage.span.start), storage.span.stop)
+        ended = storage.column(DONE)[storage.slots_of(rows)] if len(rows) else rows
+        ledger.episodes_complete += int(ended.sum())
+        return ledger
 
     def _last_record(self) -> RunRecord | None:
         record = None if self.storage is None else RunRecord.parse(self.storage.record)
         return record if record is not None and record.is_whole else None
-
-    def _record_of(self, first_row: int) -> RunRecord | None:
-        """The newest record, if it is of the run that began at ``first_row``."""
-        record = self._last_record()
-        return record if record is not None and record.first_row == first_row else None
-
-    def _counts(self, first: int) -> dict[str, int]:
-        """The ledger of the run that began at row ``first``, brought up to the rows there are."""
-        assert self.storage is not None
-        head = self.storage.head
-        at, counts = first, {}
-        record = self._record_of(first)
-        if record is not None:
-            at, counts = record.at, dict(record.ledger)
-            self._stored_before = record.stored_before
-            # A killed process left its trajectories unfinished.
-            counts["episodes_cut"] = counts.get("episodes_cut", 0) + record.open
-        stored = self._stored_before + head - first
-        ended = self._ended(at)
-        unknown = stored - counts.get("stored", 0)
-        counts["stored"] = stored
-        for name in ("slots", "executed") if unknown > 0 else ():
-            counts[name] = counts.get(name, 0) + unknown
-        counts["lost"] = counts.get("lost", 0) + max(0, -unknown)
-        counts["episodes_complete"] = counts.get("episodes_complete", 0) + ended
-        # What waited for the next batch when the run stopped went with its process.
-        counts["lost"] = counts.get("lost", 0) + counts.get("carried", 0)
-        counts["carried"] = 0
-        return counts
-
-    def _ended(self, row: int) -> int:
-        """Episodes that ended from ``row`` on, as far as a ring still knows."""
-        assert self.storage is not None
-        span = self.storage.span
-        rows = np.arange(max(row, span.start), span.stop)
-        return int(self.storage.column(DONE)[self.storage.slots_of(rows)].sum()) if len(rows) else 0
 
     def next_id(self) -> int:
         """One more than the largest trajectory id that was ever stored."""
@@ -204,25 +170,22 @@ class BatchWriter:
             )
         return self._next_id
 
-    def open(
-        self, schema: Mapping[Key, SlabColumn], provenance: Mapping[str, Any], behind: Shapes
-    ) -> None:
+    def open(self, rows: Rows, provenance: Mapping[str, Any], behind: Shapes) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does.
 
-        ``behind`` are the batch dimensions behind the rows of nested TensorDicts.
+        ``rows`` are like those to come; ``behind`` are the batch dimensions behind the rows of
+        nested TensorDicts.
         """
-        self._ready, self._behind = True, behind
+        self.ready, self._behind = True, behind
         if self.storage is None:
             return
-        require_storable(schema)
+        require_storable(rows)
         self._first_row = self.storage.head
-        if self._resume:
-            last = last_run_of(self.storage.manifest["runs"], self.storage.path, self.storage.head)
-            self._first_row = last.first_row
-            _same_source(last.environment, provenance["environment"])
-        empty = {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in schema.items()}
+        if self._last is not None:
+            self._first_row = self._last.first_row
+            _same_source(self._last.environment, provenance["environment"])
         try:
-            self._initialise(Schema.of(as_tensordict(empty, None, behind)), provenance)
+            self._initialise(Schema.of(as_tensordict(rows, None, behind)), provenance)
         except InvalidSchema as error:
             error.add_note("tallyroll: rename= gives a column of an environment another name")
             raise
@@ -234,11 +197,6 @@ class BatchWriter:
             stored = self._stored_before + storage.head - self._first_row
             storage.reserve(max(1, storage.head + self._frames - stored))
         storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
-
-    @property
-    def stores_alone(self) -> bool:
-        """Rows go to a storage, and to nothing else."""
-        return self._direct is not None and self.replay_buffer is None
 
     @property
     def stores(self) -> bool:
@@ -264,15 +222,10 @@ class BatchWriter:
         if self.storage is None:
             return "Rows of this run were yielded, or put into a replay buffer"
         head = self.head
-        first = self._first_row if self._ready else head
+        first = self._first_row if self.ready else head
         if head <= first:
             return f"No rows of this run are committed in {self.storage.path}"
         return f"Rows {first:,} to {head - 1:,} of {self.storage.path} are committed, of this run"
-
-    @property
-    def ready(self) -> bool:
-        """:meth:`open` was called."""
-        return self._ready
 
     def write(
         self,
@@ -294,38 +247,22 @@ class BatchWriter:
             self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
         # What an error left may be more than a batch.
         ring = self.storage.ring if self.storage is not None else 0
-        pieces = [self._handed(piece) for piece in _pieces({**rows, **large}, ring)]
-        self._require_all(pieces, count)
-        for index, piece in enumerate(pieces):
-            if self.storage is not None and index == len(pieces) - 1:
-                self.storage.stage_record(self._record(ledger, open_lanes))
-            self._put(piece)
-
-    def _handed(self, rows: Columns) -> "Handed":
-        """``rows`` as the replay buffer and the storage take them, where there are any."""
+        pieces = _pieces({**rows, **large}, ring)
+        _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
         buffer, direct = self.replay_buffer, self._direct
-        return Handed(
-            None if buffer is None else _for_buffer(rows, buffer, self._behind),  # type: ignore[arg-type]
-            None if direct is None else _arrays(rows),
-        )
-
-    def _require_all(self, pieces: Sequence["Handed"], count: int) -> None:
-        if self.replay_buffer is not None:
-            rows = sum(len(each.batch) for each in pieces if each.batch is not None)
-            _require("the replay buffer", rows, count)
-        if self._direct is not None:
-            rows = sum(_length(each.arrays) for each in pieces if each.arrays is not None)
-            _require("the storage", rows, count)
-
-    def _put(self, rows: "Handed") -> None:
-        # The storage last: what it has committed is counted, and nothing can fail after it.
-        if self.replay_buffer is not None:
-            behind = self.replay_buffer.storage
-            with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
-                self.replay_buffer.extend(rows.batch)
-        if self._direct is not None and rows.arrays is not None:
-            written = self._direct.extend(rows.arrays, ids="fresh")
-            _require("the storage", len(written), _length(rows.arrays))
+        for number, piece in enumerate(pieces, start=1):
+            batch = None if buffer is None else _for_buffer(piece, buffer, self._behind)  # type: ignore[arg-type]
+            arrays = {} if direct is None else {key: _array(c) for key, c in piece.items()}
+            if self.storage is not None and number == len(pieces):
+                self.storage.stage_record(self._record(ledger, open_lanes))
+            # The storage last: what it has committed is counted, and nothing can fail after it.
+            if buffer is not None:
+                behind = buffer.storage
+                with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
+                    buffer.extend(batch)
+            if direct is not None:
+                written = direct.extend(arrays, ids="fresh")
+                _require("the storage", len(written), len(piece[TRAJ_IDS]))
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run.
@@ -336,9 +273,9 @@ class BatchWriter:
             return
         self._next_id = max(self._next_id, next_id)
         self.storage.claim(self)
-        first = self._first_row if self._ready else self.storage.head
+        first = self._first_row if self.ready else self.storage.head
         self._stored_before = ledger.stored - (self.storage.head - first)
-        if self._ready:
+        if self.ready:
             self._initialise(self.storage.schema, provenance)
             self.storage.put_record(self._record(ledger, 0))
 
@@ -350,7 +287,7 @@ class BatchWriter:
         Raises:
             StorageClosed: it was closed before; the message says what is not stored.
         """
-        if self.storage is not None and self._ready:
+        if self.storage is not None and self.ready:
             if self.storage.closed:
                 raise StorageClosed(
                     f"{self.storage.path} was closed before its collector. Not stored: the final "
@@ -412,14 +349,13 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
         return True
 
 
-def _pieces(rows: Columns, ring: int) -> Iterator[Columns]:
+def _pieces(rows: Columns, ring: int) -> list[Columns]:
     """``rows`` in pieces that a ring takes at once; 0 takes all."""
     count = len(rows[TRAJ_IDS])
     if not ring or count <= ring:
-        yield rows
-        return
-    for start in range(0, count, ring):
-        yield {key: column[start : start + ring] for key, column in rows.items()}
+        return [rows]
+    pieces = [slice(start, start + ring) for start in range(0, count, ring)]
+    return [{key: column[piece] for key, column in rows.items()} for piece in pieces]
 
 
 def _for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBase:
@@ -431,11 +367,6 @@ def _for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictB
     return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
 
 
-def _length(arrays: Mapping[Key, Any] | TensorDictBase) -> int:
-    """Rows of what a storage is given; it refuses columns of different lengths itself."""
-    return len(arrays) if isinstance(arrays, TensorDictBase) else len(arrays[TRAJ_IDS])
-
-
 def _require(where: str, rows: int, count: int) -> None:
     if rows != count:
         raise LedgerError(
@@ -444,15 +375,12 @@ def _require(where: str, rows: int, count: int) -> None:
         )
 
 
-def _arrays(rows: Columns) -> Mapping[Key, Any] | TensorDictBase:
-    tensors = {key: c for key, c in rows.items() if not isinstance(c, RowRefs)}
-    if any(c.device.type != "cpu" or c.dtype is torch.bfloat16 for c in tensors.values()):
-        copied = {
-            key: torch.from_numpy(np.asarray(c)) if isinstance(c, RowRefs) else c
-            for key, c in rows.items()
-        }
-        return as_tensordict(copied, None, {})
-    return {key: tensors[key].numpy() if key in tensors else c for key, c in rows.items()}
+def _array(column: torch.Tensor | RowRefs) -> Any:
+    """A column as a storage takes it: NumPy has no bfloat16, so that it is its bits."""
+    if isinstance(column, RowRefs):
+        return column
+    column = column.cpu()
+    return (column.view(torch.uint16) if column.dtype is torch.bfloat16 else column).numpy()
 
 
 def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -464,8 +392,3 @@ def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
             + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
             + "; append a new run instead"
         )
-
-
-def columns_of(td: TensorDictBase) -> Rows:
-    """The leaves of a batch by tuple keys."""
-    return {as_key(key): leaf for key, leaf in td.items(True, True)}

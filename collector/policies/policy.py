@@ -55,15 +55,7 @@ class Policy:
         """Batch dimensions behind the lanes of the TensorDicts within what it returns."""
         self._device = device
         self._move_back = env_device
-        self.module = self._on_device(policy)
-
-    def _on_device(self, policy: PolicyFn) -> PolicyFn:
-        if self._device is None or not isinstance(policy, nn.Module):
-            return policy
-        if all(same_place(tensor.device, self._device) for tensor in _tensors(policy)):
-            return policy
-        moved: PolicyFn = copy.deepcopy(policy).to(self._device)
-        return moved
+        self.module = on_device(policy, device)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Choose actions for ``td``, of which the module gets a copy to write to and to keep."""
@@ -179,15 +171,15 @@ def try_out(policy: Policy, td: TensorDictBase, env: EnvBase) -> dict[Key, SlabC
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         _check_action(key, spec, out, td)
-    policy.batch_dims = batch_dims_of(out, len(env.batch_size))
-    written = [as_key(name) for name in out.keys(True, True)]
-    policy.writes = tuple(k for k in written if k in actions or k not in td.keys(True))
+    lead, given = len(env.batch_size), {as_key(key) for key in td.keys(True)}
+    policy.batch_dims = batch_dims_of(out, lead)
+    found = {as_key(name): value for name, value in out.items(True, True)}
+    policy.writes = tuple(key for key in found if key in actions or key not in given)
     extra: dict[Key, SlabColumn] = {}
-    for name, value in out.items(True, True):
-        key = as_key(name)
-        if key in actions or key in td.keys(True) or not isinstance(value, torch.Tensor):
+    for key in policy.writes:
+        value = found[key]
+        if key in actions or not isinstance(value, torch.Tensor):
             continue
-        lead = len(env.batch_size)
         if value.shape[:lead] != env.batch_size:
             raise PolicyError(
                 f"policy: {spell(key)} has shape {list(value.shape)}, expected the batch size "
@@ -249,28 +241,21 @@ def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
-    saved = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(saved[0])
-        np.random.set_state(saved[1])
-        random.setstate(saved[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+    saved = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            np.random.set_state(saved[0])
+            random.setstate(saved[1])
 
 
-def on_cpu(policy: PolicyFn | None) -> PolicyFn | None:
-    """``policy``, or a copy on the CPU where some of it lies elsewhere."""
-    if not isinstance(policy, nn.Module):
+def on_device(policy: PolicyFn, device: torch.device | None) -> PolicyFn:
+    """``policy``, or a copy on ``device`` where some of it lies elsewhere."""
+    if device is None or not isinstance(policy, nn.Module):
         return policy
-    if all(tensor.device.type == "cpu" for tensor in _tensors(policy)):
+    tensors = (*policy.parameters(), *policy.buffers())
+    if all(same_place(tensor.device, device) for tensor in tensors):
         return policy
-    moved: PolicyFn = copy.deepcopy(policy).cpu()
+    moved: PolicyFn = copy.deepcopy(policy).to(device)
     return moved
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -1,7 +1,6 @@
 """Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,15 +113,6 @@ def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | 
     return found if len(found) == len(draws) else None
 
 
-@dataclass(frozen=True)
-class _Drawer:
-    """Draws an action for some slots; exactly one of both is there, or neither."""
-
-    draw: Draw | None
-    uniforms: tuple[int, ...] | None
-    """Shape of the uniform numbers of one lane, where a mask is looked at."""
-
-
 Ahead = Mapping[Key, torch.Tensor]
 """Of some slots, by action ``[slot, lane, ...]``: the actions, or numbers that choose them."""
 
@@ -150,21 +140,24 @@ class RandomActions:
         first: int = 0,
     ) -> None:
         self._env, self._rng = env, rng
-        self._keys = action_keys(env)
-        self._masks = {key: mask_key(env, key) for key in self._keys}
+        self._masks = {key: mask_key(env, key) for key in action_keys(env)}
         own = env.batch_size.numel()
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else slice(None)
         self._alike = lanes_alike(env) and not _masks_by_spec(env)
-        self._specs = {key: env.full_action_spec[key] for key in self._keys}
-        self._drawers = {key: self._drawer(key, spec) for key, spec in lane_actions(env).items()}
+        self._specs = {key: env.full_action_spec[key] for key in self._masks}
+        self._draws = {key: self._draw(key, spec) for key, spec in lane_actions(env).items()}
 
-    def _drawer(self, key: Key, spec: TensorSpec) -> _Drawer:
+    def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
+        """Draws actions, or the numbers that choose them where a mask is looked at."""
         if not self._alike:
-            return _Drawer(None, None)
-        if self._masks[key] is not None:
-            return _Drawer(None, uniforms(spec))
-        return _Drawer(block_draw(spec.expand(self._lanes, *spec.shape)), None)
+            return None
+        if self._masks[key] is None:
+            return block_draw(spec.expand(self._lanes, *spec.shape))
+        shape = uniforms(spec)
+        if shape is None:
+            return None
+        return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
     @property
     def masked(self) -> bool:
@@ -174,20 +167,16 @@ class RandomActions:
     @property
     def block_drawn(self) -> bool:
         """Every action can be drawn elsewhere, by :func:`all_drawn`."""
-        return all(drawer.draw is not None for drawer in self._drawers.values())
+        return not self.masked and None not in self._draws.values()
 
     def ahead(self, slots: int) -> Ahead:
         """Draw what can be drawn for so many slots before they are stepped."""
-        found: dict[Key, torch.Tensor] = {}
-        for key, drawer in self._drawers.items():
-            if drawer.draw is not None:
-                drawn = drawer.draw(self._rng, slots)
-            elif drawer.uniforms is not None:
-                drawn = self._rng.random((slots, self._lanes, *drawer.uniforms))
-            else:
-                continue
-            found[key] = torch.from_numpy(drawn[:, self._own])
-        return self.of_lanes(found)
+        drawn = {
+            key: torch.from_numpy(draw(self._rng, slots)[:, self._own])
+            for key, draw in self._draws.items()
+            if draw is not None
+        }
+        return self.of_lanes(drawn)
 
     def of_lanes(self, actions: Ahead) -> Ahead:
         """``actions`` as the environment takes them: of one lane without its axis, moved."""
@@ -196,16 +185,14 @@ class RandomActions:
         if device is None or device.type == "cpu":
             return placed
         # Numbers that meet a mask are used on the CPU.
-        chosen = {key for key, drawer in self._drawers.items() if drawer.uniforms is not None}
-        return {key: c if key in chosen else c.to(device) for key, c in placed.items()}
+        return {key: c if self._masks[key] else c.to(device) for key, c in placed.items()}
 
     def act(self, td: TensorDictBase, ahead: Ahead, slot: int) -> TensorDictBase:
         """Write the action of a slot of ``ahead`` under every action key of ``td``."""
-        for key in self._keys:
-            mask, drawer = self._masks[key], self._drawers[key]
+        for key, mask in self._masks.items():
             if key not in ahead:
                 td.set(key, self._by_torch(key, None if mask is None else td.get(mask)))
-            elif mask is None or drawer.uniforms is None:
+            elif mask is None:
                 td.set(key, ahead[key][slot])
             else:
                 spec = self._specs[key]

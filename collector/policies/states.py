@@ -26,9 +26,7 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
     """
     apart = {*action_keys(env), *map(as_key, td.keys(True, True))}
     places = {key: _place(key) for key in policy.writes if _place(key) not in apart}
-    if not places:
-        return ()
-    if not _leaves_no_trace(policy):
+    if not places or not _leaves_no_trace(policy):
         return ()
     given = td.clone()
     for name in list(given.keys(True, True)):

@@ -11,18 +11,14 @@ import torch
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.collector.slab.names import split
+from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import Key
 
 GIVEN = "_given"
 """What the name of the column beside an info with ``fill`` ends with."""
 
-_DTYPES = {
-    torch.zeros(0, dtype=dtype).numpy().dtype: dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    )
-}
+# Torch can hardly compute with wider unsigned integers.
+_DTYPES = {each: TORCH[each] for each in TORCH if each.kind != "u" or each.itemsize == 1}
 _SPELLING = re.compile(
     r"(?P<name>[^:=\[\]]+)(?::(?P<dtype>\w+))?(?:\[(?P<shape>\d+(?:x\d+)*)\])?(?:=(?P<fill>.+))?"
 )
@@ -118,9 +114,7 @@ class Info:
 
 def _checked_dtype(dtype: Any, key: Key) -> np.dtype[Any]:
     try:
-        if isinstance(dtype, torch.dtype):
-            dtype = torch.zeros(0, dtype=dtype).numpy().dtype
-        found: np.dtype[Any] | None = np.dtype(dtype)
+        found = NUMPY.get(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype)
     except TypeError:
         found = None
     if found is None or found not in _DTYPES:

@@ -43,7 +43,7 @@ def _fits(values: Array, dtype: np.dtype[Any]) -> Mask:
         limits = np.iinfo(dtype)
         if kind == "f":
             # Powers of two, which floats hold: the largest int64 they do not.
-            low, beyond = np.float64(limits.min), _power(limits.bits - _sign_bits(dtype))
+            low, beyond = np.float64(limits.min), _beyond(dtype)
             wide = values if values.dtype.itemsize > 8 else values.astype(np.float64)
             return np.asarray((wide >= low) & (wide < beyond) & (np.trunc(wide) == wide))
         own = np.iinfo(values.dtype)
@@ -52,18 +52,15 @@ def _fits(values: Array, dtype: np.dtype[Any]) -> Mask:
     found = values.astype(dtype)
     if kind in "iu":
         real = found.real
-        beyond = _power(8 * values.dtype.itemsize - _sign_bits(values.dtype))
+        beyond = _beyond(values.dtype)
         inside = np.isfinite(real) & (real < beyond)
         return np.asarray(inside & (np.where(inside, real, 0).astype(values.dtype) == values))
     return _same(values.real, found.real) & _same(values.imag, found.imag)
 
 
-def _power(bits: int) -> np.float64:
-    return np.float64(2.0) ** np.float64(bits)
-
-
-def _sign_bits(dtype: np.dtype[Any]) -> int:
-    return int(dtype.kind == "i")
+def _beyond(dtype: np.dtype[Any]) -> np.float64:
+    """The power of two that is above all integers of ``dtype``."""
+    return np.float64(np.iinfo(dtype).max) + np.float64(1)
 
 
 def _same(one: Array, other: Array) -> Mask:

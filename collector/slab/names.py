@@ -14,6 +14,7 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     VALID,
     Key,
+    can_be_stored,
 )
 
 Rename = Mapping[Any, str | tuple[str, ...]]
@@ -76,10 +77,9 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
     return checked
 
 
-def spelled_rename(rename: Rename) -> list[tuple[str, str]]:
-    """Old and new names as a command line spells them."""
-    pairs = [(split(old), new) for old, new in checked_rename(rename).items()]
-    return [("/".join(map(str, old)), "/".join(new)) for old, new in pairs]
+def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
+    """What :func:`checked_rename` returned, as a command line spells it: ``old=new``."""
+    return [f"{'/'.join(map(str, split(old)))}={'/'.join(new)}" for old, new in rename.items()]
 
 
 def renamed(columns: Sequence[Named], rename: Rename) -> list[Key]:
@@ -161,7 +161,6 @@ def require_names(
     flags: Iterable[Key] = (),
     written: Iterable[Key] = (),
     given: Sequence[Key] | None = None,
-    settle: str = "",
 ) -> None:
     """Raise unless every column has a name of its own.
 
@@ -172,15 +171,14 @@ def require_names(
         flags: done keys, without ``"next"``.
         written: what the policy writes beside the action.
         given: the keys that ``observations`` have, where they were renamed.
-        settle: how they get other names, where ``rename`` cannot give them any.
 
     Raises:
         NameRefused: a name is taken, empty or a mask's; says which, and how it is settled.
     """
     keys = [column.key for column in observations] if given is None else list(given)
     named = [(c, key) for c, key in zip(observations, keys, strict=True) if key != VALID]
-    seen = [_Entry(key, f"an {c.what} has it", _by_rename(c, settle)) for c, key in named]
-    by_policy = [_Entry(key, "the policy writes it", _BY_POLICY) for key in written]
+    seen = [_Entry(key, f"an {c.what} has it", _by_rename(c)) for c, key in named]
+    by_policy = [_Entry(key, "the policy writes it", "the policy's out_keys") for key in written]
     for entry in (*seen, *by_policy):
         if not all(entry.key):
             raise NameRefused(
@@ -213,38 +211,24 @@ def require_storable(keys: Iterable[Key]) -> None:
         NameRefused: a part of it is empty, ``.`` or ``..``, or holds ``/`` or NUL.
     """
     for key in keys:
-        for part in key:
-            if wrong := _unstorable(part):
-                bare = key[1:] if key[0] == NEXT else key
-                raise NameRefused(
-                    f"{spelled(bare)}: {part[:80]!r} {wrong}, so that no storage can hold it; give "
-                    f"it another name: rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or "
-                    "out_keys where the policy writes it"
-                )
-
-
-def _unstorable(part: str) -> str:
-    if part in ("", ".", ".."):
-        return "is no name of a file"
-    if "/" in part or "\0" in part:
-        return "holds '/' or NUL"
-    try:
-        part.encode()
-    except UnicodeEncodeError:
-        return "is no valid Unicode"
-    return ""
-
-
-_BY_POLICY = "the policy's out_keys"
+        wrong = [part for part in key if not can_be_stored(part)]
+        if wrong:
+            bare = key[1:] if key[0] == NEXT else key
+            raise NameRefused(
+                f"{spelled(bare)}: {wrong[0][:80]!r} is empty, '.', '..', holds '/' or NUL, or is "
+                "no valid Unicode, so that no storage can hold it; give it another name: "
+                f"rename={{{spelled(bare)}: {spelled(_proposal(bare))}}}, or out_keys where the "
+                "policy writes it"
+            )
 
 
 def _flag(key: Key) -> str:
     return f"it is the name of {'the reward' if key[-1] == 'reward' else 'a flag of ends'}"
 
 
-def _by_rename(column: Named, settle: str) -> str:
+def _by_rename(column: Named) -> str:
     old = column.key if all(isinstance(part, str) for part in column.path) else column.path
-    return settle or f"rename={{{spelled(old)}: {spelled(_proposal(column.key))}}}"
+    return f"rename={{{spelled(old)}: {spelled(_proposal(column.key))}}}"
 
 
 def _proposal(key: Key) -> Key:

@@ -29,6 +29,7 @@ __all__ = [
     "VALID",
     "Key",
     "as_key",
+    "can_be_stored",
     "is_done",
     "spell",
 ]
@@ -69,6 +70,15 @@ def as_key(key: str | tuple[str, ...]) -> Key:
 def spell(key: str | tuple[str, ...]) -> str:
     """A key as users read and write it: ``next/observation``."""
     return key if isinstance(key, str) else "/".join(key)
+
+
+def can_be_stored(part: str) -> bool:
+    """Whether a file or a group can be called ``part``."""
+    try:
+        part.encode()
+    except UnicodeEncodeError:
+        return False
+    return part not in ("", ".", "..") and "/" not in part and "\0" not in part
 
 
 def is_done(key: Key, dtype: torch.dtype) -> bool:

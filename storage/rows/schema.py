@@ -22,7 +22,7 @@ from tallyroll.storage.rows.batch_dims import (
     shapes_of,
 )
 from tallyroll.storage.rows.dtypes import NAMES, NUMPY, TORCH
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, can_be_stored, spell
 from tallyroll.storage.rows.nesting import leaves, require_dense
 
 __all__ = ["Column", "Key", "Schema"]
@@ -216,19 +216,11 @@ def _check_key(key: Key) -> None:
             f"{len(key)} of up to {max(map(len, key))}: {key!r:.200}. Make it shorter."
         )
     for part in key:
-        if part in ("", ".", "..") or "/" in part or "\0" in part or not _is_utf8(part):
+        if not can_be_stored(part):
             raise InvalidSchema(
                 f"{part!r} in column {key!r} cannot be a name: it is empty, '.', '..', holds '/' "
                 "or NUL, or is not valid Unicode. Rename it."
             )
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _column_of_tensor(key: Key, leaf: torch.Tensor) -> Column:

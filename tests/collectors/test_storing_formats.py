@@ -19,7 +19,6 @@ from tallyroll.collector.batches.writer import BatchWriter
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, LedgerError
-from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.storages import DiskStorage, H5Storage, ZarrStorage
 
@@ -98,8 +97,7 @@ def test_a_sink_writes_more_rows_than_a_ring_has_piece_by_piece(tmp_path: Path, 
     rows = {("x",): numbers * 2.0, IDS: numbers // 5, ("collector", "step"): numbers % 5}
     with MemmapStorage(tmp_path / "data", max_size=9) as storage:
         sink = BatchWriter(storage, None, False)
-        schema = {k: SlabColumn(c.dtype, tuple(c.shape[1:])) for k, c in rows.items()}
-        sink.open(schema, {"environment": {}}, {})  # type: ignore[arg-type]
+        sink.open(rows, {"environment": {}}, {})
         sink.write(rows, count, Ledger(slots=count, executed=count, stored=count), 1, {})  # type: ignore[arg-type]
         assert storage.head == count
         left = np.array(storage.span)

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import output, writer
+from tallyroll.collector.batches import assembly, writer
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
@@ -158,7 +158,7 @@ def tampered(step: Step, what: str) -> Iterator[Once]:
         if step == "source"
         else patch.object(Block, "of", wrapped(Block.of))
         if step == "block"
-        else patch.object(output, "merge", wrapped(output.merge))
+        else patch.object(assembly, "merge", wrapped(assembly.merge))
         if step == "delivery"
         else patch.object(writer, "_pieces", wrapped(writer._pieces, list)),
         patch.object(LockstepDriver, "account", wrapped(LockstepDriver.account))

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tallyroll.collector.batches.layouts import stable_order
 from tallyroll.collector.counting import numbering
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Budget, Ledger
@@ -253,13 +252,6 @@ def test_a_budget_is_spent_exactly(total: int | None, per_batch: int) -> None:
     assert all(size == per_batch for size in sizes[:-1])
     assert stored == (200 * per_batch if total is None else total)
     assert budget.remaining(stored) == (None if total is None else 0)
-
-
-@given(st.lists(st.lists(st.integers(-(2**40), 2**40), min_size=5, max_size=5), min_size=1))
-def test_sorting_is_stable_by_the_last_key_first(keys: list[list[int]]) -> None:
-    keys = keys[:3]
-    order = stable_order(*(np.array(key, np.int64) for key in keys))
-    assert order.tolist() == np.lexsort([np.array(key) for key in keys]).tolist()
 
 
 def test_a_ledger_is_balanced_and_loads_its_own_counts() -> None:
