@@ -26,7 +26,7 @@ from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState, Numbers, lane_seed
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset, StateError
-from tallyroll.collector.options import Options, positive, seed_of
+from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.rollout.rollout import Block, Source
@@ -471,7 +471,7 @@ class Collector(ABC):
 
         Transitions that wait for the next batch are discarded.
         """
-        checked = seed_of(seed)
+        checked = or_none(not_negative)("seed", seed)
         with self._undivided():
             self._discard()
             self.ledger.episodes_cut += self._restart_lanes()
