@@ -26,7 +26,7 @@ from torchrl.envs.transforms import AutoResetEnv
 from tallyroll.collector.compat import resets_itself
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.throwaway import throwaway
+from tallyroll.collector.envs.throwaway import close, throwaway
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -71,53 +71,40 @@ def make_env(create: CreateEnv, options: Options) -> Made:
     if isinstance(create, str):
         return _from_id(create, options)
     require_id_options(options)
-    owned = not isinstance(create, (EnvBase, VectorEnv))
-    made = owned and callable(create)
-    env = create() if made else create  # type: ignore[operator]
-    if isinstance(env, VectorEnv):
-        factory: Any = create if made else None
-        env = _driven(env, factory, options)
-    elif isinstance(env, gymnasium.Env):
-        raise ArgumentError(
-            f"got a single gymnasium environment, {env}; pass its id, or "
-            "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
-        )
-    elif not isinstance(env, EnvBase):
-        raise ArgumentError(
-            "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
-            f"factory of one of them, got {'a factory of ' if made else ''}{type(env).__name__}"
-        )
-    else:
-        try:
-            env = _with_names(env, options.info_keys, options.rename)
-        except BaseException:
-            if owned:
-                env.close(raise_if_closed=False)
-            raise
+    made = callable(create) and not isinstance(create, (EnvBase, VectorEnv))
+    env: Any = create() if made else create  # type: ignore[operator]
     try:
+        if isinstance(env, VectorEnv):
+            env = _driven(env, create if made else None, options)
+        elif isinstance(env, EnvBase):
+            env = _with_names(env, options.info_keys, options.rename)
+        elif isinstance(env, gymnasium.Env):
+            raise ArgumentError(
+                f"got a single gymnasium environment, {env}; pass its id, or "
+                "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
+            )
+        else:
+            raise ArgumentError(
+                "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv "
+                f"or a factory of one of them, got {'a factory of ' if made else ''}"
+                f"{type(env).__name__}"
+            )
         refuse(env)
-    except EnvironmentRefused:
-        if owned:
-            env.close()
+    except BaseException:
+        if made and isinstance(env, (VectorEnv, EnvBase, gymnasium.Env)):
+            close(env)
         raise
-    return Made(env, owned, _describe(env))
+    return Made(env, made, _describe(env))
 
 
-def _driven(
-    env: VectorEnv, create: Callable[[], VectorEnv] | None, options: Options
-) -> GymnasiumVectorEnv:
+def _driven(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
     """``env`` with its infos declared by another one of ``create``, where that is a factory."""
     infos = options.info_keys
-    try:
-        if create is not None:
-            infos = discovered(infos, create, env)
-        return GymnasiumVectorEnv(
-            env, reset_slots=options.reset_slots, info_keys=infos, rename=options.rename
-        )
-    except BaseException:
-        if create is not None:
-            env.close()
-        raise
+    if create is not None:
+        infos = discovered(infos, create, env)
+    return GymnasiumVectorEnv(
+        env, reset_slots=options.reset_slots, info_keys=infos, rename=options.rename
+    )
 
 
 def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
@@ -212,8 +199,7 @@ def _from_id(env_id: str, options: Options) -> Made:
         return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
 
     try:
-        infos = discovered(options.info_keys, look)
-        env = GymnasiumVectorEnv(vector, info_keys=infos, rename=options.rename)
+        env = _driven(vector, look, options)
     except BaseException:
         vector.close()
         raise
