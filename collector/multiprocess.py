@@ -159,10 +159,6 @@ class MultiprocessCollector(Collector):
                     step_timeout=supervision.step_timeout,
                     start_timeout=supervision.start_seconds,
                 )
-        except BaseException:
-            self._writer.close()
-            raise
-        try:
             self._prepare(policy, supervision.respawns)
         except BaseException:
             self.shutdown()
@@ -262,7 +258,8 @@ class MultiprocessCollector(Collector):
         return [member.process.pid for member in self._worker_pool.members]
 
     def _close_source(self) -> None:
-        self._worker_pool.close()
+        if hasattr(self, "_worker_pool"):
+            self._worker_pool.close()
 
     def update_policy_weights_(self, weights: Weights = None) -> None:
         """Use new weights, and count the version up.
@@ -335,8 +332,8 @@ def _incomplete(episodes: int, ledger: Ledger) -> int:
 
 def _per_worker(create: Any, workers: int | None, options: Options) -> list[tuple[Any, int | None]]:
     """The factory of each worker's environment, and its number of lanes if it is an id."""
-    _check_create(create)
     listed = isinstance(create, (list, tuple))
+    _check_factories(create if listed else [create], listed)
     if listed and workers is not None and workers != len(create):
         raise ArgumentError(
             f"num_workers: expected {len(create)}, as many as there are factories, got {workers}"
@@ -354,22 +351,19 @@ def _per_worker(create: Any, workers: int | None, options: Options) -> list[tupl
     return [(create, own) for own in evenly(lanes, count)]
 
 
-def _check_create(create: Any) -> None:
-    if isinstance(create, str):
-        return
-    factories = create if isinstance(create, (list, tuple)) else [create]
+def _check_factories(factories: Sequence[Any], listed: bool) -> None:
     if not factories:
         raise ArgumentError("create_env_fn: expected at least one factory, got an empty list")
+    wanted = "create_env_fn: expected a Gymnasium id, a factory or a list of factories, got "
     for each in factories:
-        wanted = "create_env_fn: expected a Gymnasium id, a factory or a list of factories, got "
-        if isinstance(each, str):
+        if isinstance(each, str) and listed:
             raise ArgumentError(f"{wanted}a list of ids; pass one id, and num_workers")
         if isinstance(each, (EnvBase, VectorEnv, gymnasium.Env)):
             raise ArgumentError(
                 f"{wanted}{type(each).__name__}; an environment that was made here cannot be "
                 "stepped in another process: pass what makes it"
             )
-        if not callable(each):
+        if not callable(each) and not isinstance(each, str):
             raise ArgumentError(f"{wanted}{type(each).__name__}")
 
 
