@@ -70,9 +70,9 @@ class SyncCollector(Collector):
         storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
             ``.zarr``: a Zarr group); likewise.
         resume: continue the last run in ``storage`` up to ``total_frames``.
-        policy_device, env_device, storing_device: where the policy runs, where the environment
-            is moved, where yielded batches lie. ``device`` stands for those that are left out
-            (Gymnasium environments stay on the CPU).
+        device, policy_device, env_device, storing_device: where the policy runs, where the
+            environment is moved, where yielded batches lie. ``device`` stands for those that are
+            left out (Gymnasium environments stay on the CPU).
         init_random_frames: exactly that many transitions at the start have random actions
             (``policy_version`` -1, the policy's other columns 0, a recurrent state as it was).
         max_frames_per_traj: a time limit: such trajectories are truncated.
