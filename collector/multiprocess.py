@@ -16,15 +16,18 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
+from tallyroll.collector.envs.make import require_id_options
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import (
     Finals,
     Layout,
     Options,
     Postproc,
+    ResetSlots,
     Surplus,
     Validate,
     one_of,
+    or_none,
     positive,
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
@@ -40,9 +43,10 @@ from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
 from tallyroll.collector.workers.startup import WorkerStartup
-from tallyroll.collector.workers.supervision import Supervision, supervision_of
+from tallyroll.collector.workers.supervision import OnDeath, Supervision, supervision_of
 
 Factory = Callable[[], EnvBase | VectorEnv]
+Mode = Literal["sync", "async"]
 _SEGMENTS = 2
 """In async mode a worker fills one while the other is read."""
 
@@ -88,7 +92,7 @@ class MultiprocessCollector(Collector):
         policy: PolicyFn | None = None,
         *,
         num_workers: int | None = None,
-        mode: Literal["sync", "async"] = "sync",
+        mode: Mode = "sync",
         frames_per_batch: int,
         total_frames: int | None = None,
         total_episodes: int | None = None,
@@ -114,11 +118,11 @@ class MultiprocessCollector(Collector):
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
-        reset_slots: Literal["mask", "avoid"] = "mask",
+        reset_slots: ResetSlots = "mask",
         yield_large: bool = True,
         finals: Finals = "check",
         threads_per_worker: int | None = None,
-        on_worker_death: Literal["raise", "respawn"] = "raise",
+        on_worker_death: OnDeath = "raise",
         max_respawns: int = 10,
         step_timeout: float | None = None,
         start_timeout: float | None = 120.0,
@@ -126,48 +130,18 @@ class MultiprocessCollector(Collector):
         mp_start_method: str = "spawn",
     ) -> None:
         require_guard()
-        options = Options.checked(
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            total_episodes=total_episodes,
-            seed=seed,
-            layout=layout,
-            split_trajs=split_trajs,
-            surplus=surplus,
-            device=device,
-            policy_device=policy_device,
-            env_device=env_device,
-            storing_device=storing_device,
-            init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            info_keys=info_keys,
-            rename=rename,
-            frame_skip=frame_skip,
-            exploration_type=exploration_type,
-            validate=validate,
-            yield_large=yield_large,
-            finals=finals,
-        )
+        options = Options.of(locals())
         _check_mode(mode, options)
         _check_start_method(mp_start_method)
-        supervision = supervision_of(
-            supervision,
-            on_worker_death=on_worker_death,
-            max_respawns=max_respawns,
-            step_timeout=step_timeout,
-            start_timeout=start_timeout,
-        )
-        factories = _per_worker(create_env_fn, num_workers, num_envs, env_kwargs)
+        supervision = supervision_of(locals())
+        factories = _per_worker(create_env_fn, num_workers, options)
         self.num_workers, self._mode = len(factories), mode
-        threads = positive("threads_per_worker", threads_per_worker, optional=True)
+        threads = or_none(positive)("threads_per_worker", threads_per_worker)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._policy = None if policy is None else Policy(policy, None, None)
         copied = None if policy is None else on_device(policy, torch.device("cpu"))
         jobs = [
-            Job(create, lanes, env_kwargs, reset_slots, copied, options.for_workers, threads)
-            for create, lanes in factories
+            Job(create, copied, options.for_worker(lanes), threads) for create, lanes in factories
         ]
         pickled = [_pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
@@ -179,10 +153,6 @@ class MultiprocessCollector(Collector):
                     threads=threads,
                     supervision=supervision,
                 )
-        except BaseException:
-            self._writer.close()
-            raise
-        try:
             self._prepare(policy, supervision.respawns)
         except BaseException:
             self.shutdown()
@@ -265,7 +235,8 @@ class MultiprocessCollector(Collector):
         return [member.process.pid for member in self._worker_pool.members]
 
     def _close_source(self) -> None:
-        self._worker_pool.close()
+        if hasattr(self, "_worker_pool"):
+            self._worker_pool.close()
 
     def update_policy_weights_(self, weights: Weights = None) -> None:
         """Use new weights, and count the version up.
@@ -319,62 +290,45 @@ class MultiprocessCollector(Collector):
         self._publish()
 
 
-def _per_worker(
-    create: Any,
-    workers: int | None,
-    num_envs: int | None,
-    env_kwargs: Mapping[str, Any] | None,
-) -> list[tuple[Any, int | None]]:
+def _per_worker(create: Any, workers: int | None, options: Options) -> list[tuple[Any, int | None]]:
     """The factory of each worker's environment, and its number of lanes if it is an id."""
-    _check_create(create)
-    if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
-        raise ArgumentError(f"env_kwargs: expected keywords by name, got {env_kwargs!r}")
-    if isinstance(create, (list, tuple)) and workers is not None and workers != len(create):
+    listed = isinstance(create, (list, tuple))
+    _check_factories(create if listed else [create], listed)
+    if listed and workers is not None and workers != len(create):
         raise ArgumentError(
             f"num_workers: expected {len(create)}, as many as there are factories, got {workers}"
         )
-    count = len(create) if isinstance(create, (list, tuple)) else workers
-    count = positive("num_workers", count)
-    if isinstance(create, str):
-        lanes = positive("num_envs", num_envs, optional=True) or count
-        if lanes < count:
-            raise ArgumentError(
-                f"num_envs: expected at least one lane for each of {count} workers, got "
-                f"{lanes}; use "
-                "fewer workers"
-            )
-        return [(create, own) for own in evenly(lanes, count)]
-    if num_envs is not None or env_kwargs:
+    count = positive("num_workers", len(create) if listed else workers)
+    if not isinstance(create, str):
+        require_id_options(options)
+        return [(each, None) for each in (create if listed else [create] * count)]
+    lanes = options.num_envs or count
+    if lanes < count:
         raise ArgumentError(
-            "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
-            "in the factory"
+            f"num_envs: expected at least one lane for each of {count} workers, got {lanes}; use "
+            "fewer workers"
         )
-    return [
-        (each, None) for each in (create if isinstance(create, (list, tuple)) else [create] * count)
-    ]
+    return [(create, own) for own in evenly(lanes, count)]
 
 
-def _check_create(create: Any) -> None:
-    if isinstance(create, str):
-        return
-    factories = create if isinstance(create, (list, tuple)) else [create]
+def _check_factories(factories: Sequence[Any], listed: bool) -> None:
     if not factories:
         raise ArgumentError("create_env_fn: expected at least one factory, got an empty list")
+    wanted = "create_env_fn: expected a Gymnasium id, a factory or a list of factories, got "
     for each in factories:
-        wanted = "create_env_fn: expected a Gymnasium id, a factory or a list of factories, got "
-        if isinstance(each, str):
+        if isinstance(each, str) and listed:
             raise ArgumentError(f"{wanted}a list of ids; pass one id, and num_workers")
         if isinstance(each, (EnvBase, VectorEnv, gymnasium.Env)):
             raise ArgumentError(
                 f"{wanted}{type(each).__name__}; an environment that was made here cannot be "
                 "stepped in another process: pass what makes it"
             )
-        if not callable(each):
+        if not callable(each) and not isinstance(each, str):
             raise ArgumentError(f"{wanted}{type(each).__name__}")
 
 
 def _check_mode(mode: str, options: Options) -> None:
-    one_of("mode", mode, ("sync", "async"))
+    one_of("mode", mode, Mode)
     if mode == "sync":
         return
     if options.reset_at_each_iter:
@@ -404,7 +358,7 @@ def _check_start_method(method: str) -> None:
             'along, so that a lock which one of them holds is never released; use "spawn" or '
             '"forkserver"'
         )
-    one_of("mp_start_method", method, ("spawn", "forkserver"))
+    one_of("mp_start_method", method, Literal["spawn", "forkserver"])
 
 
 def _pickled(job: Job) -> bytes:
@@ -417,8 +371,11 @@ def _pickled(job: Job) -> bytes:
         pickled: bytes = cloudpickle.dumps(job)
         return pickled
     except Exception as error:
-        parts = {"create_env_fn": job.create_env_fn, "env_kwargs": job.env_kwargs}
-        parts |= {"policy": job.policy}
+        parts = {
+            "create_env_fn": job.create_env_fn,
+            "env_kwargs": job.options.env_kwargs,
+            "policy": job.policy,
+        }
         wrong = next((name for name, part in parts.items() if not _travels(part)), "the options")
         raise ArgumentError(
             f"{wrong}: expected something that cloudpickle can send to a worker, got "

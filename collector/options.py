@@ -1,8 +1,8 @@
 """Options that all collectors share, checked before anything is made."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 from tensordict import TensorDictBase
@@ -10,12 +10,13 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.slab.info import Info, infos_of
-from tallyroll.collector.slab.names import Rename, checked_rename, split
+from tallyroll.collector.slab.names import checked_rename, split
 from tallyroll.storage.rows.keys import Key
 
 Layout = Literal["rows", "lanes", "trajectories"]
 Surplus = Literal["carry", "discard", "never_step"]
 Validate = Literal["raise", "warn", "off"]
+ResetSlots = Literal["mask", "avoid"]
 Finals = Literal["check", "lost", "kept"]
 """What is known of the observations that episodes end with.
 
@@ -25,121 +26,8 @@ Finals = Literal["check", "lost", "kept"]
 the state.
 """
 Postproc = Callable[[TensorDictBase], TensorDictBase]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments that collectors share; their docstrings say what they mean."""
-
-    frames_per_batch: int
-    total_frames: int | None
-    """None: no limit of frames."""
-    total_episodes: int | None
-    seed: int | None
-    layout: Layout
-    surplus: Surplus
-    device: torch.device | None
-    policy_device: torch.device | None
-    env_device: torch.device | None
-    storing_device: torch.device | None
-    init_random_frames: int
-    max_frames_per_traj: int | None
-    reset_at_each_iter: bool
-    postproc: Postproc | None
-    info_keys: tuple[Info, ...]
-    rename: dict[Any, Key]
-    frame_skip: int | str
-    exploration_type: ExplorationType
-    validate: Validate
-    yield_large: bool
-    finals: Finals
-
-    @classmethod
-    def checked(
-        cls,
-        *,
-        frames_per_batch: Any,
-        total_frames: Any,
-        total_episodes: Any,
-        seed: Any,
-        layout: Layout,
-        split_trajs: bool,
-        surplus: Surplus,
-        device: torch.device | str | None,
-        policy_device: torch.device | str | None,
-        env_device: torch.device | str | None,
-        storing_device: torch.device | str | None,
-        init_random_frames: Any,
-        max_frames_per_traj: Any,
-        reset_at_each_iter: bool,
-        postproc: Postproc | None,
-        info_keys: Sequence[Any],
-        rename: Rename | None,
-        frame_skip: Any,
-        exploration_type: ExplorationType,
-        validate: Validate,
-        yield_large: bool,
-        finals: Finals,
-    ) -> "Options":
-        """The options that a call gave.
-
-        Raises:
-            ArgumentError: one of them cannot be right.
-        """
-        positive("frames_per_batch", frames_per_batch)
-        total = _total(total_frames, total_episodes, reset_at_each_iter, surplus)
-        positive("max_frames_per_traj", max_frames_per_traj, optional=True)
-        one_of("layout", layout, ("rows", "lanes", "trajectories"))
-        if split_trajs and layout == "lanes":
-            raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
-        if postproc is not None and not callable(postproc):
-            raise ArgumentError(f"postproc: expected a callable, got {type(postproc).__name__}")
-        if postproc is not None and not yield_large:
-            raise ArgumentError(
-                "yield_large=False leaves out columns that postproc may want; drop one of them"
-            )
-        one_of("surplus", surplus, ("carry", "discard", "never_step"))
-        frame_skip = _frame_skip(frame_skip)
-        infos = infos_of(info_keys)
-        if isinstance(frame_skip, str) and split(frame_skip) not in (info.key for info in infos):
-            infos = (*infos, Info(frame_skip))
-        one_of("finals", finals, ("check", "lost", "kept"))
-        if validate not in ("raise", "warn", "off"):
-            raise ArgumentError(f'validate is "raise", "warn" or "off", got {validate!r}')
-        default = _device("device", device)
-        return cls(
-            frames_per_batch=int(frames_per_batch),
-            total_frames=total,
-            total_episodes=total_episodes,
-            seed=seed_of(seed),
-            layout="trajectories" if split_trajs else layout,
-            surplus=surplus,
-            device=default,
-            policy_device=_device("policy_device", policy_device) or default,
-            env_device=_device("env_device", env_device),
-            storing_device=_device("storing_device", storing_device) or default,
-            init_random_frames=not_negative("init_random_frames", init_random_frames),
-            max_frames_per_traj=max_frames_per_traj,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            info_keys=infos,
-            rename={} if rename is None else checked_rename(rename),
-            frame_skip=frame_skip,
-            exploration_type=exploration_type,
-            validate=validate,
-            yield_large=yield_large,
-            finals=finals,
-        )
-
-    @property
-    def for_workers(self) -> "Options":
-        """Those that matter where environments are stepped; the others may not be picklable."""
-        return replace(self, postproc=None, storing_device=None)
-
-    @property
-    def largest_batch(self) -> int:
-        """Rows of the largest batch that can come."""
-        return min(self.frames_per_batch, self.total_frames or self.frames_per_batch)
+Check = Callable[[str, Any], Any]
+"""Takes an argument's name and value; returns the value as it is used, or raises ArgumentError."""
 
 
 def _integer(name: str, value: Any) -> int:
@@ -148,10 +36,8 @@ def _integer(name: str, value: Any) -> int:
     return int(value.__index__())
 
 
-def positive(name: str, value: Any, *, optional: bool = False) -> int:
+def positive(name: str, value: Any) -> int:
     """``value`` as an integer above 0."""
-    if optional and value is None:
-        return 0
     number = _integer(name, value)
     if number <= 0:
         raise ArgumentError(f"{name}: expected an integer above 0, got {number}")
@@ -175,52 +61,152 @@ def seconds(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def _total(frames: Any, episodes: Any, reset_at_each_iter: bool, surplus: str) -> int | None:
-    """The frame budget, or None where there is no limit of frames."""
+def one_of(name: str, value: Any, literal: Any) -> None:
+    """Raise unless ``value`` is among those that the type ``literal`` names."""
+    if value not in (allowed := get_args(literal)):
+        raise ArgumentError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+
+
+def or_none(check: Check) -> Check:
+    """A check that lets None pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _frames(name: str, value: Any) -> int | None:
+    """A budget of frames; None for -1, no limit."""
+    return None if _integer(name, value) == -1 else positive(name, value)
+
+
+def _frame_skip(name: str, value: Any) -> int | str:
+    """Ticks a transition, or the info key that counts them."""
+    return value if isinstance(value, str) else positive(name, value)
+
+
+def _device(name: str, value: torch.device | str) -> torch.device:
+    try:
+        # A tensor's device is named in full ("cuda:0", not "cuda"), and is there.
+        return torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(
+            f"{name}: expected a torch device of this machine, got {value!r}: {error}"
+        ) from error
+
+
+def _function(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise ArgumentError(f"{name}: expected a callable, got {type(value).__name__}")
+    return value
+
+
+def _keywords(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{name}: expected keywords by name, got {value!r}")
+    return dict(value)
+
+
+def _infos(name: str, value: Any) -> tuple[Info, ...]:
+    return infos_of(value)
+
+
+def _rename(name: str, value: Any) -> dict[Any, Key]:
+    return {} if value is None else checked_rename(value)
+
+
+Count = Annotated[int | None, or_none(positive)]
+Device = Annotated[torch.device | None, or_none(_device)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments that collectors share; their docstrings say what they mean.
+
+    A type says how the argument is checked: it names the values that are allowed, or is annotated
+    with a `Check`.
+    """
+
+    frames_per_batch: Annotated[int, positive]
+    total_frames: Annotated[int | None, or_none(_frames)]
+    """None: no limit of frames."""
+    total_episodes: Count
+    num_envs: Count
+    env_kwargs: Annotated[dict[str, Any] | None, or_none(_keywords)]
+    seed: Annotated[int | None, or_none(not_negative)]
+    layout: Layout
+    surplus: Surplus
+    device: Device
+    policy_device: Device
+    env_device: Device
+    storing_device: Device
+    init_random_frames: Annotated[int, not_negative]
+    max_frames_per_traj: Count
+    reset_at_each_iter: bool
+    postproc: Annotated[Postproc | None, or_none(_function)]
+    info_keys: Annotated[tuple[Info, ...], _infos]
+    rename: Annotated[dict[Any, Key], _rename]
+    frame_skip: Annotated[int | str, _frame_skip]
+    exploration_type: ExplorationType
+    validate: Validate
+    reset_slots: ResetSlots
+    yield_large: bool
+    finals: Finals
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "Options":
+        """Those among the ``arguments`` of a collector, its ``locals()`` where it begins.
+
+        Raises:
+            ArgumentError: one of them cannot be right, or two of them contradict each other.
+        """
+        checked: dict[str, Any] = {
+            each.name: _checked(each.name, arguments[each.name], each.type) for each in fields(cls)
+        }
+        _refuse_contradictions(arguments)
+        if arguments["split_trajs"]:
+            checked["layout"] = "trajectories"
+        for name in ("policy_device", "storing_device"):
+            checked[name] = checked[name] or checked["device"]
+        ticks, infos = checked["frame_skip"], checked["info_keys"]
+        if isinstance(ticks, str) and split(ticks) not in (info.key for info in infos):
+            checked["info_keys"] = (*infos, Info(ticks))
+        return cls(**checked)
+
+    def for_worker(self, num_envs: int | None) -> "Options":
+        """Those of a worker with so many lanes; what it has no use for may not be picklable."""
+        return replace(self, num_envs=num_envs, postproc=None, storing_device=None)
+
+    @property
+    def largest_batch(self) -> int:
+        """Rows of the largest batch that can come."""
+        return min(self.frames_per_batch, self.total_frames or self.frames_per_batch)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__[0](name, value)
+    if get_origin(hint) is Literal:
+        one_of(name, value, hint)
+    return value
+
+
+def _refuse_contradictions(given: Mapping[str, Any]) -> None:
+    frames, episodes = given["total_frames"], given["total_episodes"]
     if (frames is None) == (episodes is None):
         raise ArgumentError(
             "expected total_frames (transitions, -1: no limit) or total_episodes, one of them, got "
             f"total_frames={frames!r}, total_episodes={episodes!r}"
         )
-    if episodes is not None:
-        positive("total_episodes", episodes)
-        if reset_at_each_iter:
-            raise ArgumentError(
-                "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one"
-            )
-        if surplus == "discard":
-            raise ArgumentError(
-                'total_episodes wants whole episodes and surplus="discard" throws parts of them '
-                'away; use surplus="carry"'
-            )
-        return None
-    if _integer("total_frames", frames) == -1:
-        return None
-    return positive("total_frames", frames)
-
-
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise unless ``value`` is among ``allowed``."""
-    if value not in allowed:
-        raise ArgumentError(f"{name}: expected one of {list(allowed)}, got {value!r}")
-
-
-def _frame_skip(value: Any) -> int | str:
-    """Ticks a transition, or the info key that counts them."""
-    return value if isinstance(value, str) else positive("frame_skip", value)
-
-
-def seed_of(value: Any) -> int | None:
-    """A seed, or None."""
-    return None if value is None else not_negative("seed", value)
-
-
-def _device(name: str, value: torch.device | str | None) -> torch.device | None:
-    """A torch device, or None."""
-    try:
-        # A tensor's device is named in full ("cuda:0", not "cuda"), and is there.
-        return None if value is None else torch.empty(0, device=value).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+    if episodes is not None and given["reset_at_each_iter"]:
         raise ArgumentError(
-            f"{name}: expected a torch device of this machine, got {value!r}: {error}"
-        ) from error
+            "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one"
+        )
+    if episodes is not None and given["surplus"] == "discard":
+        raise ArgumentError(
+            'total_episodes wants whole episodes and surplus="discard" throws parts of them '
+            'away; use surplus="carry"'
+        )
+    if given["split_trajs"] and given["layout"] == "lanes":
+        raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
+    if given["postproc"] is not None and not given["yield_large"]:
+        raise ArgumentError(
+            "yield_large=False leaves out columns that postproc may want; drop one of them"
+        )

@@ -1,7 +1,7 @@
 """The collector of one process."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torchrl.data import ReplayBuffer
@@ -18,9 +18,9 @@ from tallyroll.collector.options import (
     Layout,
     Options,
     Postproc,
+    ResetSlots,
     Surplus,
     Validate,
-    positive,
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn
 from tallyroll.collector.rollout.os_signals import admitted
@@ -66,9 +66,9 @@ class SyncCollector(Collector):
         storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
             ``.zarr``: a Zarr group); likewise.
         resume: continue the last run in ``storage`` up to ``total_frames``.
-        policy_device, env_device, storing_device: where the policy runs, where the environment
-            is moved, where yielded batches lie. ``device`` stands for those that are left out
-            (Gymnasium environments stay on the CPU).
+        device, policy_device, env_device, storing_device: where the policy runs, where the
+            environment is moved, where yielded batches lie. ``device`` stands for those that are
+            left out (Gymnasium environments stay on the CPU).
         init_random_frames: exactly that many transitions at the start have random actions
             (``policy_version`` -1, the policy's other columns 0, a recurrent state as it was).
         max_frames_per_traj: a time limit: such trajectories are truncated.
@@ -128,46 +128,15 @@ class SyncCollector(Collector):
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         validate: Validate = "raise",
-        reset_slots: Literal["mask", "avoid"] = "mask",
+        reset_slots: ResetSlots = "mask",
         yield_large: bool = True,
         finals: Finals = "check",
     ) -> None:
-        options = Options.checked(
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            total_episodes=total_episodes,
-            seed=seed,
-            layout=layout,
-            split_trajs=split_trajs,
-            surplus=surplus,
-            device=device,
-            policy_device=policy_device,
-            env_device=env_device,
-            storing_device=storing_device,
-            init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            info_keys=info_keys,
-            rename=rename,
-            frame_skip=frame_skip,
-            exploration_type=exploration_type,
-            validate=validate,
-            yield_large=yield_large,
-            finals=finals,
-        )
-        positive("num_envs", num_envs, optional=True)
+        options = Options.of(locals())
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         self._owns_env = False
         try:
-            made = make_env(
-                create_env_fn,
-                num_envs=num_envs,
-                env_kwargs=env_kwargs,
-                info_keys=options.info_keys,
-                reset_slots=reset_slots,
-                rename=options.rename,
-            )
+            made = make_env(create_env_fn, options)
             self.env: EnvBase = made.env
             self._owns_env = made.owned
             self._prepare(policy, made.description)

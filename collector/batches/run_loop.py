@@ -24,7 +24,7 @@ from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState, driver_seed, lane_seed
 from tallyroll.collector.errors import ArgumentError, StateError
-from tallyroll.collector.options import Options, positive, seed_of
+from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.os_signals import deferred
@@ -288,7 +288,7 @@ class Collector(ABC):
 
         Transitions that wait for the next batch are discarded.
         """
-        checked = seed_of(seed)
+        checked = or_none(not_negative)("seed", seed)
         with self._undivided():
             self._assembly.discard()
             self._assembly.restart_lanes()

@@ -4,10 +4,10 @@ Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
 """
 
-import argparse
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from tallyroll.collector.cli.errors import CommandError
@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_what_is_buffered()
         raise
     show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
-    run: Callable[[argparse.Namespace], int] = args.run
-    status: int = args.error_status
+    status = 2 if args.command == "verify" else 1
     try:
         with visible_warnings():
-            return run(args)
+            # Each command has a module, imported now: torch takes seconds, and --help none.
+            return int(import_module(f"{__name__}.{args.command}").run(args))
     except OutputFailed as error:
         abandon_stdout()
         return _failed(error, show, status)

@@ -4,11 +4,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from tallyroll.collector.batches.provenance import versions
 from tallyroll.collector.cli.escaped_text import visible
 
 _ABOUT = """\
@@ -67,8 +65,6 @@ examples:
   tallyroll inspect runs/cartpole --rows 20
   tallyroll inspect runs/cartpole --json | jq .returns.mean
 """
-
-
 _VERIFY = """\
 Read every row of a storage, and report rows that are inconsistent: counts that do not match, ids
 and steps with gaps or repeats, rows after an end, next observations that differ from the following
@@ -93,238 +89,16 @@ _CHECKS = (
 )
 
 
-def _collect(args: argparse.Namespace) -> int:
-    from tallyroll.collector.cli import collect  # torch takes seconds, and --help none
-
-    return collect.run(args)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from tallyroll.collector.cli import inspect
-
-    return inspect.run(args)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from tallyroll.collector.cli import verify
-
-    return verify.run(args)
-
-
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with words that may be names of files."""
+    """Of the command, or of one of its commands."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        """Say what is wrong with words that may be names of files."""
         super().error(visible(message))
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands: arguments get ``run``, which carries them out."""
-    parser = _new(_Parser, prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
-    parser.add_argument("--version", action=_Version, help="show versions and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    collect = _new(
-        commands.add_parser,
-        "collect",
-        help="collect transitions into a storage",
-        description=_COLLECT,
-        epilog=_COLLECT_EXAMPLES,
-    )
-    collect.set_defaults(run=_collect, usage_error=collect.error, error_status=1)
-    _add_collect(collect)
-    inspect = _new(
-        commands.add_parser,
-        "inspect",
-        help="show what is in a storage",
-        description=_INSPECT,
-        epilog=_INSPECT_EXAMPLES,
-    )
-    inspect.set_defaults(run=_inspect, error_status=1)
-    inspect.add_argument("path", type=_path, metavar="PATH", help="the storage")
-    inspect.add_argument(
-        "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
-    )
-    _add_accept_copy(inspect)
-    inspect.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text"
-    )
-    _add_common(inspect)
-    _add_verify(commands)
-    return parser
-
-
-def _add_verify(commands: Any) -> None:
-    verify = _new(
-        commands.add_parser,
-        "verify",
-        help="check that every row of a storage is as it was written",
-        description=_VERIFY,
-        epilog=_VERIFY_EXAMPLES,
-    )
-    verify.set_defaults(run=_verify, error_status=2)
-    verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
-    verify.add_argument(
-        "--skip", type=_checks, metavar="A,B",
-        help="checks to skip because the data violates them on purpose: " + _CHECKS,
-    )  # fmt: skip
-    _add_accept_copy(verify)
-    verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    verify.add_argument("--quiet", action="store_true", help="no progress, no report")
-    _add_common(verify)
-
-
-def _new(
-    make: Callable[..., argparse.ArgumentParser], *args: Any, **kwargs: Any
-) -> argparse.ArgumentParser:
-    return make(
-        *args, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs
-    )
-
-
-def _add_accept_copy(parser: Any) -> None:
-    parser.add_argument(
-        "--accept-copy", action="store_true",
-        help="open a copy that was made while a writer had the storage open; rows that were "
-        "written meanwhile may be missing in it",
-    )  # fmt: skip
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
-
-
-def _add_collect(parser: argparse.ArgumentParser) -> None:
-    """Every option defaults to None, so that --resume can tell what was left out."""
-    parser.add_argument(
-        "env", nargs="?", metavar="ENV",
-        help="Gymnasium id, or module:Id-v0 where importing the module registers it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", required=True, type=_path, metavar="PATH",
-        help="the storage: a directory, an HDF5 file NAME.h5, or a Zarr group NAME.zarr",
-    )  # fmt: skip
-    budget = parser.add_argument_group("budget (one of them)").add_mutually_exclusive_group()
-    budget.add_argument("--frames", type=_positive, metavar="N", help="exactly N transitions")
-    budget.add_argument(
-        "--episodes", type=_positive, metavar="E",
-        help="exactly E whole episodes: those that start first",
-    )  # fmt: skip
-    there = parser.add_argument_group("if PATH holds a storage already")
-    existing = there.add_mutually_exclusive_group()
-    existing.add_argument("--append", action="store_true", help="append a new run")
-    existing.add_argument(
-        "--resume", action="store_true",
-        help="continue its last run up to N; options that are left out are taken from that run. "
-        "Begins the run if nothing was written yet",
-    )  # fmt: skip
-    _add_accept_copy(there)
-    _add_source(parser.add_argument_group("environment and policy"))
-    _add_workers(parser.add_argument_group("processes"))
-    _add_storage(parser.add_argument_group("storage"))
-    _add_details(parser.add_argument_group("details"))
-    _add_common(parser)
-
-
-def _add_source(group: Any) -> None:
-    group.add_argument(
-        "--num-envs", type=_positive, metavar="K",
-        help="number of lanes, environments that are stepped side by side (default: 1, or one for "
-        "each worker; if steps are cheap, 8 or more are several times faster)",
-    )  # fmt: skip
-    group.add_argument(
-        "--seed", type=_count, metavar="S",
-        help="seed: the same one gives the same data (default: drawn, and recorded)",
-    )  # fmt: skip
-    group.add_argument(
-        "--policy", metavar="MODULE:ATTR",
-        help="a TensorDictModule or a callable from TensorDict to TensorDict. A class, or a "
-        "function that needs no arguments, is called once to make the policy. Modules of the "
-        "current directory can be imported (default: random actions)",
-    )  # fmt: skip
-    group.add_argument(
-        "--env-kwargs", type=_mapping, metavar="JSON", help="arguments for gymnasium.make"
-    )
-    group.add_argument(
-        "--max-frames-per-traj", type=_positive, metavar="M",
-        help="truncate episodes after M transitions",
-    )  # fmt: skip
-    group.add_argument(
-        "--frame-skip", type=_frame_skip, metavar="T",
-        help="simulator ticks in a transition, or the info key that counts ticks (default: 1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--info-keys", type=_infos, metavar="A,B",
-        help="info entries that become columns: NAME, GROUP/NAME, NAME:DTYPE, NAME:DTYPE[2x3]; "
-        "NAME:DTYPE=FILL if some steps lack the entry",
-    )  # fmt: skip
-    group.add_argument(
-        "--rename", type=_rename, action="append", metavar="OLD=NEW",
-        help="new name for a column whose name collides; may be given several times",
-    )  # fmt: skip
-
-
-def _add_workers(group: Any) -> None:
-    group.add_argument(
-        "--workers", type=_count, metavar="W",
-        help="number of processes that step the lanes, for environments whose steps are costly "
-        "(default: 0, the command's own process)",
-    )  # fmt: skip
-    group.add_argument(
-        "--mode", choices=("sync", "async"),
-        help="sync: workers advance together, and the rows are those of one process; async: no "
-        "worker waits for another, rows are stored in order of arrival, and which rows differs "
-        "from run to run (default: sync)",
-    )  # fmt: skip
-    group.add_argument(
-        "--respawns", type=_count, metavar="R",
-        help="replace workers that raise, die or hang, R times in all (default: 0, the run ends "
-        "with an error)",
-    )  # fmt: skip
-    group.add_argument(
-        "--step-timeout", type=_seconds, metavar="S",
-        help="a worker hangs if it completes no step within S seconds (default: no limit)",
-    )  # fmt: skip
-
-
-def _add_storage(group: Any) -> None:
-    group.add_argument(
-        "--format", choices=("memmap", "hdf5", "zarr"),
-        help="format of the storage (default: by the end of PATH: .h5 and .hdf5 are hdf5, .zarr is "
-        "zarr, others are memmap). hdf5 needs --frames",
-    )  # fmt: skip
-    group.add_argument(
-        "--durability", choices=("process", "power"),
-        help="committed rows survive the death of any process (process), or a power cut too "
-        "(power: each commit waits for the disk) (default: process)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-size", type=_positive, metavar="M",
-        help="keep the last M rows, and overwrite older ones: a ring (memmap only)",
-    )  # fmt: skip
-    group.add_argument(
-        "--finalize", action="store_true",
-        help="when the run is complete, trim the storage to its rows, and add checksums for verify",
-    )  # fmt: skip
-
-
-def _add_details(group: Any) -> None:
-    group.add_argument(
-        "--frames-per-batch", type=_positive, metavar="F",
-        help="transitions in a commit (default: 64 for each lane, at least 1024, at most 8192)",
-    )  # fmt: skip
-    group.add_argument(
-        "--validate", choices=("raise", "warn", "off"),
-        help="reaction to values outside their spaces (default: raise)",
-    )  # fmt: skip
-    group.add_argument(
-        "--finals", choices=("check", "lost", "kept"),
-        help="final observations of episodes. check: compare the first few with the observations "
-        "that follow, and end the run if the environment resets itself within step and returns the "
-        "next episode's first observation instead; lost: it does, so mark ends in the column "
-        "collector/next_valid, which is False where nothing should be bootstrapped; kept: they are "
-        "right, because a reset of this task keeps the state (default: check)",
-    )  # fmt: skip
-    group.add_argument("--quiet", action="store_true", help="no progress, no report")
 
 
 class _Version(argparse.Action):
@@ -335,6 +109,8 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Show them and exit."""
+        from tallyroll.collector.batches.provenance import versions  # torch takes seconds
+
         found = versions()
         own = found.pop("tallyroll")
         rest = ", ".join(f"{name} {version}" for name, version in found.items())
@@ -429,3 +205,149 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
     return names
+
+
+# Of each option: what reads its value (a function, or the values that there are; None: it is a
+# flag), and what --help says: a name for the value, and a text.
+# fmt: off
+_OPTIONS: dict[str, tuple[Any, str, str]] = {
+    "--out": (_path, "PATH",
+        "the storage: a directory, an HDF5 file NAME.h5, or a Zarr group NAME.zarr"),
+    "--frames": (_positive, "N", "exactly N transitions"),
+    "--episodes": (_positive, "E", "exactly E whole episodes: those that start first"),
+    "--append": (None, "", "append a new run"),
+    "--resume": (None, "",
+        "continue its last run up to N; options that are left out are taken from that run. "
+        "Begins the run if nothing was written yet"),
+    "--accept-copy": (None, "",
+        "open a copy that was made while a writer had the storage open; rows that were "
+        "written meanwhile may be missing in it"),
+    "--num-envs": (_positive, "K",
+        "number of lanes, environments that are stepped side by side (default: 1, or one for "
+        "each worker; if steps are cheap, 8 or more are several times faster)"),
+    "--seed": (_count, "S",
+        "seed: the same one gives the same data (default: drawn, and recorded)"),
+    "--policy": (str, "MODULE:ATTR",
+        "a TensorDictModule or a callable from TensorDict to TensorDict. A class, or a "
+        "function that needs no arguments, is called once to make the policy. Modules of the "
+        "current directory can be imported (default: random actions)"),
+    "--env-kwargs": (_mapping, "JSON", "arguments for gymnasium.make"),
+    "--max-frames-per-traj": (_positive, "M", "truncate episodes after M transitions"),
+    "--frame-skip": (_frame_skip, "T",
+        "simulator ticks in a transition, or the info key that counts ticks (default: 1)"),
+    "--info-keys": (_infos, "A,B",
+        "info entries that become columns: NAME, GROUP/NAME, NAME:DTYPE, NAME:DTYPE[2x3]; "
+        "NAME:DTYPE=FILL if some steps lack the entry"),
+    "--rename": (_rename, "OLD=NEW",
+        "new name for a column whose name collides; may be given several times"),
+    "--workers": (_count, "W",
+        "number of processes that step the lanes, for environments whose steps are costly "
+        "(default: 0, the command's own process)"),
+    "--mode": (("sync", "async"), "",
+        "sync: workers advance together, and the rows are those of one process; async: no "
+        "worker waits for another, rows are stored in order of arrival, and which rows differs "
+        "from run to run (default: sync)"),
+    "--respawns": (_count, "R",
+        "replace workers that raise, die or hang, R times in all (default: 0, the run ends "
+        "with an error)"),
+    "--step-timeout": (_seconds, "S",
+        "a worker hangs if it completes no step within S seconds (default: no limit)"),
+    "--format": (("memmap", "hdf5", "zarr"), "",
+        "format of the storage (default: by the end of PATH: .h5 and .hdf5 are hdf5, .zarr is "
+        "zarr, others are memmap). hdf5 needs --frames"),
+    "--durability": (("process", "power"), "",
+        "committed rows survive the death of any process (process), or a power cut too "
+        "(power: each commit waits for the disk) (default: process)"),
+    "--max-size": (_positive, "M",
+        "keep the last M rows, and overwrite older ones: a ring (memmap only)"),
+    "--finalize": (None, "",
+        "when the run is complete, trim the storage to its rows, and add checksums for verify"),
+    "--frames-per-batch": (_positive, "F",
+        "transitions in a commit (default: 64 for each lane, at least 1024, at most 8192)"),
+    "--validate": (("raise", "warn", "off"), "",
+        "reaction to values outside their spaces (default: raise)"),
+    "--finals": (("check", "lost", "kept"), "",
+        "final observations of episodes. check: compare the first few with the observations "
+        "that follow, and end the run if the environment resets itself within step and returns the "
+        "next episode's first observation instead; lost: it does, so mark ends in the column "
+        "collector/next_valid, which is False where nothing should be bootstrapped; kept: they are "
+        "right, because a reset of this task keeps the state (default: check)"),
+    "--rows": (_count, "R", "rows to show (default: 5)"),
+    "--skip": (_checks, "A,B",
+        f"checks to skip because the data violates them on purpose: {_CHECKS}"),
+    "--json": (None, "", "print one JSON object instead of text"),
+    "--quiet": (None, "", "no progress, no report"),
+    "--traceback": (None, "", "print the traceback of an error"),
+}
+# fmt: on
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands: arguments get ``command``, its name."""
+    parser = _Parser(prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
+    parser.add_argument("--version", action=_Version, help="show versions and exit")
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", title="commands", dest="command"
+    )
+    _add_collect(
+        commands.add_parser(
+            "collect",
+            help="collect transitions into a storage",
+            description=_COLLECT,
+            epilog=_COLLECT_EXAMPLES,
+        )
+    )
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what is in a storage",
+        description=_INSPECT,
+        epilog=_INSPECT_EXAMPLES,
+    )
+    inspect.add_argument("path", type=_path, metavar="PATH", help="the storage")
+    _add(inspect, "--rows", default=5)
+    _add(inspect, "--accept-copy", "--json", "--traceback")
+    verify = commands.add_parser(
+        "verify",
+        help="check that every row of a storage is as it was written",
+        description=_VERIFY,
+        epilog=_VERIFY_EXAMPLES,
+    )
+    verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
+    _add(verify, "--skip", "--accept-copy", "--json", "--quiet", "--traceback")
+    return parser
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    """Every option defaults to None, so that --resume can tell what was left out."""
+    parser.set_defaults(usage_error=parser.error)
+    help_of_env = "Gymnasium id, or module:Id-v0 where importing the module registers it"
+    parser.add_argument("env", nargs="?", metavar="ENV", help=help_of_env)
+    _add(parser, "--out", required=True)
+    budget = parser.add_argument_group("budget (one of them)")
+    _add(budget.add_mutually_exclusive_group(), "--frames", "--episodes")
+    there = parser.add_argument_group("if PATH holds a storage already")
+    _add(there.add_mutually_exclusive_group(), "--append", "--resume")
+    _add(there, "--accept-copy")
+    source = parser.add_argument_group("environment and policy")
+    _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
+    _add(source, "--frame-skip", "--info-keys")
+    _add(source, "--rename", action="append")
+    workers = parser.add_argument_group("processes")
+    _add(workers, "--workers", "--mode", "--respawns", "--step-timeout")
+    storage = parser.add_argument_group("storage")
+    _add(storage, "--format", "--durability", "--max-size", "--finalize")
+    details = parser.add_argument_group("details")
+    _add(details, "--frames-per-batch", "--validate", "--finals", "--quiet")
+    _add(parser, "--traceback")
+
+
+def _add(group: Any, *names: str, **more: Any) -> None:
+    """Add options of the table to a parser, or to a group of its options."""
+    for name in names:
+        kind, metavar, text = _OPTIONS[name]
+        if kind is None:
+            group.add_argument(name, action="store_true", help=text)
+        elif isinstance(kind, tuple):
+            group.add_argument(name, choices=kind, help=text)
+        else:
+            group.add_argument(name, type=kind, metavar=metavar, help=text, **more)

@@ -1,12 +1,12 @@
 """Make an environment of any kind of ``create_env_fn``, or refuse it with the way out."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium
 import torch
@@ -26,13 +26,14 @@ from torchrl.envs.transforms import AutoResetEnv
 from tallyroll.collector.compat import resets_itself
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.throwaway import throwaway
+from tallyroll.collector.envs.throwaway import close, throwaway
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
     NameRefused,
 )
+from tallyroll.collector.options import Options
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
 from tallyroll.storage.rows.keys import Key, as_key
@@ -51,15 +52,16 @@ class Made:
     """What it is, as provenance: JSON values."""
 
 
-def make_env(
-    create: CreateEnv,
-    *,
-    num_envs: int | None,
-    env_kwargs: Mapping[str, Any] | None,
-    info_keys: Sequence[Info],
-    reset_slots: Literal["mask", "avoid"],
-    rename: Rename | None = None,
-) -> Made:
+def require_id_options(options: Options) -> None:
+    """Raise where ``options`` are given that only a Gymnasium id can have."""
+    if options.num_envs is not None or options.env_kwargs:
+        raise ArgumentError(
+            "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
+            "in the factory"
+        )
+
+
+def make_env(create: CreateEnv, options: Options) -> Made:
     """Make, or accept, the environment that a collector drives.
 
     Raises:
@@ -67,71 +69,53 @@ def make_env(
         EnvironmentRefused: an environment that would lose or invent transitions.
     """
     if isinstance(create, str):
-        return _from_id(create, num_envs or 1, dict(env_kwargs or {}), info_keys, rename)
-    if num_envs is not None or env_kwargs:
-        raise ArgumentError(
-            "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
-            "in the factory"
-        )
-    owned = not isinstance(create, (EnvBase, VectorEnv))
-    made = owned and callable(create)
-    env = create() if made else create  # type: ignore[operator]
-    if isinstance(env, VectorEnv):
-        factory: Any = create if made else None
-        env = _driven(env, factory, info_keys, reset_slots, rename)
-    elif isinstance(env, gymnasium.Env):
-        raise ArgumentError(
-            f"got a single gymnasium environment, {env}; pass its id, or "
-            "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
-        )
-    elif not isinstance(env, EnvBase):
-        raise ArgumentError(
-            "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
-            f"factory of one of them, got {'a factory of ' if made else ''}{type(env).__name__}"
-        )
-    else:
-        try:
-            env = _with_names(env, info_keys, rename)
-        except BaseException:
-            if owned:
-                env.close(raise_if_closed=False)
-            raise
+        return _from_id(create, options)
+    require_id_options(options)
+    made = callable(create) and not isinstance(create, (EnvBase, VectorEnv))
+    env: Any = create() if made else create  # type: ignore[operator]
     try:
+        if isinstance(env, VectorEnv):
+            env = _driven(env, create if made else None, options)
+        elif isinstance(env, EnvBase):
+            env = _with_names(env, options.info_keys, options.rename)
+        elif isinstance(env, gymnasium.Env):
+            raise ArgumentError(
+                f"got a single gymnasium environment, {env}; pass its id, or "
+                "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
+            )
+        else:
+            raise ArgumentError(
+                "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv "
+                f"or a factory of one of them, got {'a factory of ' if made else ''}"
+                f"{type(env).__name__}"
+            )
         refuse(env)
-    except EnvironmentRefused:
-        if owned:
-            env.close()
-        raise
-    return Made(env, owned, _describe(env))
-
-
-def _driven(
-    env: VectorEnv,
-    create: Callable[[], VectorEnv] | None,
-    info_keys: Sequence[Info],
-    reset_slots: Literal["mask", "avoid"],
-    rename: Rename | None,
-) -> GymnasiumVectorEnv:
-    """``env`` with its infos declared by another one of ``create``, where that is a factory."""
-    try:
-        if create is not None:
-            info_keys = discovered(info_keys, create, env)
-        return GymnasiumVectorEnv(env, reset_slots=reset_slots, info_keys=info_keys, rename=rename)
     except BaseException:
-        if create is not None:
-            env.close()
+        if made and isinstance(env, (VectorEnv, EnvBase, gymnasium.Env)):
+            close(env)
         raise
+    return Made(env, made, _describe(env))
 
 
-def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename | None) -> EnvBase:
+def _driven(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
+    """``env`` with its infos declared by another one of ``create``, where that is a factory."""
+    infos = options.info_keys
+    if create is not None:
+        infos = discovered(infos, create, env)
+    return GymnasiumVectorEnv(
+        env, reset_slots=options.reset_slots, info_keys=infos, rename=options.rename
+    )
+
+
+def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
     """A TorchRL environment, its columns renamed; what ``info_keys`` name are columns of it."""
     if rename and isinstance(env, GymnasiumVectorEnv):
         raise ArgumentError("rename: pass it to GymnasiumVectorEnv, which you made yourself")
-    env = _renamed(env, rename or {})
+    env = _renamed(env, rename)
     base = list(chain(env))[-1]
     known = {as_key(key) for key in env.observation_spec.keys(True, True)}
     known |= set(base.info_keys) if isinstance(base, GymnasiumVectorEnv) else set()
-    names = [new_name(info.key, rename or {}, known) for info in info_keys]
+    names = [new_name(info.key, rename, known) for info in info_keys]
     if missing := ["/".join(name) for name in names if name not in known]:
         raise ArgumentError(
             f"info_keys: {missing} are no columns of the environment; give a TorchRL environment "
@@ -192,13 +176,8 @@ def require_names_of(
     )
 
 
-def _from_id(
-    env_id: str,
-    lanes: int,
-    kwargs: dict[str, Any],
-    info_keys: Sequence[Info],
-    rename: Rename | None,
-) -> Made:
+def _from_id(env_id: str, options: Options) -> Made:
+    kwargs = options.env_kwargs or {}
     try:
         if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
             import_module("ale_py")  # registers the ids
@@ -207,7 +186,9 @@ def _from_id(
             return gymnasium.make(env_id, **kwargs)
 
         # Observations are copied into the slab, so that the vector need not copy them before.
-        vector = SyncVectorEnv([make] * lanes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        vector = SyncVectorEnv(
+            [make] * (options.num_envs or 1), copy=False, autoreset_mode=AutoresetMode.DISABLED
+        )
     except (gymnasium.error.Error, ImportError) as error:
         _name_the_extra(env_id, error)
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
@@ -218,8 +199,7 @@ def _from_id(
         return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
 
     try:
-        info_keys = discovered(info_keys, look)
-        env = GymnasiumVectorEnv(vector, info_keys=info_keys, rename=rename)
+        env = _driven(vector, look, options)
     except BaseException:
         vector.close()
         raise

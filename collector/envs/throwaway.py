@@ -23,10 +23,15 @@ def throwaway(make: Callable[[], Any], real: object = None) -> Iterator[Any]:
         try:
             yield env
         finally:
-            if isinstance(env, EnvBase):
-                env.close(raise_if_closed=False)
-            else:
-                env.close()
+            close(env)
+
+
+def close(env: Any) -> None:
+    """Close an environment of any kind; it may be closed already."""
+    if isinstance(env, EnvBase):
+        env.close(raise_if_closed=False)
+    else:
+        env.close()
 
 
 def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ()) -> list[int]:

@@ -41,9 +41,6 @@ class Job:
     """The job of a worker; it travels with the process, by cloudpickle."""
 
     create_env_fn: Any
-    num_envs: int | None
-    env_kwargs: Mapping[str, Any] | None
-    reset_slots: Literal["mask", "avoid"]
     policy: Any
     options: Options
     threads: int

@@ -1,11 +1,13 @@
 """Supervision of worker processes: how long they may take, and what follows when one fails."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import not_negative, one_of, seconds
 
+OnDeath = Literal["raise", "respawn"]
 _START_SECONDS = 120.0
 
 
@@ -26,13 +28,13 @@ class Supervision:
         ArgumentError: one of them cannot be right.
     """
 
-    on_worker_death: Literal["raise", "respawn"] = "raise"
+    on_worker_death: OnDeath = "raise"
     max_respawns: int = 10
     step_timeout: float | None = None
     start_timeout: float | None = _START_SECONDS
 
     def __post_init__(self) -> None:
-        one_of("on_worker_death", self.on_worker_death, ("raise", "respawn"))
+        one_of("on_worker_death", self.on_worker_death, OnDeath)
         not_negative("max_respawns", self.max_respawns)
         seconds("step_timeout", self.step_timeout)
         seconds("start_timeout", self.start_timeout)
@@ -48,18 +50,20 @@ class Supervision:
         return self.start_timeout or _START_SECONDS
 
 
-def supervision_of(given: Supervision | None, **keywords: Any) -> Supervision:
-    """``given``, or one of these ``keywords``.
+def supervision_of(arguments: Mapping[str, Any]) -> Supervision:
+    """The one among the ``arguments`` of a collector, or that of its keywords.
 
     Raises:
         ArgumentError: both say something.
     """
+    given = arguments["supervision"]
+    keywords = {field.name: arguments[field.name] for field in fields(Supervision)}
     if given is None:
         return Supervision(**keywords)
     if not isinstance(given, Supervision):
         raise ArgumentError(f"supervision: expected a Supervision, got {type(given).__name__}")
-    defaults = {field.name: field.default for field in fields(Supervision)}
-    if twice := [name for name, value in keywords.items() if value != defaults[name]]:
+    unsaid = asdict(Supervision())
+    if twice := [name for name, value in keywords.items() if value != unsaid[name]]:
         raise ArgumentError(
             f"supervision: expected all in one place, got {', '.join(twice)} beside it; give "
             "them to Supervision(...)"

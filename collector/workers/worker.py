@@ -95,14 +95,7 @@ class Worker:
     def __init__(self, job: m.Job) -> None:
         torch.set_num_threads(job.threads)
         self.options = job.options
-        made = make_env(
-            job.create_env_fn,
-            num_envs=job.num_envs,
-            env_kwargs=job.env_kwargs,
-            info_keys=job.options.info_keys,
-            reset_slots=job.reset_slots,
-            rename=job.options.rename,
-        )
+        made = make_env(job.create_env_fn, job.options)
         self.env: EnvBase = made.env
         try:
             self.env = prepare_env(made.env, job.policy, job.options)

@@ -1210,6 +1210,14 @@ def test_help_teaches_with_examples(words: str, capsys: pytest.CaptureFixture[st
     assert said.count("    tallyroll ") + said.count("\n  tallyroll ") >= 3
 
 
+def test_help_waits_for_no_torch() -> None:
+    code = (
+        "import sys; from tallyroll.collector.cli.parser import make_parser; "
+        "make_parser().format_help(); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         tallyroll("--version")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,8 +19,11 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, Tensor
 from tensordict.nn import TensorDictSequential as Sequential
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, MultiprocessCollector, SyncCollector
+from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.multiprocess import Mode
+from tallyroll.collector.options import Finals, Options, Validate
 
 from collect_kit import (
     LENGTHS,
@@ -64,6 +70,36 @@ class Telling(ByObservation):
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Write the action and the column."""
         return super().forward(td).set("told", torch.full((*td.batch_size, 2), 7.0))
+
+
+# --- where options are stated -------------------------------------------------------------------
+
+
+def described(collector: type) -> set[str]:
+    """The arguments that a collector's docstring describes."""
+    args = (collector.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
+    named = re.findall(r"^ {8}(\w+(?:, \w+)*):", args, re.MULTILINE)
+    return {name for names in named for name in names.split(", ")}
+
+
+def test_collectors_state_options_alike() -> None:
+    one = inspect.signature(SyncCollector).parameters
+    many = inspect.signature(MultiprocessCollector).parameters
+    shared = [name for name in one if name != "create_env_fn"]
+    assert [name for name in many if name in shared] == shared
+    assert all(one[name] == many[name] for name in shared)
+    assert described(SyncCollector) == set(one)
+    assert described(MultiprocessCollector) == set(many) - set(shared) | {"policy"}
+    options = [each.name for each in fields(Options)]
+    assert [name for name in shared if name in options] == options
+
+
+def test_the_command_takes_the_values_that_collectors_take() -> None:
+    words = ["collect", "CartPole-v1", "--frames", "5", "--out", "data"]
+    for name, values in (("finals", Finals), ("validate", Validate), ("mode", Mode)):
+        for value in get_args(values):
+            args = make_parser().parse_args([*words, f"--{name}", value])
+            assert getattr(args, name) == value
 
 
 # --- random frames ------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ class InfoColumns:
 
 
 def discovered(
-    infos: Sequence[Info], create: Callable[[], VectorEnv], real: VectorEnv | None = None
+    infos: Sequence[Info], create: Callable[[], VectorEnv], real: VectorEnv
 ) -> tuple[Info, ...]:
     """``infos``, those without a dtype as a throwaway environment of ``create`` has them.
 

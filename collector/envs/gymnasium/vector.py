@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -20,6 +20,7 @@ from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.reuse import share_memory, sharing
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
+from tallyroll.collector.options import ResetSlots, one_of
 from tallyroll.collector.slab.info import Info, infos_of
 from tallyroll.collector.slab.names import Named, Rename, renamed, require_names
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -77,7 +78,7 @@ class GymnasiumVectorEnv(EnvBase):
         self,
         env: VectorEnv,
         *,
-        reset_slots: Literal["mask", "avoid"] = "mask",
+        reset_slots: ResetSlots = "mask",
         info_keys: Sequence[str | tuple[str, ...] | Info] = (),
         reset_masks: bool | None = None,
         rename: Rename | None = None,
@@ -87,8 +88,7 @@ class GymnasiumVectorEnv(EnvBase):
                 f"expected a gymnasium.vector.VectorEnv, got {type(env).__name__}; make one with "
                 "gymnasium.make_vec(id, num_envs=…)"
             )
-        if reset_slots not in ("mask", "avoid"):
-            raise ArgumentError(f'reset_slots is "mask" or "avoid", got {reset_slots!r}')
+        one_of("reset_slots", reset_slots, ResetSlots)
         for base in type(env.unwrapped).__mro__:
             for module, reason in _REFUSED.items():
                 if base.__module__.startswith(module):
