@@ -8,7 +8,6 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from tallyroll.collector.batches.provenance import versions
 from tallyroll.collector.cli.escaped_text import visible
 
 _ABOUT = """\
@@ -335,6 +334,8 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Show them and exit."""
+        from tallyroll.collector.batches.provenance import versions
+
         found = versions()
         own = found.pop("tallyroll")
         rest = ", ".join(f"{name} {version}" for name, version in found.items())
