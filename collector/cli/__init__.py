@@ -28,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = make_parser().parse_args(argv)
-        finally:
+        except SystemExit:
             emit("")  # what --help and --version have left in the buffer
+            raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
         status = 2 if args.command == "verify" else 1
         with visible_warnings():

@@ -170,7 +170,7 @@ class CollectRun:
                 with shown_progress("finalized", self.args.quiet) as progress:
                     total = self.storage.nbytes
                     self.storage.finalize(partial(progress.add, total=total))
-            if not self.args.quiet:
+            if report and not self.args.quiet:
                 emit(report)
         finally:
             if not done:
