@@ -7,7 +7,7 @@ import sys
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from tallyroll.collector.cli.escaped_text import visible
+from tallyroll.collector.cli.output import visible
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
@@ -103,9 +103,6 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     """Versions are looked up when they are asked for."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "nargs": 0})
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Show them and exit."""
