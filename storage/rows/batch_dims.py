@@ -7,7 +7,7 @@ the first dimensions of a row's value in every column at that level and below it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ __all__ = [
     "batch_dims_of",
     "fitting",
     "from_counts",
+    "levels_of",
     "require_fitting",
     "shapes_of",
 ]
@@ -40,6 +41,12 @@ def batch_dims_of(td: TensorDictBase, lead: int = 1, level: Key = ()) -> dict[Ke
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             found |= batch_dims_of(value, lead, (*level, name))
     return found
+
+
+def levels_of(keys: Iterable[Key]) -> list[Key]:
+    """Every level that the columns ``keys`` are in, parents first."""
+    found = dict.fromkeys(key[:depth] for key in keys for depth in range(len(key)))
+    return sorted(found, key=len)
 
 
 def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
