@@ -62,6 +62,8 @@ class RowStore:
     _engine: Engine | None = None
     _closed = True
     _last_head = 0
+    _provenance: Mapping[str, Any] = {}
+    """Joins the entry of every run: the command that writes it."""
 
     @told
     def __init__(
@@ -151,7 +153,7 @@ class RowStore:
         """
         with self._turn:
             self._require_open()
-            run = run_of(self.head, provenance or {})
+            run = run_of(self.head, {**(provenance or {}), **self._provenance})
             if self._engine is None:
                 self._create(schema, [run])
                 return

@@ -4,77 +4,59 @@ Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
 """
 
-import argparse
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from tallyroll.collector.cli.errors import CommandError
-from tallyroll.collector.cli.parser import make_parser
-from tallyroll.collector.cli.streams import (
-    OutputFailed,
-    abandon_stdout,
+from tallyroll.collector.cli.output import (
+    CommandError,
     emit,
     reopen_closed,
     say,
     visible_warnings,
 )
-from tallyroll.collector.errors import CollectorError, WorkerError
+from tallyroll.collector.cli.parser import make_parser
+from tallyroll.collector.errors import WorkerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own); returns the exit status."""
     reopen_closed()
+    show, status = False, 1
     try:
-        args = make_parser().parse_args(argv)
-    except SystemExit:
-        _say_what_is_buffered()
-        raise
-    show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
-    run: Callable[[argparse.Namespace], int] = args.run
-    status: int = args.error_status
-    try:
+        try:
+            args = make_parser().parse_args(argv)
+        except SystemExit:
+            emit("")  # what --help and --version have left in the buffer
+            raise
+        show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
+        status = 2 if args.command == "verify" else 1
         with visible_warnings():
-            return run(args)
-    except OutputFailed as error:
-        abandon_stdout()
-        return _failed(error, show, status)
-    except CollectorError as error:
-        return _failed(error, show, status)
+            # Each command has a module, imported now: torch takes seconds, and --help none.
+            return int(import_module(f"{__name__}.{args.command}").run(args))
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has seen enough.
-        abandon_stdout()
         return status
     except Exception as error:  # noqa: BLE001  what an environment or a policy raised is theirs
-        from tallyroll.storage import StorageError
-
-        return _failed(error, show or not isinstance(error, StorageError), status)
-
-
-def _say_what_is_buffered() -> None:
-    """Write out the text of ``--help`` and ``--version``."""
-    try:
-        emit("")
-    except (OutputFailed, BrokenPipeError) as error:
-        abandon_stdout()
-        if isinstance(error, OutputFailed):
-            raise SystemExit(_failed(error, False, 1)) from error
-        raise SystemExit(1) from error
+        _say_error(error, show)
+        return status
 
 
-def _failed(error: Exception, show_traceback: bool, status: int) -> int:
-    if show_traceback:
-        say("".join(traceback.format_exception(error)).rstrip(), lines=True)
+def _say_error(error: Exception, show_traceback: bool) -> None:
     foreign = type(error).__module__.partition(".")[0] != "tallyroll"
+    if show_traceback or foreign:
+        say("".join(traceback.format_exception(error)).rstrip(), lines=True)
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
-    if isinstance(error, WorkerError) and error.worker_traceback:
-        text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
     # A worker's traceback and details have lines of their own; other messages are one line.
     lines = isinstance(error, WorkerError)
+    if isinstance(error, WorkerError) and error.worker_traceback:
+        text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
     command = error.command if isinstance(error, CommandError) else ""
     say(f"tallyroll: error: {text.strip()}", below=command, lines=lines)
-    return status
 
 
 def without_ours(text: str) -> str:

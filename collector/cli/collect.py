@@ -1,121 +1,124 @@
 """``tallyroll collect``: run a collector, show how far it is, report what it made."""
 
 import argparse
+import math
 import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
+from rich.filesize import decimal
+
+from tallyroll.collector.batches.resume import last_run_of
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.cli.errors import CommandError
-from tallyroll.collector.cli.escaped_text import pasteable
-from tallyroll.collector.cli.plan import (
-    OutputPath,
-    Plan,
-    Target,
-    import_registry,
-    load_policy,
-    open_target,
-)
-from tallyroll.collector.cli.progress import progress_for, reading_progress
-from tallyroll.collector.cli.report import (
-    ledger_table,
-    plain_console,
-    readable_bytes,
-    text_of,
-    times,
-)
-from tallyroll.collector.cli.streams import emit, say
+from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
+from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
+from tallyroll.collector.cli.progress import Display, shown_progress
+from tallyroll.collector.cli.report import Page
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
-
-_MOST_BATCH = 8192
+from tallyroll.storage.storages import DiskStorage
 
 
 class Signals:
     """SIGINT, SIGTERM and SIGHUP, taken over for a while.
 
-    The first one calls what :meth:`ask` was given, and KeyboardInterrupt is raised where there
-    is nothing to ask yet; a second one always raises it.
+    The first one calls ``stop``, and KeyboardInterrupt is raised where there is nothing to stop
+    yet; a second one always raises it.
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._stop: Callable[[], None] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self.number = signal.SIGINT
+        """The last one, where one was received."""
+        self.stop: Callable[[], None] | None = None
+        self._received = False
 
-    def ask(self, stop: Callable[[], None] | None) -> None:
-        """Let the first signal call ``stop``."""
-        self._stop = stop
-
-    def __enter__(self) -> Self:
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
         """Install the handlers, where that is possible: in the main thread."""
+        before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_IGN:  # nohup means it
-                    continue
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Put the handlers back that were there before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                    before[number] = signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, signal.Signals(number)
-        if self._stop is None or again:
+        again, self._received, self.number = self._received, True, signal.Signals(number)
+        if self.stop is None or again:
             raise KeyboardInterrupt
-        self._stop()
+        self.stop()
 
     @property
     def exit_status(self) -> int:
         """The exit status of a process that a signal ended, as shells have it."""
-        return 128 + (self.received or signal.SIGINT)
+        return 128 + self.number
 
 
 class CollectRun:
     """One ``tallyroll collect``: its plan, its storage, and what is said on the way."""
 
-    def __init__(self, args: argparse.Namespace, target: Target) -> None:
+    def __init__(self, args: argparse.Namespace, storage: DiskStorage, signals: Signals) -> None:
+        self.args, self.storage, self.signals = args, storage, signals
         self.out: str = args.out
-        self.target, self.resume = target, args.resume and target.run is not None
-        self.anew: bool = args.resume and target.run is None
-        self.quiet: bool = args.quiet
-        self.finalize: bool = args.finalize
-        self.options = ["--format", args.format] if args.format else []
-        self.options += ["--append"] if args.append else []
-        self.options += ["--finalize"] if args.finalize else []
-        self.plan = self._planned(args)
-        self._require_capacity()
-        if wrong := _wrong_workers(self.plan, args):
+        self.head = self.first_row = storage.head
+        """Rows that were there when it was opened, and the first row of the run."""
+        self.resumes = args.resume and storage.mode == "append"
+        """Whether a run is continued; --resume of nothing begins one."""
+        self.runs: list[Any] = storage.manifest["runs"] if storage.mode == "append" else []
+        if self.resumes:
+            if not self.runs or "first_row_of_run" not in self.runs[-1]:
+                raise CommandError(
+                    f"--resume: {self.out} holds no run of a collector; use --append"
+                )
+            self.first_row = last_run_of(self.runs, storage.path, self.head).first_row
+        self.began, self.has_begun = 0, False
+        """Rows that the run had before, and whether it stands in the manifest."""
+        self.plan = self._planned()
+        if wrong := wrong_workers(self.plan, args):
             raise CommandError(wrong)
-        self.began = 0
-        """Rows of this run that were there before."""
-        self.done, self.report = False, ""
 
-    def _planned(self, args: argparse.Namespace) -> Plan:
-        given = Plan.of(args)
-        if self.target.run is None:
-            self._require_complete(given)
-            return given
-        before = Plan.of_run(self.target.run)
+    def _planned(self) -> Plan:
+        given = Plan.of(self.args)
+        before = Plan.of_run(self.runs[-1]) if self.resumes else Plan()
         plan = given.or_else(before)
-        self._require_complete(plan)
-        self._refuse_imports(given, before)
+        if plan.env is None or (plan.frames is None and plan.episodes is None):
+            missing = "ENV" if plan.env is None else "--frames or --episodes"
+            raise CommandError(
+                f"{self.out}: there is nothing to take {missing} from; give {missing}"
+            )
+        if self.resumes:
+            self._require_fit(given, before, plan)
+        if plan.frames is None and not self.storage.grows:
+            raise CommandError(
+                f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
+                "give; use --frames, or --format memmap or zarr"
+            )
+        return plan
+
+    def _require_fit(self, given: Plan, before: Plan, plan: Plan) -> None:
+        """Raise where ``given`` cannot continue the run ``before``, or does not say enough."""
+        # Nothing that a storage names is imported: the command line has to name it again.
+        env_module = given.env is None and ":" in (before.env or "")
+        if env_module or (given.policy is None and before.policy is not None):
+            raise CommandError(
+                f"--resume: the manifest in {self.out} names code of yours, which is not run on a "
+                "storage's word; if it is right, name it again:",
+                self._resume_command(plan),
+            )
         if given.episodes is not None and before.frames is not None:
             raise CommandError(
                 "--resume: the run was begun with --frames, so that --episodes cannot end it; give "
@@ -126,8 +129,7 @@ class CollectRun:
                 f"--resume: the run has {before.num_envs or 1} lanes, and --num-envs "
                 f"{given.num_envs} was given; leave it out, or use --append for a new run"
             )
-        call = self.target.run.get("call")
-        policy = call.get("policy") if isinstance(call, dict) else None
+        policy = part(self.runs[-1], "call").get("policy")
         if policy is not None and plan.policy is None:
             raise CommandError(
                 f"--resume: the run was made with a policy ({policy}), which its manifest cannot "
@@ -138,229 +140,220 @@ class CollectRun:
                 "--resume: the run was made with random actions and --policy was given; leave it "
                 "out, or use --append for a new run"
             )
-        return plan
-
-    def _refuse_imports(self, given: Plan, before: Plan) -> None:
-        """Nothing that a storage names is imported: the command line has to name it again."""
-        env_module = given.env is None and ":" in (before.env or "")
-        if not env_module and (given.policy is not None or before.policy is None):
-            return
-        raise CommandError(
-            f"--resume: the manifest in {self.out} names code of yours, which is not run on a "
-            "storage's word; if it is right, name it again:",
-            self._resume_command(given.or_else(before)),
-        )
-
-    def _require_complete(self, plan: Plan) -> None:
-        if plan.env is None or (plan.frames is None and plan.episodes is None):
-            missing = "ENV" if plan.env is None else "--frames or --episodes"
-            raise CommandError(
-                f"{self.out}: there is nothing to take {missing} from; give {missing}"
-            )
-
-    def _require_capacity(self) -> None:
-        storage = self.target.storage
-        if self.plan.frames is None and not storage.grows:
-            raise CommandError(
-                f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
-                "give; use --frames, or --format memmap or zarr"
-            )
 
     def note(self, text: str, below: str = "") -> None:
         """One line to whoever watches, and a command below it."""
-        if not self.quiet:
+        if not self.args.quiet:
             say(f"tallyroll: {text}", below=below)
 
     # --- collecting -------------------------------------------------------------------------------
 
-    def collect(self, signals: Signals) -> int:
-        """Collect what is missing; returns the exit status."""
-        if self.resume and self._is_complete():
-            self.done = True
-            return 0
-        assert self.plan.env is not None
-        import_registry(self.plan.env)
-        policy = load_policy(self.plan.policy)
-        self._warn_of_repetition()
-        self.target.storage.plan = self.plan
-        with self._collector(policy) as collector:
-            self.began = collector.ledger.stored
-            self._say_what_it_takes(collector)
-            signals.ask(collector.stop)
-            started = time.monotonic()
-            with progress_for(collector, self.plan, self.target.storage, self.quiet) as progress:
-                for _ in collector:
-                    progress.update()
-            seconds = time.monotonic() - started
-            self.done = self._is_done(collector)
-        signals.ask(None)
-        self.report = self._reported(collector, seconds)
-        return 0 if self.done else signals.exit_status
+    def run(self) -> int:
+        """Collect what is missing, and report it; returns the exit status."""
+        report, done = "", False
+        try:
+            done = self._is_complete()
+            if not done:
+                collector, seconds = self._collect()
+                have, wanted = self._budget(collector)
+                done = have >= wanted
+                report = self._report(collector, seconds, done)
+        except KeyboardInterrupt:
+            done = False
+        except Exception as error:
+            if self.storage.head > self.head:
+                self._say_what_an_error_left(error)
+            raise
+        # The rows are complete, or as complete as they could be: what fails here is said as it is.
+        try:
+            if done and self.args.finalize:
+                with shown_progress("finalized", self.args.quiet) as progress:
+                    total = self.storage.nbytes
+                    self.storage.finalize(partial(progress.add, total=total))
+            if report and not self.args.quiet:
+                emit(report)
+        finally:
+            if not done:
+                self._say_what_a_signal_left()
+        return 0 if done else self.signals.exit_status
 
-    def finish(self) -> None:
-        """Finalize the storage if that was asked for, and show the report."""
-        if self.done and self.finalize:
-            with reading_progress("finalizing", self.quiet) as progress:
-                self.target.storage.finalize(_of_bytes(progress, self.target.storage.nbytes))
-        if not self.quiet and self.report:
-            emit(self.report)
-
-    def _collector(self, policy: Any) -> Collector:
+    def _collect(self) -> tuple[Collector, float]:
+        """The collector when it has ended, and how long it took."""
         plan = self.plan
         assert plan.env is not None
+        module, colon, _ = plan.env.partition(":")
+        if colon:  # it registers the environment
+            imported(module, plan.env)
+        policy = load_policy(plan.policy)
+        self._warn_of_repetition()
+        self.storage._provenance = {"command": plan.as_dict()}  # noqa: SLF001
+        with self._collector(plan.env, policy) as collector:
+            self.began, self.has_begun = collector.ledger.stored, True
+            self._say_what_it_takes()
+            self.signals.stop = collector.stop
+            started = time.monotonic()
+            what = "frames" if plan.frames else "episodes"
+            with shown_progress(what, self.args.quiet, "{:,}".format, stays=True) as progress:
+                show = partial(self._show, progress, collector, started)
+                try:
+                    show()
+                    for _ in collector:
+                        show()
+                finally:
+                    show(last=True)
+            seconds = time.monotonic() - started
+        self.signals.stop = None
+        return collector, seconds
+
+    def _collector(self, env: str, policy: Any) -> Collector:
+        plan = self.plan
         arguments: dict[str, Any] = {
-            "frames_per_batch": plan.frames_per_batch
-            or default_batch(plan, self.target.storage.ring),
+            "storage": self.storage,
+            "resume": self.resumes,
+            "frames_per_batch": plan.frames_per_batch or default_batch(plan, self.storage.ring),
             "total_frames": plan.frames,
             "total_episodes": plan.episodes,
             "num_envs": plan.lanes,
-            "env_kwargs": plan.env_kwargs,
-            "seed": None if self.resume and plan.seed == self._recorded_seed() else plan.seed,
-            "storage": self.target.storage,
-            "resume": self.resume,
-            "max_frames_per_traj": plan.max_frames_per_traj,
             "info_keys": tuple(parsed(each) for each in plan.info_keys or ()),
             "rename": dict(each.rsplit("=", 1) for each in plan.rename or ()),
-            "frame_skip": 1 if plan.frame_skip is None else plan.frame_skip,
-            "validate": plan.validate or "raise",
-            "finals": plan.finals or "check",
         }
-        if not plan.workers:
-            return SyncCollector(plan.env, policy, **arguments)
-        return MultiprocessCollector(
-            plan.env,
-            policy,
-            num_workers=plan.workers,
-            mode=plan.mode or "sync",  # type: ignore[arg-type]  # argparse checked it
-            on_worker_death="respawn" if plan.respawns else "raise",
-            max_respawns=plan.respawns or 0,
-            step_timeout=plan.step_timeout,
-            **arguments,
-        )
+        same = ["env_kwargs", "seed", "max_frames_per_traj", "frame_skip", "validate", "finals"]
+        if plan.workers:
+            arguments["num_workers"] = plan.workers
+            arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"
+            arguments["max_respawns"] = plan.respawns or 0
+            same += ["mode", "step_timeout"]
+        # What is left out is as the collector has it.
+        arguments |= {name: value for name, value in plan.as_dict().items() if name in same}
+        make = MultiprocessCollector if plan.workers else SyncCollector
+        return make(env, policy, **arguments)
 
-    def _recorded_seed(self) -> Any:
-        return None if self.target.run is None else self.target.run.get("seed")
-
-    def _is_done(self, collector: Collector) -> bool:
-        ledger = collector.ledger
+    def _budget(self, collector: Collector) -> tuple[int, int]:
+        """How much of the budget is there, and the budget."""
         if self.plan.frames is not None:
-            return ledger.stored >= self.plan.frames
-        return ledger.episodes_complete >= (self.plan.episodes or 0)
+            return collector.ledger.stored, self.plan.frames
+        return collector.ledger.episodes_complete, self.plan.episodes or 0
 
     def _is_complete(self) -> bool:
         """Say so where the run that is to be continued has all it was asked for."""
-        run_rows = self.target.storage.head - self.target.first_row
-        if self.plan.frames is None or run_rows < self.plan.frames:
+        run_rows, frames = self.head - self.first_row, self.plan.frames
+        if not self.resumes or frames is None or run_rows < frames:
             return False
-        if run_rows > self.plan.frames:
+        if run_rows > frames:
             raise CommandError(
                 f"--resume: the run in {self.out} has {run_rows:,} frames already, more than the "
-                f"{self.plan.frames:,} asked for; give a larger --frames, or another --out"
+                f"{frames:,} asked for; give a larger --frames, or another --out"
             )
         self.note(f"{self.out} is complete already: it has all {run_rows:,} frames")
         return True
 
     def _warn_of_repetition(self) -> None:
-        storage, plan = self.target.storage, self.plan
-        if self.resume or plan.seed is None or not storage.head:
+        plan = self.plan
+        if self.resumes or plan.seed is None or not self.head:
             return
-        for run in storage.manifest["runs"]:
-            before = Plan.of_run(run)
-            if (before.env, before.policy, run.get("seed")) == (plan.env, plan.policy, plan.seed):
-                self.note(
-                    f"warning: an earlier run in {self.out} has the seed {plan.seed} too, so "
-                    "this one may repeat its data; give another --seed, or leave it out"
-                )
-                return
+        earlier = [(Plan.of_run(run), run.get("seed")) for run in self.runs]
+        if (plan.env, plan.policy, plan.seed) in [(p.env, p.policy, seed) for p, seed in earlier]:
+            self.note(
+                f"warning: an earlier run in {self.out} has the seed {plan.seed} too, so this one "
+                "may repeat its data; give another --seed, or leave it out"
+            )
 
     # --- reporting ----------------------------------------------------------------------------
 
-    def _say_what_it_takes(self, collector: Collector) -> None:
-        storage, plan = self.target.storage, self.plan
-        if self.anew:
+    def _say_what_it_takes(self) -> None:
+        if self.args.resume and not self.resumes:
             self.note(f"{self.out} held no run to resume: starting anew")
-        row_nbytes = storage.schema.row_nbytes
+        row_nbytes = self.storage.schema.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
-        if plan.frames is not None:
-            missing = plan.frames - collector.ledger.stored
-            takes = (
-                f"{missing:,} rows of {row_nbytes:,} bytes: {readable_bytes(missing * row_nbytes)}"
-            )
-        free = readable_bytes(free_bytes(storage.path))
+        if self.plan.frames is not None:
+            missing = self.plan.frames - self.began
+            takes = f"{missing:,} rows of {row_nbytes:,} bytes: {decimal(missing * row_nbytes)}"
+        free = decimal(free_bytes(self.storage.path))
         self.note(f"{takes}; {free} are free beside what is reserved for them in {self.out}")
 
-    def _reported(self, collector: Collector, seconds: float) -> str:
-        console = plain_console()
-        show = partial(console.print, soft_wrap=True)
-        ledger = collector.ledger
+    def _show(
+        self, progress: Display, collector: Collector, started: float, last: bool = False
+    ) -> None:
+        def details() -> list[str]:
+            fresh = collector.ledger.stored - self.began
+            unit = "" if self.plan.frames else " frames"
+            mean = collector.metrics()["return_mean"]
+            return [
+                f"{fresh / max(1e-9, time.monotonic() - started):,.0f}{unit}/s",
+                f"{collector.ledger.episodes_complete:,} ep",
+                *([] if math.isnan(mean) else [f"return {mean:.4g}"]),
+                decimal(self.storage.nbytes),
+            ]
+
+        progress(*self._budget(collector), details, last)
+
+    def _report(self, collector: Collector, seconds: float, done: bool) -> str:
+        page, ledger = Page(), collector.ledger
         fresh = ledger.stored - self.began
         rate = f"{fresh / seconds:,.0f}/s" if seconds > 0 else "at once"
-        console.print()
         already = f" ({self.began:,} of them were there before)" if self.began else ""
-        show(
+        page.print()
+        page.print(
             f"{ledger.stored:,} frames of {self.plan.env}{already}, {seconds:.1f} s, {rate}, "
-            f"{readable_bytes(self.target.storage.nbytes)} in {self.out}"
+            f"{decimal(self.storage.nbytes)} in {self.out}"
         )
-        console.print(ledger_table(collector))
-        if ledger.respawned:
-            show(
-                f"workers were replaced {times(ledger.respawned)}; what they had not handed over "
-                "is lost, and was collected anew"
-            )
-        if resumed := ledger.incarnation - ledger.respawned:
-            show(
-                f"resumed {times(resumed)}; of a process that was killed, the counts are those of "
-                "its last commit"
-            )
-        if self.done:
-            console.print()
-            show(f"what is in it:   {self._inspect_command()}")
-            show("more of the same: " + self._append_command())
-        return text_of(console)
+        page.print(f"{'seed':<17} {ledger.seed:>15}")
+        page.ledger(ledger.counts(), _returns(collector))
+        if done:
+            page.print()
+            page.print(f"what is in it:   {self._inspect_command()}")
+            more = replace(self.plan, seed=None).command(self.out, "--append")
+            page.print(f"more of the same: {more}")
+        return page.text
 
     def _inspect_command(self) -> str:
         return pasteable(shlex.join(["tallyroll", "inspect", self.out]))
 
-    def _append_command(self) -> str:
-        return replace(self.plan, seed=None).command(self.out, "--append")
-
-    def _resume_command(self, plan: Plan | None = None) -> str:
+    def _resume_command(self, plan: Plan) -> str:
         # All else stands in the manifest.
-        plan = plan or self.plan
-        options = ["--finalize"] if self.finalize else []
+        options = ["--finalize"] if self.args.finalize else []
         return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume", *options)
 
-    def failed(self, error: Exception) -> None:
-        """Say what an error left, and how to go on."""
-        committed = f"{self.target.storage.head:,} rows are committed in {self.out}"
-        if isinstance(error, StorageLocked):
-            self.note(
-                f"{committed}, perhaps some of another process. Before you go on, see whose the "
-                "last run is:",
-                self._inspect_command(),
-            )
-            if not self.quiet:
-                say("If it is this one, go on with", below=self._resume_command())
+    def _say_what_an_error_left(self, error: Exception) -> None:
+        """Say how to go on, too."""
+        committed = f"{self.storage.head:,} rows are committed in {self.out}"
+        resume = self._resume_command(self.plan)
+        if not isinstance(error, StorageLocked):
+            self.note(f"{committed}; once the cause of the error is gone, go on with", resume)
             return
         self.note(
-            f"{committed}; once the cause of the error is gone, go on with",
-            self._resume_command(),
+            f"{committed}, perhaps some of another process. Before you go on, see whose the last "
+            "run is:",
+            self._inspect_command(),
         )
+        self.note("if it is this one, go on with", resume)
 
-    def stopped(self, signals: Signals) -> None:
-        """Say what a signal left, and how to go on."""
-        name = (signals.received or signal.SIGINT).name
-        has_rows = self.target.storage.head > self.target.first_row
+    def _say_what_a_signal_left(self) -> None:
+        """Say how to go on, too."""
+        name = self.signals.number.name
+        has_rows = self.storage.head > self.first_row
         kept = "what is complete is committed" if has_rows else "nothing was collected yet"
-        if self.resume or self.target.storage.begun:
-            how = self._resume_command()
-        else:
-            how = self.plan.command(self.out, *self.options)
+        how = self._resume_command(self.plan)
+        if not self.resumes and not self.has_begun:
+            options = ["--format", self.args.format] if self.args.format else []
+            options += [f"--{name}" for name in ("append", "finalize") if getattr(self.args, name)]
+            how = self.plan.command(self.out, *options)
         say(f"tallyroll: stopped by {name}; {kept}. Go on with", below=how)
 
 
-def _wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
-    """The fault of the options for workers; empty if there is none."""
+def _returns(collector: Collector) -> str:
+    last = min(100, len(collector.episodes))
+    if not last:
+        return ""
+    metrics = collector.metrics(last)
+    return (
+        f"the last {last}: mean return {metrics['return_mean']:.5g}, "
+        f"mean length {metrics['length_mean']:.5g}"
+    )
+
+
+def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
+    """The fault of the options for workers; None if there is none."""
     if (plan.workers or 0) > plan.lanes:
         return (
             f"--workers: expected at most as many as there are lanes, {plan.lanes}, got "
@@ -376,7 +369,7 @@ def _wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
 def default_batch(plan: Plan, ring: int = 0) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
     lanes = plan.lanes
-    batch = max(lanes, min(max(1024, 64 * lanes), _MOST_BATCH) // lanes * lanes)
+    batch = max(lanes, min(max(1024, 64 * lanes), 8192) // lanes * lanes)
     if 0 < ring < batch:
         return max(ring // lanes * lanes, min(ring, lanes))
     return batch
@@ -394,54 +387,12 @@ def run(args: argparse.Namespace) -> int:
     if twice := [name for name in old if old.count(name) > 1]:
         args.usage_error(f"--rename: {twice[0]} is given two new names; give one")
     # What a resumed run leaves out stands in its manifest.
-    if not args.resume and (wrong := _wrong_workers(Plan.of(args), args)):
+    if not args.resume and (wrong := wrong_workers(Plan.of(args), args)):
         args.usage_error(wrong)
-    with Signals() as signals:
+    signals = Signals()
+    with signals.taken_over():
         try:
-            target = open_target(place_of(args), append=args.append, resume=args.resume)
+            with open_output(args) as storage:
+                return CollectRun(args, storage, signals).run()
         except KeyboardInterrupt:
             return signals.exit_status
-        with target.storage:
-            return _collect(args, target, signals)
-
-
-def _collect(args: argparse.Namespace, target: Target, signals: Signals) -> int:
-    work = None
-    try:
-        work = CollectRun(args, target)
-        status = work.collect(signals)
-    except KeyboardInterrupt:
-        status = signals.exit_status
-    except Exception as error:
-        if work is not None and target.storage.head > target.head:
-            work.failed(error)
-        raise
-    if work is not None:
-        # The rows are complete, or as complete as they could be: what fails here is said as it is.
-        try:
-            work.finish()
-        finally:
-            if status:
-                work.stopped(signals)
-    return status
-
-
-def place_of(args: argparse.Namespace) -> OutputPath:
-    """The path and options of the storage on a command line."""
-    return OutputPath(args.out, args.format, args.durability, args.max_size, args.accept_copy)
-
-
-def _of_bytes(
-    progress: Callable[[int, int], None] | None, total: int
-) -> Callable[[int], None] | None:
-    """Turns "so many more" into "so many of ``total``"."""
-    if progress is None:
-        return None
-    done = 0
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(min(done, total), total)
-
-    return add

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from tallyroll.collector.cli.escaped_text import visible
+from tallyroll.collector.cli.output import visible
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
@@ -92,24 +92,6 @@ _CHECKS = (
 )
 
 
-def _collect(args: argparse.Namespace) -> int:
-    from tallyroll.collector.cli import collect  # torch takes seconds, and --help none
-
-    return collect.run(args)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from tallyroll.collector.cli import inspect
-
-    return inspect.run(args)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from tallyroll.collector.cli import verify
-
-    return verify.run(args)
-
-
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong with words that may be names of files."""
 
@@ -118,10 +100,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands: arguments get ``run``, which carries them out."""
+    """The parser of all commands: arguments get ``command``, its name."""
     parser = _new(_Parser, prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
-    parser.add_argument("--version", action=_Version, help="show versions and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", title="commands", dest="command"
+    )
     collect = _new(
         commands.add_parser,
         "collect",
@@ -129,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=_COLLECT,
         epilog=_COLLECT_EXAMPLES,
     )
-    collect.set_defaults(run=_collect, usage_error=collect.error, error_status=1)
+    collect.set_defaults(usage_error=collect.error)
     _add_collect(collect)
     inspect = _new(
         commands.add_parser,
@@ -138,7 +122,6 @@ def make_parser() -> argparse.ArgumentParser:
         description=_INSPECT,
         epilog=_INSPECT_EXAMPLES,
     )
-    inspect.set_defaults(run=_inspect, error_status=1)
     inspect.add_argument("path", type=_path, metavar="PATH", help="the storage")
     inspect.add_argument(
         "--rows", type=_count, default=5, metavar="R", help="rows to show (default: 5)"
@@ -160,7 +143,6 @@ def _add_verify(commands: Any) -> None:
         description=_VERIFY,
         epilog=_VERIFY_EXAMPLES,
     )
-    verify.set_defaults(run=_verify, error_status=2)
     verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
     verify.add_argument(
         "--skip", type=_checks, metavar="A,B",
@@ -328,9 +310,6 @@ def _add_details(group: Any) -> None:
 
 class _Version(argparse.Action):
     """Versions are looked up when they are asked for."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "nargs": 0})
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Show them and exit."""

@@ -1,249 +1,85 @@
-"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress: a bar on a terminal, a plain line now and then elsewhere."""
 
 import contextlib
-import math
-import sys
 import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn
 
-from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.cli.plan import Plan
-from tallyroll.collector.cli.report import clock, readable_bytes
-from tallyroll.collector.cli.streams import say
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.collector.cli.output import say
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
-_WINDOW = 50
+"""Between lines: for logs, where a bar's control codes are noise."""
+_RATE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The progress of a run at one moment."""
+class Display:
+    """Shows how far something is; called with how much of how much is done.
 
-    done: int
-    total: int
-    unit: str
-    frames: int
-    rate: float
-    """Frames a second."""
-    remaining: float
-    """Seconds to go, NaN where that is unknown."""
-    episodes: int
-    mean_return: float
-    """Of the last 100 episodes, NaN before the first."""
-    nbytes: int
+    Args:
+        bar: drawn on a terminal; it also knows how long the rest will take.
+        what: is counted, or what was done with the bytes that are counted.
+        quiet: show nothing.
+        number: how counts are written.
+    """
 
-    @property
-    def counts(self) -> str:
-        """The unit that the bar counts."""
-        return f"{self.done:,}/{self.total:,}" + (" ep" if self.unit == "episodes" else "")
+    def __init__(
+        self, bar: Progress, what: str, quiet: bool, number: Callable[[int], str] = decimal
+    ) -> None:
+        self._bar, self._what, self._quiet, self._number = bar, what, quiet, number
+        bar.add_task("", total=None)
+        self._task = bar.tasks[0]
+        self._seconds, self._next = BAR_SECONDS, 0.0
+        if bar.disable:
+            self._seconds, self._next = LINE_SECONDS, time.monotonic() + LINE_SECONDS
+        self.done = 0
 
-    @property
-    def details(self) -> str:
-        """The rest, short."""
-        parts = [f"{self.rate:,.0f}/s"]
-        if self.unit == "frames":
-            parts.append(f"{self.episodes:,} ep")
-        if not math.isnan(self.mean_return):
-            parts.append(f"return {self.mean_return:.4g}")
-        return " ".join([*parts, readable_bytes(self.nbytes), clock(self.remaining)])
-
-    @property
-    def line(self) -> str:
-        """All of it in words."""
-        mean = "" if math.isnan(self.mean_return) else f", mean return {self.mean_return:.4g}"
-        share = 100 * self.done // self.total
-        return (
-            f"{self.done:,} of {self.total:,} {self.unit} ({share} %), {self.rate:,.0f} frames/s, "
-            f"{self.episodes:,} episodes{mean}, {readable_bytes(self.nbytes)}, "
-            f"{clock(self.remaining)} left"
-        )
-
-
-class Meter:
-    """Reads a collector's counts, and from their change the rate."""
-
-    def __init__(self, collector: Collector, plan: Plan, storage: DiskStorage) -> None:
-        self._collector, self._storage = collector, storage
-        self._episodes_wanted = plan.episodes
-        self._total = plan.frames or plan.episodes or 1
-        self._seen: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
-        self._look(time.monotonic())
-
-    def _look(self, now: float) -> tuple[int, int]:
-        ledger = self._collector.ledger
-        done = ledger.episodes_complete if self._episodes_wanted else ledger.stored
-        self._seen.append((now, ledger.stored, done))
-        return ledger.stored, done
-
-    def read(self) -> Snapshot:
-        """The progress now; the rate is that of the last few readings."""
+    def __call__(
+        self, done: int, total: int, details: Callable[[], Sequence[str]] = list, last: bool = False
+    ) -> None:
+        """Show it and its ``details``, but where that was done a moment ago the ``last`` alone."""
+        self.done = done
         now = time.monotonic()
-        frames, done = self._look(now)
-        then, frames_then, done_then = self._seen[0]
-        passed = max(now - then, 1e-9)
-        pace = (done - done_then) / passed
-        return Snapshot(
-            done=done,
-            total=self._total,
-            unit="episodes" if self._episodes_wanted else "frames",
-            frames=frames,
-            rate=(frames - frames_then) / passed,
-            remaining=(self._total - done) / pace if pace else math.nan,
-            episodes=self._collector.ledger.episodes_complete,
-            mean_return=self._collector.metrics()["return_mean"],
-            nbytes=self._storage.nbytes,
-        )
-
-
-class Display(ABC):
-    """Shows a run; costs nothing while it is not time to show it again."""
-
-    seconds = math.inf
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._next = 0.0
-
-    def update(self) -> None:
-        """A batch has come."""
-        if time.monotonic() >= self._next:
-            self.show(self._meter.read())
-            self._next = time.monotonic() + self.seconds
-
-    @abstractmethod
-    def show(self, now: Snapshot) -> None:
-        """Show where the run stands."""
-
-    def __enter__(self) -> Self:
-        """Begin."""
-        self._next = time.monotonic() + self.seconds
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Show the last state."""
-        self.show(self._meter.read())
-
-
-class Silence(Display):
-    """Nothing."""
-
-    def show(self, now: Snapshot) -> None:
-        """Show nothing."""
-
-
-class Lines(Display):
-    """A line on stderr every few seconds: for logs, where a bar's control codes are noise."""
-
-    seconds = LINE_SECONDS
-
-    def show(self, now: Snapshot) -> None:
-        """Write a line."""
+        if self._quiet or (now < self._next and not last):
+            return
+        self._next = now + self._seconds
+        self._bar.update(self._task.id, completed=done, total=total)
+        left = self._task.time_remaining
+        clock = "-:--:--" if left is None else str(timedelta(seconds=left))
+        counts = self._number(done), self._number(total)
+        if not self._bar.disable:
+            shown = " ".join(["/".join(counts), *details(), clock])
+            self._bar.update(self._task.id, description=shown)
+            return
+        share = f"{' of '.join(counts)} {self._what} ({100 * done // max(1, total)} %)"
         with contextlib.suppress(OSError):  # a run outlives whoever watched it
-            say(f"tallyroll: {now.line}")
-        sys.stderr.flush()
+            say(f"tallyroll: {', '.join([share, *details(), clock])} left")
 
-
-class Bar(Display):
-    """A bar that is redrawn a few times a second."""
-
-    seconds = BAR_SECONDS
-
-    def __init__(self, meter: Meter, console: Console) -> None:
-        super().__init__(meter)
-        self._bar = Progress(
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}", markup=False),
-            console=console,
-            expand=True,
-            refresh_per_second=1 / BAR_SECONDS,
-        )
-        self._task = self._bar.add_task("")
-
-    def show(self, now: Snapshot) -> None:
-        """Redraw it."""
-        self._bar.update(
-            self._task,
-            completed=now.done,
-            total=now.total,
-            description=f"{now.counts} {now.details}",
-        )
-
-    def __enter__(self) -> Self:
-        """Draw it for the first time."""
-        self.show(self._meter.read())
-        self._bar.start()
-        return super().__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave its last state on the screen."""
-        super().__exit__(kind, error, trace)
-        self._bar.stop()
-
-
-def progress_for(collector: Collector, plan: Plan, storage: DiskStorage, quiet: bool) -> Display:
-    """The progress display that suits stderr."""
-    meter, console = Meter(collector, plan, storage), Console(stderr=True)
-    if quiet:
-        return Silence(meter)
-    return Bar(meter, console) if console.is_terminal else Lines(meter)
+    def add(self, more: int, total: int) -> None:
+        """So much more of ``total`` is done."""
+        self(self.done + more, total)
 
 
 @contextlib.contextmanager
-def reading_progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Shows how many bytes of how many were read, to a callable that is told so."""
+def shown_progress(
+    what: str, quiet: bool, number: Callable[[int], str] = decimal, *, stays: bool = False
+) -> Iterator[Display]:
+    """A display as stderr suits it; a bar ``stays`` on the terminal, or goes."""
     console = Console(stderr=True)
-    if quiet:
-        yield None
-    elif console.is_terminal:
-        bar = Progress(
-            TextColumn(what),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            expand=True,
-            transient=True,
-        )
-        task = bar.add_task("")
-        with bar:
-            yield lambda done, total: bar.update(
-                task, completed=done, total=total, description=readable_bytes(total)
-            )
-    else:
-        yield _Reading(what)
-
-
-class _Reading:
-    """A line on stderr every few seconds, none for what is quick."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._next = what, time.monotonic() + LINE_SECONDS
-
-    def __call__(self, done: int, total: int) -> None:
-        """``done`` bytes of ``total`` were read."""
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + LINE_SECONDS
-        share = f"{readable_bytes(done)} of {readable_bytes(total)} ({100 * done // total} %)"
-        with contextlib.suppress(OSError):
-            say(f"tallyroll: {self._what}: {share}")
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(bar_width=None),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        expand=True,
+        transient=not stays,
+        refresh_per_second=1 / BAR_SECONDS,
+        speed_estimate_period=_RATE_SECONDS,
+        disable=quiet or not console.is_terminal,
+    )
+    with contextlib.nullcontext() if bar.disable else bar:
+        yield Display(bar, what, quiet, number)

@@ -1,103 +1,97 @@
-"""Tables and texts for the reports of all commands."""
+"""The page that a report is written on."""
 
 import io
-import math
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.cli.escaped_text import visible
+from tallyroll.collector.cli.output import visible
 
 FILE_WIDTH = 160
+_LEDGER = {
+    "slots": ("slots", "= executed + reset slots"),
+    "executed": ("  executed", "= stored + discarded + carried + lost"),
+    "stored": ("    stored", "transitions in the storage"),
+    "discarded": ("    discarded", "beyond the budget or given up"),
+    "carried": ("    carried", "waiting for a next batch"),
+    "lost": ("    lost", "died with a process, uncommitted"),
+    "reset_slots": ("  reset slots", "never stored, never counted"),
+    "ticks": ("ticks", "of the simulator, in stored transitions"),
+    "episodes_complete": ("episodes complete", ""),
+    "episodes_cut": ("episodes cut", "left unfinished"),
+}
+"""Counts that are always shown: their labels, and what they mean."""
 
 
-class _Plain(Console):
-    """Makes everything visible that it is given as text; styles are its own."""
+class Page(Console):
+    """A report to stdout, made as text first. All that is printed to it is made visible.
+
+    What goes to a file or a pipe is not folded to 80 columns. Styles are its own.
+    """
+
+    def __init__(self) -> None:
+        on_terminal = sys.stdout.isatty()
+        super().__init__(
+            file=io.StringIO(),
+            force_terminal=on_terminal,
+            width=None if on_terminal else FILE_WIDTH,
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
 
     def render_str(self, text: str, **options: Any) -> Text:
+        """As of `Console`, which makes text of all that it is given here."""
         return super().render_str(visible(text), **options)
 
+    def head(self, text: str) -> None:
+        """Begin a section."""
+        self.print()
+        self.print(text, style="bold")
 
-def plain_console() -> Console:
-    """For a report to stdout, made as text first; see :func:`text_of`.
+    def table(self, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+        """A column of names, and columns of values to the right."""
+        name, *values = header
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column(name, no_wrap=True)
+        for value in values:
+            table.add_column(value, justify="right", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{each:,}" if type(each) is int else str(each) for each in row))
+        self.print(table)
 
-    What goes to a file or a pipe is not folded to 80 columns.
-    """
-    on_terminal = sys.stdout.isatty()
-    return _Plain(
-        file=io.StringIO(),
-        force_terminal=on_terminal,
-        width=None if on_terminal else FILE_WIDTH,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+    def ledger(self, counts: Mapping[str, int], episodes: str = "") -> None:
+        """The counts of a run, a line each; ``episodes`` stands beside those that are complete."""
+        shown = {**_LEDGER, "episodes_complete": ("episodes complete", episodes)}
+        for name, count in counts.items():
+            if count and name not in ("incarnation", "respawned"):
+                shown.setdefault(name, (name.replace("_", " "), ""))
+        for name, (label, meaning) in shown.items():
+            self.print(f"{label:<17} {counts.get(name, 0):>15,}  {meaning}".rstrip())
+        if respawned := counts.get("respawned", 0):
+            self.print(
+                f"workers were replaced {times(respawned)}; what they had not handed over is lost, "
+                "and was collected anew"
+            )
+        # Not every start was a resumption.
+        if (resumed := counts.get("incarnation", 0) - respawned) > 0:
+            self.print(
+                f"resumed {times(resumed)}; of a process that was killed, the counts are those of "
+                "its last commit"
+            )
 
-
-def text_of(console: Console) -> str:
-    """The text that was printed to a :func:`plain_console`."""
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def readable_bytes(count: float) -> str:
-    """``count`` bytes for people: 37.1 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    @property
+    def text(self) -> str:
+        """What was printed to it."""
+        assert isinstance(self.file, io.StringIO)
+        return self.file.getvalue()
 
 
 def times(count: int) -> str:
     """A number of times in words: once, 2 times."""
     return "once" if count == 1 else f"{count} times"
-
-
-def clock(seconds: float) -> str:
-    """A duration for people: 1:02:03, 0:07, -:-- where it is NaN."""
-    if math.isnan(seconds):
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def ledger_table(collector: Collector) -> Table:
-    """The ledger of a run, a line a count."""
-    ledger = collector.ledger
-    rows = [
-        ("slots", ledger.slots, "= executed + reset slots"),
-        ("  executed", ledger.executed, "= stored + discarded + carried + lost"),
-        ("    stored", ledger.stored, "transitions in the storage"),
-        ("    discarded", ledger.discarded, "beyond the budget or given up"),
-        ("    carried", ledger.carried, "waiting for a next batch"),
-        ("    lost", ledger.lost, "died with a process, uncommitted"),
-        ("  reset slots", ledger.reset_slots, "never stored, never counted"),
-        ("ticks", ledger.ticks, "of the simulator, in stored transitions"),
-        ("episodes complete", ledger.episodes_complete, _returns(collector)),
-        ("episodes cut", ledger.episodes_cut, "left unfinished"),
-    ]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for name, count, meaning in rows:
-        table.add_row(name, f"{count:,}", meaning)
-    table.add_row("seed", str(ledger.seed), "")
-    return table
-
-
-def _returns(collector: Collector) -> str:
-    last = min(100, len(collector.episodes))
-    if not last:
-        return ""
-    metrics = collector.metrics(last)
-    return (
-        f"the last {last}: mean return {metrics['return_mean']:.5g}, "
-        f"mean length {metrics['length_mean']:.5g}"
-    )

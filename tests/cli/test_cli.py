@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
-from tallyroll.collector.cli.errors import CommandError
+from tallyroll.collector.cli.output import CommandError
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
@@ -493,7 +493,7 @@ def test_a_lock_file_that_was_removed(server: WarmServer, tmp_path: Path) -> Non
     lock.unlink()
     assert command.wait() == 1
     assert "see whose the last run is:\n    tallyroll inspect data\n" in command.err
-    assert "If it is this one, go on with\n    tallyroll collect " in command.err
+    assert "\ntallyroll: if it is this one, go on with\n    tallyroll collect " in command.err
 
 
 def test_code_that_a_storage_names_is_not_run(
@@ -726,13 +726,13 @@ def test_a_terminal_shows_a_bar(server: WarmServer, tmp_path: Path) -> None:
 def test_elsewhere_there_is_a_line_now_and_then(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.collector.cli.progress.Lines.seconds", 0.0)
+    monkeypatch.setattr("tallyroll.collector.cli.progress.LINE_SECONDS", 0.0)
     assert tallyroll(*cartpole("data", 100, "--frames-per-batch", 10)) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert lines[0].startswith("tallyroll: 100 rows of 75 bytes: 7.5 kB; ")
-    assert lines[3].startswith("tallyroll: 30 of 100 frames (30 %), ")
-    assert lines[3].endswith(" left")
+    assert lines[4].startswith("tallyroll: 30 of 100 frames (30 %), ")
+    assert lines[4].endswith(" left")
 
 
 # --- inspect --------------------------------------------------------------------------------------
@@ -805,7 +805,8 @@ def test_inspect_for_people(collected: Path, capsys: pytest.CaptureFixture[str])
         "gymnasium ",
         " terminated, 0 truncated, ",
         "return  ",
-        "Ledger of the last run, at its last commit\nslots 300, executed 300, stored 300",
+        "Ledger of the last run, at its last commit\nslots                         300  = executed",
+        "\n  executed                    300  = stored + discarded + carried + lost\n",
         "First rows\n",
         "row 4",
     ):
@@ -1021,8 +1022,8 @@ def test_verify_shows_how_far_it_is(
     assert tallyroll(*cartpole("data", 500), "--quiet") == 0
     assert tallyroll("verify", "data") == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "tallyroll: verifying: 7.5 kB of 37.5 kB (20 %)"
-    assert lines[-1] == "tallyroll: verifying: 37.5 kB of 37.5 kB (100 %)"
+    assert lines[0].startswith("tallyroll: 7.5 kB of 37.5 kB verified (20 %), ")
+    assert lines[-1] == "tallyroll: 37.5 kB of 37.5 kB verified (100 %), 0:00:00 left"
 
 
 def test_verify_on_a_terminal(server: WarmServer, tmp_path: Path) -> None:
@@ -1036,7 +1037,7 @@ def test_verify_on_a_terminal(server: WarmServer, tmp_path: Path) -> None:
         os.close(controller)
         os.close(terminal)
     assert "data: sound; 101 rows" in shown
-    assert "verifying" in shown
+    assert "verified" in shown
 
 
 # --- standard streams -----------------------------------------------------------------------------

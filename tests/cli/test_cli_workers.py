@@ -274,7 +274,9 @@ def test_a_killed_worker_is_replaced_as_often_as_it_was_asked_for(
         facts = examine(storage, 0)
     assert facts["ledger"]["incarnation"] == 2
     assert [run["resumed"] for run in facts["runs"]] == [1]
-    assert ", respawned 1, resumed once (" in as_text(facts)
+    text = as_text(facts)
+    assert "\nworkers were replaced once; " in text
+    assert "\nresumed once; " in text
 
 
 # --- in this process ------------------------------------------------------------------------------
