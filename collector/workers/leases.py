@@ -52,8 +52,6 @@ class Tally:
     """Its lanes are to begin anew with the next lease."""
     leased: deque[Segment] = field(default_factory=deque)
     """Segments whose leases have not come back, in the order in which it fills them."""
-    granted: int = 0
-    """Leases in all."""
     tickets: int = 0
     """Episodes that it may still complete."""
     pending: NDArray[np.bool_] | None = None
@@ -113,6 +111,7 @@ class Leases:
         self._stopping = False
         self._taken: tuple[Segment, Mask] | None = None
         self._kept: list[Segment] = []
+        self._granted = 0
         self._cuts: NDArray[np.bool_] | None = None
         self._begin(fresh=False)
 
@@ -124,7 +123,7 @@ class Leases:
         episodes = self._episodes
         self._tickets = 0 if episodes is None else episodes - self._ledger.episodes_complete
         self._unfinished = self._tickets
-        self._tallies = [_tally(member, fresh) for member in self._worker_pool.members]
+        self._tallies = [Tally(fresh) for _ in self._worker_pool.members]
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -166,13 +165,13 @@ class Leases:
         self.random_frames -= drawn
         self._tickets -= tickets
         tally.tickets += tickets
-        tally.granted += 1
+        self._granted += 1
         fresh, tally.fresh = tally.fresh, False
-        segment.free, segment.lease = False, tally.granted
+        segment.free, segment.lease = False, self._granted
         segment.reserved, segment.random_frames = reserved, drawn
         tally.leased.append(segment)
         last = self._tickets == 0
-        question = m.Lease(tally.granted, segment.base, frames, drawn, tickets, last, fresh)
+        question = m.Lease(self._granted, segment.base, frames, drawn, tickets, last, fresh)
         self._worker_pool.ask(member, question)
 
     @property
@@ -244,7 +243,7 @@ class Leases:
             self._unleased += segment.reserved
         if tally.leased and member.board[LEASE] == tally.leased[0].lease:
             self._count_lost(member, tally)
-        self._tallies[member.index] = _tally(member)
+        self._tallies[member.index] = Tally()
 
     def _count_lost(self, member: Member, tally: Tally) -> None:
         """Count what a worker had executed of the lease that it had begun."""
@@ -413,9 +412,3 @@ class Leases:
         """Halt, and hear of all leases."""
         if self._out:
             self._counted(self._worker_pool.settle(patient=not self._stopping))
-
-
-def _tally(member: Member, fresh: bool = False) -> Tally:
-    """A worker's part of the budget when it has none; its leases are numbered from 1 again."""
-    member.board[LEASE] = 0
-    return Tally(fresh)

@@ -125,7 +125,7 @@ class Lease:
     """A part of the budget: at least ``frames`` transitions into slots from ``base`` on."""
 
     number: int
-    """Of a worker's leases, counted from 1."""
+    """Of all leases, counted from 1: the board says which one was begun."""
     base: int
     frames: int
     random_frames: int
