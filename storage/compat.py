@@ -14,18 +14,6 @@ from tensordict import TensorDict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "COLLATE",
-    "CURSOR",
-    "WRITER",
-    "WRITER_MAKER",
-    "attached_buffers",
-    "counts_in_64_bits",
-    "entries_of",
-    "names_of",
-    "new_tensordict",
-    "tensor_guards",
-]
 
 # --- tensordict -----------------------------------------------------------------------------------
 

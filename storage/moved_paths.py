@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["moved_modules", "moved_names"]
-
 
 def moved_modules(package: str, table: Mapping[str, str]) -> None:
     """Find modules of ``package`` by the names that they had, the keys of ``table``."""

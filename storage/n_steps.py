@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
     from tallyroll.storage.row_store import RowStore
 
-__all__ = ["n_step"]
 
 _ORIGINAL: Key = (NEXT, "original_reward")
 _STEPS, _GAMMA = "steps_to_next_obs", "gamma"

@@ -48,8 +48,6 @@ from tallyroll.storage.trajectories.id_checks import IdChecks, Ids, renumbered
 from tallyroll.storage.trajectories.index import TrajectoryIndex, says_whose
 from tallyroll.storage.trajectories.mapping import Trajectories
 
-__all__ = ["Mode", "RowStore"]
-
 Mode: TypeAlias = Literal["create", "append", "read"]
 
 

@@ -14,8 +14,6 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.mapping import _check_positive, done_places, draw, slice_marks
 
-__all__ = ["TrajectorySliceSampler"]
-
 _IS_INIT: Key = ("is_init",)
 
 

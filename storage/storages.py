@@ -33,16 +33,6 @@ from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.trajectories.id_checks import Ids
 
-__all__ = [
-    "FORMATS",
-    "DiskStorage",
-    "H5Storage",
-    "MemmapStorage",
-    "ZarrStorage",
-    "open_storage",
-    "storage_class",
-]
-
 _IDS = ("check", "renumber", "fresh")
 
 

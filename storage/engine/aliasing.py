@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["LentViews"]
-
 
 class LentViews:
     """Maps of a ring that others may hold views of; false while there are none."""

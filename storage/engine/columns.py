@@ -11,8 +11,6 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["Columns"]
-
 _WRITE_NBYTES = 2**14
 """Arrays of this size are written through the file. Through the map every new page costs a
 fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""

@@ -16,8 +16,6 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["create_new", "manifest_of", "open_existing"]
-
 
 def manifest_of(format: Format) -> Manifest:
     """The manifest at the format's path.

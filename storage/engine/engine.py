@@ -43,7 +43,6 @@ from tallyroll.storage.rows.schema import Schema
 if TYPE_CHECKING:
     from tallyroll.storage.trajectories.id_checks import IdChecks
 
-__all__ = ["LOOK_SECONDS", "Durability", "Engine"]
 
 Durability: TypeAlias = Literal["process", "power"]
 

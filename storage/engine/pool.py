@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BufferPool"]
-
 _MOST_SHAPES = 4
 _MOST_SETS = 8
 _LARGEST_NBYTES = 2**30

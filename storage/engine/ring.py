@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["first_valid", "index_at", "pieces", "rows_in", "slots_at", "slots_of"]
-
 Rows = TypeVar("Rows", int, np.ndarray)
 
 

@@ -12,8 +12,6 @@ import numpy as np
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.rows.keys import Key, spell
 
-__all__ = ["Mismatch", "Progress", "checksums", "mismatches", "rows_covered"]
-
 _MOST_BLOCKS = 4096
 """Over all columns: at eight digits a block, 32 KiB."""
 _FEWEST_ROWS = 256

@@ -48,19 +48,6 @@ from tallyroll.storage.files.versions import (
     require_readable,
 )
 
-__all__ = [
-    "FORMAT_VERSION",
-    "HEADER_NBYTES",
-    "RECORD_LIMIT",
-    "Header",
-    "check_record_size",
-    "committed_counts",
-    "count_of",
-    "header_bytes",
-    "refuse_newer",
-    "word_of",
-]
-
 RECORD_LIMIT = 65536
 """The most bytes that a commit record may have."""
 

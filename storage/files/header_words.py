@@ -22,20 +22,6 @@ import binascii
 import ctypes
 import os
 
-__all__ = [
-    "BORN",
-    "CLOSED_AT",
-    "COUNT",
-    "COUNT_BITS",
-    "INODE",
-    "OPEN",
-    "born_at",
-    "count_of",
-    "inode_of",
-    "moved_into",
-    "word_of",
-]
-
 COUNT_BITS = 48
 COUNT = (1 << COUNT_BITS) - 1
 """The bits of a word that are its count."""

@@ -26,7 +26,6 @@ except ImportError as error:  # Windows
         "have. Use Linux."
     ) from error
 
-__all__ = ["ReaderLock", "WriterLock", "acquire", "held", "is_held"]
 
 _ORDERED = ("x86_64", "AMD64")
 _PATIENCE_SECONDS = 0.01

@@ -16,19 +16,6 @@ from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = [
-    "MANIFEST_LIMIT",
-    "Manifest",
-    "attributes_of",
-    "new_manifest",
-    "parse_manifest",
-    "read_manifest",
-    "run_of",
-    "schema_crc",
-    "sealed",
-    "write_manifest",
-]
-
 Manifest = dict[str, Any]
 """``format``, ``format_version``, ``id``, ``created``, ``schema``, ``runs``."""
 

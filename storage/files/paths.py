@@ -20,20 +20,6 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.safe_files import Inside
 
-__all__ = [
-    "OTHER_KINDS",
-    "failed",
-    "free_bytes",
-    "make_directory",
-    "nearest",
-    "open_column",
-    "refuse_impossible",
-    "require_creatable",
-    "sync_above",
-    "told",
-    "translated",
-]
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 

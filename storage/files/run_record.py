@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-__all__ = ["RunRecord", "is_count"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JSON_LIMIT", "Inside", "closing", "open_file", "write_all"]
-
 JSON_LIMIT = 2**25
 """The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
 

@@ -8,15 +8,6 @@ from typing import Any
 
 from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch
 
-__all__ = [
-    "FORMAT_VERSION",
-    "READABLE",
-    "is_newer",
-    "mismatch",
-    "refuse_newer_provenance",
-    "require_readable",
-]
-
 FORMAT_VERSION = 3
 """Of new storages. An older one that is appended to keeps its own."""
 

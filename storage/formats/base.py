@@ -19,8 +19,6 @@ from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["Format"]
-
 
 class Format(ABC):
     """The places of a storage's rows, and the metadata around them."""

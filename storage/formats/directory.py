@@ -22,8 +22,6 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["DirectoryFormat"]
-
 
 class DirectoryFormat(Format):
     """A storage that is a directory of its own."""

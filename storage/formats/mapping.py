@@ -15,8 +15,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["PAGE_NBYTES", "Access", "Region", "map_file", "maps_left"]
-
 Access: TypeAlias = Literal["read", "write", "private"]
 """How rows are mapped; what is written to a private map stays in this process."""
 

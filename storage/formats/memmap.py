@@ -27,8 +27,6 @@ from tallyroll.storage.formats.mapping import Access, map_file
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
-__all__ = ["MemmapFormat"]
-
 _HEADER, _LOCK = "tallyroll.header", "tallyroll.lock"
 _MANIFEST, _META, _EPISODES = "manifest.json", "meta.json", "episodes.npy"
 _ASIDE = ".tmp"

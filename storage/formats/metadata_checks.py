@@ -12,8 +12,6 @@ from typing import Any
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.safe_files import Inside
 
-__all__ = ["differs", "require_committed", "wrong_documents"]
-
 
 def wrong_documents(
     inside: Inside, documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]

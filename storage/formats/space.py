@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tallyroll.storage.formats.base import Format
     from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["Estimate", "Footprint", "estimate", "require_room"]
 
 _UNLIMITED = 2**63 - 1
 # What a file may have at most, by the name that Linux has for the file system.

@@ -27,7 +27,6 @@ from tallyroll.storage.rows.keys import Key
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage
 
-__all__ = ["as_batch", "check_cursor", "join", "seat_writers", "tell_buffers", "writers_index"]
 
 _INDEX: Key = ("index",)
 _CURSOR_LIMIT = 2**31 - 1

@@ -12,7 +12,6 @@ from tallyroll.storage.errors import NotInitialised, StateMismatch
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage
 
-__all__ = ["DiskStorageCheckpointer"]
 
 _CHUNK_NBYTES = 2**26
 

@@ -18,8 +18,6 @@ from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.tensor_guard import TensorGuard
 
-__all__ = ["BatchCheck"]
-
 _LOOKS = attrgetter("dtype", "shape", "requires_grad")
 """What a tensor looks like."""
 

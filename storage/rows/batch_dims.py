@@ -16,17 +16,6 @@ from tensordict import TensorDictBase, is_non_tensor
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.keys import Key, spell
 
-__all__ = [
-    "BatchDims",
-    "Shapes",
-    "batch_dims_of",
-    "fitting",
-    "from_counts",
-    "levels_of",
-    "require_fitting",
-    "shapes_of",
-]
-
 BatchDims: TypeAlias = Mapping[Key, int]
 """Counts by level, of those levels where they are not 0."""
 

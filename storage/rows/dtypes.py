@@ -7,8 +7,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["NAMES", "NUMPY", "TORCH"]
-
 # NumPy has no bfloat16: such columns are stored, and handed out as arrays, as
 # the 16 bits that they are.
 NUMPY: Final[dict[torch.dtype, np.dtype[Any]]] = {

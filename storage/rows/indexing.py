@@ -10,8 +10,6 @@ import torch
 
 from tallyroll.storage.errors import IndexOutOfRange, NotAnAppend
 
-__all__ = ["consecutive", "resolve"]
-
 
 def resolve(index: Any, length: int) -> int | slice | np.ndarray:
     """An index as a row number, a forward slice, or an int64 array of row numbers of any shape.

@@ -10,30 +10,6 @@ from typing import Final, TypeAlias
 
 import torch
 
-__all__ = [
-    "COLLECTOR",
-    "COUNTERS",
-    "CUT",
-    "DONE",
-    "LANE",
-    "MASK",
-    "NEXT",
-    "NEXT_VALID",
-    "POLICY_VERSION",
-    "RANDOM_VERSION",
-    "REWARD",
-    "STEP",
-    "TERMINATED",
-    "TRAJ_IDS",
-    "TRUNCATED",
-    "VALID",
-    "Key",
-    "as_key",
-    "can_be_stored",
-    "is_done",
-    "spell",
-]
-
 Key: TypeAlias = tuple[str, ...]
 """A nested TensorDict key, always written as a tuple."""
 

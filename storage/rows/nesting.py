@@ -13,8 +13,6 @@ from tallyroll.storage.compat import new_tensordict
 from tallyroll.storage.errors import InvalidSchema, RowsMismatch
 from tallyroll.storage.rows.keys import Key, spell
 
-__all__ = ["Nest", "array_of", "leaves", "require_dense", "require_rows"]
-
 
 def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
     """The tensors of a nested TensorDict by key, depth first.

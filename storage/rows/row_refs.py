@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["LARGE_NBYTES", "RowRefs"]
-
 LARGE_NBYTES = 4096
 """Rows of a column that large are worth it."""
 

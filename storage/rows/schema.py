@@ -25,8 +25,6 @@ from tallyroll.storage.rows.dtypes import NAMES, NUMPY, TORCH
 from tallyroll.storage.rows.keys import Key, can_be_stored, spell
 from tallyroll.storage.rows.nesting import leaves, require_dense
 
-__all__ = ["Column", "Key", "Schema"]
-
 _MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
 _MOST_ROW_NBYTES = 2**47
 """More than any machine maps."""

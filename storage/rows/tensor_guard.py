@@ -15,8 +15,6 @@ import torch
 
 from tallyroll.storage.compat import tensor_guards
 
-__all__ = ["TensorGuard"]
-
 _IS_NESTED = attrgetter("is_nested")
 
 

@@ -15,17 +15,6 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
 
-__all__ = [
-    "MOST_LANES",
-    "NOBODY",
-    "LaneOrder",
-    "RowChunk",
-    "Stretches",
-    "extended",
-    "grown",
-    "lane_order",
-]
-
 MOST_LANES = 2**20
 """Lanes are numbered from 0; a number beyond that is taken for damage."""
 NOBODY = np.iinfo(np.int64).min

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tallyroll.storage.trajectories.id_checks import IdChecks
     from tallyroll.storage.trajectories.row_links import RowLinks
 
-__all__ = ["WHOSE", "RowOrder", "flags_of", "floats_of", "missing", "numbers_of", "unread"]
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""

@@ -15,8 +15,6 @@ from tallyroll.storage.files.paths import failed
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories.episodes import what_is_wrong
 
-__all__ = ["read_table", "write_table"]
-
 _MARK = b"tallyCRC"
 _TAIL_NBYTES = len(_MARK) + 4
 _HEAD_NBYTES = 2**16 + 10

@@ -36,20 +36,6 @@ from tallyroll.storage.trajectories.by_lane import (
     lane_order,
 )
 
-__all__ = [
-    "END_CUT",
-    "END_NAMES",
-    "END_OPEN",
-    "END_TERMINATED",
-    "END_TRUNCATED",
-    "EpisodeRows",
-    "Episodes",
-    "RunSeeds",
-    "runs_of",
-    "table_dtype",
-    "what_is_wrong",
-]
-
 END_OPEN, END_TERMINATED, END_TRUNCATED, END_CUT = range(4)
 END_NAMES: Final = ("open", "terminated", "truncated", "cut")
 """What the codes of ``end`` mean."""

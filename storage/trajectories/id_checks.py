@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
     from tallyroll.storage.row_store import RowStore
 
-__all__ = ["IdChecks", "Ids", "renumbered"]
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 

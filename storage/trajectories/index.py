@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tallyroll.storage.engine.engine import Engine
     from tallyroll.storage.row_store import RowStore
 
-__all__ = ["TrajectoryIndex", "says_whose"]
 
 _COUNTED = (*WHOSE, TERMINATED)
 

@@ -18,7 +18,6 @@ from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 if TYPE_CHECKING:
     from tallyroll.storage.row_store import RowStore
 
-__all__ = ["Trajectories", "done_places", "draw", "slice_marks"]
 
 _PATIENCE_SECONDS: Final = 1.0
 

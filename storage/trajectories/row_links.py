@@ -16,8 +16,6 @@ from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import NoSlices
 from tallyroll.storage.trajectories.by_lane import NOBODY, RowChunk, extended, grown, lane_order
 
-__all__ = ["RowLinks"]
-
 _FIRST_ROOM = 1024
 _ROUNDS = 16
 _INT32 = np.iinfo(np.int32).max

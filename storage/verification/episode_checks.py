@@ -23,7 +23,6 @@ from tallyroll.storage.verification.findings import Findings, Place
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage
 
-__all__ = ["EpisodeChecks"]
 
 _EXACT = ("lane", "first_row", "first_step", "length", "version_first")
 _AT_THE_END = ("last_row", "version_last")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["PLACES", "Finding", "Findings", "NumberedRows", "Place", "Report"]
-
 PLACES = 5
 """A finding names that many places, the first ones."""
 

@@ -11,8 +11,6 @@ import numpy as np
 from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, extended, lane_order
 from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
 
-__all__ = ["CheckedRows", "LaneChecks", "RowPairs"]
-
 _NONE = -1
 """No row came before in this lane."""
 _VAGUE = -2

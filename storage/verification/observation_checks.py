@@ -16,8 +16,6 @@ from tallyroll.storage.verification.findings import Findings
 from tallyroll.storage.verification.lane_checks import CheckedRows, RowPairs
 from tallyroll.storage.verification.value_checks import batches, rows_with, words, zero_rows
 
-__all__ = ["ObservationChecks", "observations_of"]
-
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 _FEW_VALUES, _SHARE = 16, 1 / 4
 """Of so few whole numbers some ends are all zero by chance; more than this share are not."""

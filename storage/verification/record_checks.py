@@ -10,8 +10,6 @@ from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
 
-__all__ = ["RunEntry", "check_ledger", "check_record", "check_runs"]
-
 _SUMS = {
     "slots": ("executed", "reset_slots"),
     "executed": ("stored", "discarded", "carried", "lost"),

@@ -39,7 +39,6 @@ from tallyroll.storage.verification.value_checks import (
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage
 
-__all__ = ["RowChecks"]
 
 _NUMBERS = (TRAJ_IDS, STEP, LANE)
 _ENDS = (DONE, TERMINATED, TRUNCATED)

@@ -20,8 +20,6 @@ from tallyroll.storage.verification.self_reset_detection import (
     Verdict,
 )
 
-__all__ = ["ResetChecks"]
-
 
 class ResetChecks:
     """Follows the ends of every run until it is decided.

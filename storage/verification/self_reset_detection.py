@@ -28,8 +28,6 @@ from tallyroll.storage.trajectories.by_lane import lane_order
 from tallyroll.storage.verification.findings import PLACES
 from tallyroll.storage.verification.value_checks import batches, words
 
-__all__ = ["Ends", "Seen", "SelfResets", "Verdict", "digest", "digests", "judge"]
-
 LEAST = 16
 """Ends, and four times the observations in mid-trajectory, before anything is said."""
 MOST_INNER = 1024

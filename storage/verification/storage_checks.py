@@ -23,7 +23,6 @@ from tallyroll.storage.verification.row_checks import RowChecks
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage
 
-__all__ = ["CHECKS", "verify"]
 
 CHECKS: Mapping[str, str] = {
     "files": "header, manifest and files can be opened and are long enough",

@@ -11,16 +11,6 @@ import torch
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.verification.findings import Findings, Place
 
-__all__ = [
-    "UnwrittenRows",
-    "batches",
-    "holds_numbers",
-    "not_finite",
-    "rows_with",
-    "words",
-    "zero_rows",
-]
-
 _BATCH_NBYTES = 2**22
 """Rows are looked at in batches that stay in the processor's cache."""
 _FEW_WORDS = 16

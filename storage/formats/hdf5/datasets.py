@@ -24,19 +24,6 @@ from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
-__all__ = [
-    "ATTRIBUTES",
-    "PROVENANCE_NBYTES",
-    "AttributePlace",
-    "DatasetOffsets",
-    "FilePlaces",
-    "foreign_names",
-    "layout_of",
-    "make_file",
-    "nbytes_of_file",
-    "shown_attributes",
-]
-
 PROVENANCE_NBYTES = 48 * 1024
 """Bytes of the attribute ``provenance``; HDF5 holds less than 64 KiB in one."""
 

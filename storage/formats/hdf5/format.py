@@ -69,8 +69,6 @@ from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = ["H5Format"]
-
 _LOOKS = 3
 
 

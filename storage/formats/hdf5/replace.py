@@ -26,13 +26,6 @@ from tallyroll.storage.formats.hdf5.datasets import (
 from tallyroll.storage.formats.hdf5.user_block import MANIFEST_LIMIT, write_manifest
 from tallyroll.storage.rows.schema import Schema
 
-__all__ = [
-    "aside",
-    "new_file",
-    "put_manifest",
-    "rewrite",
-]
-
 _COPY_NBYTES = 2**24
 
 

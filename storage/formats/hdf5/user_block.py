@@ -20,16 +20,6 @@ from pathlib import Path
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, header_bytes
 from tallyroll.storage.files.safe_files import write_all
 
-__all__ = [
-    "MANIFEST_LIMIT",
-    "USER_BLOCK_NBYTES",
-    "has_slots",
-    "is_hdf5",
-    "is_ours",
-    "newest_manifest",
-    "write_manifest",
-]
-
 USER_BLOCK_NBYTES = 2**20
 
 _MAGIC = b"TALLYMAN"

@@ -16,8 +16,6 @@ from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column
 
-__all__ = ["ChunkedColumn"]
-
 _NAME = re.compile(CHUNK_NAME)
 
 

@@ -56,8 +56,6 @@ from tallyroll.storage.formats.zarr.metadata import (
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column, Schema
 
-__all__ = ["ZarrFormat", "refuse_newer_group"]
-
 _Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
 """By the place of an array or a group."""
 

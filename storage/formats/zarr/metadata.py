@@ -16,15 +16,6 @@ from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column, Schema
 
-__all__ = [
-    "CHUNK_NAME",
-    "chunk_name",
-    "chunk_rows_of",
-    "documents",
-    "header_document",
-    "require_names",
-]
-
 Document = dict[str, Any]
 
 CHUNK_NAME = r"c\.(\d+)(?:\.0)*"
