@@ -372,8 +372,10 @@ def test_of_a_batch_that_a_ring_took_half_the_half_is_counted(tmp_path: Path) ->
     ring.close()
 
 
-def _in_twos(original: Any, rows: Any, ring: int) -> Any:
+def _in_twos(original: Any, rows: Any, ring: int) -> list[Any]:
+    halves = []
     for piece in original(rows, ring):
         half = len(piece[LANE]) // 2
-        yield {key: column[:half] for key, column in piece.items()}
-        yield {key: column[half:] for key, column in piece.items()}
+        halves.append({key: column[:half] for key, column in piece.items()})
+        halves.append({key: column[half:] for key, column in piece.items()})
+    return halves
