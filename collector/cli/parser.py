@@ -282,7 +282,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands: arguments get ``command``, its name."""
     parser = _Parser(prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
-    parser.add_argument("--version", action=_Version, help="show versions and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", title="commands", dest="command"
     )

@@ -860,7 +860,7 @@ def test_inspect_of_rows_that_no_collector_wrote(
     ("make", "message"),
     [
         (lambda path: None, "data does not exist. Give the path of a storage."),
-        (lambda path: path.touch(), "data is a file, not a Tallyroll storage."),
+        (lambda path: path.touch(), "data is an empty file, not a Tallyroll storage."),
         (lambda path: path.mkdir(), "data is not a Tallyroll storage: it has no manifest.json."),
     ],
 )
@@ -1003,7 +1003,7 @@ def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixtur
     )
     Path("notes.h5").write_text("text")
     assert tallyroll("verify", "notes.h5") == 2
-    assert "notes.h5 is a file, not a Tallyroll storage" in capsys.readouterr().err
+    assert "notes.h5 is a file of another program, not a Tallyroll storage" in capsys.readouterr().err
     assert tallyroll(*cartpole(), "--quiet") == 0
     with pytest.raises(SystemExit) as end:
         tallyroll("verify", "data", "--skip", "nan,nam")
