@@ -253,7 +253,7 @@ def test_a_plain_observation_and_a_tuple_have_other_names_too() -> None:
     check(rows, both__0=100, both__1=200)
 
 
-def test_what_was_renamed_is_what_is_checked_and_what_the_policy_sees() -> None:
+def test_renamed_columns_are_checked_and_seen_by_the_policy() -> None:
     class Wrong(Numbered):
         def _value(self, space: Any, path: Any) -> Any:
             value = super()._value(space, path)

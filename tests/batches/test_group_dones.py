@@ -203,7 +203,7 @@ def fewer_columns(batch: TensorDictBase) -> TensorDictBase:
     "postproc",
     [lambda batch: batch, torch.clone, shuffled, shuffled_in_place, turned, fewer_columns],
 )
-def test_what_comes_back_from_a_postproc_is_stored_with_them(postproc: Any, tmp_path: Path) -> None:
+def test_rows_from_a_postproc_are_stored_with_them(postproc: Any, tmp_path: Path) -> None:
     budget: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 40, "seed": 0}
     collect(ENVS["lanes"](), **budget, storage=tmp_path / "a")
     yielded, _ = collect(ENVS["lanes"](), **budget, storage=tmp_path / "b", postproc=postproc)

@@ -176,7 +176,7 @@ def test_the_same_rows_whatever_the_options(
     true_rows(stored, contiguous=False)
 
 
-def test_whoever_keeps_a_part_of_a_batch_keeps_what_it_was() -> None:
+def test_a_part_of_a_batch_that_is_kept_stays_as_it_was() -> None:
     """A pool gives memory out again: not while anybody can still look at it."""
     kept: list[tuple[Any, bytes]] = []
     with alone(NEXT, policy(), oracle=IMAGES, frames_per_batch=10, total_frames=300) as collector:
@@ -370,7 +370,7 @@ def raising(first: int = 0, lanes: int = LANES, at: int = 10) -> SyncVectorEnv:
 @pytest.mark.parametrize("at", [10, 13])
 @pytest.mark.parametrize("yields", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_was_complete_before_an_error_is_stored(
+def test_rows_complete_before_an_error_are_stored(
     workers: int, yields: bool, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_slots(monkeypatch)
@@ -390,7 +390,7 @@ def test_what_was_complete_before_an_error_is_stored(
 
 
 @pytest.mark.parametrize("slots", [3, 4096])
-def test_what_free_workers_completed_before_an_error_is_stored(
+def test_rows_that_free_workers_completed_before_an_error_are_stored(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_slots(monkeypatch, slots)
@@ -432,7 +432,7 @@ def test_a_value_that_is_wrong_is_not_stored(yields: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_fits_in_the_slab_is_copied_once(
+def test_rows_that_fit_in_the_slab_are_copied_once(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last block of a batch stays where it is until it is in the file."""

@@ -223,7 +223,7 @@ def test_resume_goes_on_after_a_run_of_a_script(here: Path) -> None:
     assert rows_in("data") == 100
 
 
-def test_what_a_resumed_run_lacks_is_no_usage_error(
+def test_an_option_that_a_resumed_run_lacks_is_no_usage_error(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether it has workers stands in its manifest."""
@@ -278,7 +278,7 @@ def test_usage_errors(here: Path, capsys: pytest.CaptureFixture[str], words: str
     assert files(here) == {}
 
 
-def test_what_is_missing_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_part_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ("collect --frames 5 --out x", "the following arguments are required: ENV"),
         ("collect CartPole-v1 --frames 5", "the following arguments are required: --out"),
@@ -1003,7 +1003,9 @@ def test_verify_of_what_it_cannot_check(here: Path, capsys: pytest.CaptureFixtur
     )
     Path("notes.h5").write_text("text")
     assert tallyroll("verify", "notes.h5") == 2
-    assert "notes.h5 is a file of another program, not a Tallyroll storage" in capsys.readouterr().err
+    assert (
+        "notes.h5 is a file of another program, not a Tallyroll storage" in capsys.readouterr().err
+    )
     assert tallyroll(*cartpole(), "--quiet") == 0
     with pytest.raises(SystemExit) as end:
         tallyroll("verify", "data", "--skip", "nan,nam")

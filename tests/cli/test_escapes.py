@@ -134,7 +134,7 @@ def test_a_manifest(tmp_path: Path, part: str) -> None:
             json.loads(out or "null")
 
 
-def test_what_a_manifest_says_can_still_be_read(tmp_path: Path) -> None:
+def test_a_manifest_can_still_be_read(tmp_path: Path) -> None:
     path = crafted(tmp_path / "rows", "created", "\x1b]0;owned\x07\u202e")
     status, out, _ = told("inspect", path)
     assert (status, rf"created \x1b]0;owned\x07\u202e{WORD})" in out) == (0, True)

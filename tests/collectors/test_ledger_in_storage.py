@@ -193,7 +193,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "source"), [*zip(CASES, [DISABLED, NEXT, SAME] * 5, strict=False)]
 )
-def test_whatever_ends_there_goes_on_right(case: str, source: str, tmp_path: Path) -> None:
+def test_lanes_that_end_there_go_on_right(case: str, source: str, tmp_path: Path) -> None:
     through_all(tmp_path, source, CASES[case])
 
 

@@ -344,7 +344,7 @@ def test_the_exploration_type_holds_while_collecting(
     assert exploration_type() is not kind or kind is ExplorationType.RANDOM
 
 
-def test_what_a_policy_writes_beside_the_action_becomes_columns() -> None:
+def test_keys_that_a_policy_writes_beside_the_action_become_columns() -> None:
     batches, _ = collect(vec(NEXT), stochastic(), frames_per_batch=10, total_frames=40, seed=0)
     rows = joined(batches)
     assert rows["logits"].shape == (40, 2)

@@ -121,7 +121,7 @@ def test_a_checkpoint_is_not_loaded_into_a_run(tmp_path: Path) -> None:
     assert verify(tmp_path / "rows").sound
 
 
-def test_what_one_thread_vouches_for_another_does_not(tmp_path: Path) -> None:
+def test_ids_vouched_for_by_one_thread_are_checked_for_another(tmp_path: Path) -> None:
     """A collector writes through a buffer in one thread, and someone else in another."""
     with MemmapStorage(tmp_path / "rows") as storage:
         with collector("sync", storage=storage) as run:

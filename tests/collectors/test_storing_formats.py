@@ -67,7 +67,7 @@ def test_a_batch_that_a_ring_cannot_hold_is_refused_before_a_step(tmp_path: Path
         assert len(storage) == 29
 
 
-def test_what_an_error_leaves_may_be_more_than_a_ring_takes_at_once(tmp_path: Path) -> None:
+def test_rows_left_by_an_error_may_be_more_than_a_ring_takes_at_once(tmp_path: Path) -> None:
     calls = []
 
     def fails_late(td: Any) -> Any:

@@ -119,14 +119,14 @@ def test_json_that_is_no_schema_is_refused(value: Any) -> None:
         (lambda: Schema.of({("x",): np.ones(2, "U3")}), "x has dtype <U3; a storage holds bool"),
     ],
 )
-def test_what_is_beyond_a_schemas_limits_is_refused(
+def test_columns_beyond_the_limits_of_a_schema_are_refused(
     make: Callable[[], object], wording: str
 ) -> None:
     with pytest.raises(InvalidSchema, match=wording):
         make()
 
 
-def test_what_is_within_a_schemas_limits_is_not() -> None:
+def test_columns_within_the_limits_of_a_schema_are_not_refused() -> None:
     Column(("x",), torch.int8, (1,) * 64)
     Column(("x",), torch.int8, (2**47,))
     Column(("x" * 4096,) * 32, torch.int8, ())
@@ -168,7 +168,7 @@ def test_no_row_has_such_a_number(number: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
-def test_what_is_no_number_of_a_row_is_named() -> None:
+def test_values_that_are_no_row_numbers_are_named() -> None:
     wrong = (
         torch.ones(2),
         torch.ones(2, requires_grad=True),
@@ -262,7 +262,7 @@ def test_a_header_of_another_schema_is_refused(tmp_path: Path) -> None:
 # -- the end of the process
 
 
-def test_what_is_never_closed_is_closed_at_the_end_of_the_process(tmp_path: Path) -> None:
+def test_a_storage_left_open_is_closed_at_the_end_of_the_process(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     script = (
         "import numpy as np\n"

@@ -136,7 +136,7 @@ def test_views_of_a_ring_are_handed_out_between_writes(
         assert alone == [True, True]
 
 
-def test_what_cannot_be_enlarged_is_as_it_was_or_closed(
+def test_a_storage_that_cannot_be_enlarged_is_as_it_was_or_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt used to leave an open storage that called itself new."""

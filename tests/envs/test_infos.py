@@ -276,7 +276,7 @@ def test_the_lane_is_that_of_the_run_where_workers_step_it() -> None:
         through(start(makes, frames_per_batch=9, total_frames=36, info_keys=["x"]))
 
 
-def test_what_was_complete_before_is_stored(tmp_path: Path) -> None:
+def test_rows_complete_before_are_stored(tmp_path: Path) -> None:
     makes = [partial(Saying, lane, [0, 0, 0, 0.5]) for lane in range(3)]
     with pytest.raises(TransitionError, match="step 2"):
         collect(

@@ -123,7 +123,7 @@ def test_a_throwaway_is_closed_whatever_happens() -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_what_shares_memory() -> None:
+def test_values_that_share_memory() -> None:
     array, tensor = np.zeros((4, 6)), torch.zeros(4, 6, dtype=torch.bfloat16)
     for whole in (array, tensor, torch.zeros(4, 6, dtype=torch.float8_e5m2)):
         assert share_memory(whole, whole[2:])

@@ -151,7 +151,7 @@ def test_transforms_compare_an_observation_with_the_one_before(habit: str) -> No
     [serial, partial(serial, use_buffers=False), partial(transformed, kind="dict")],
     ids=["serial", "without buffers", "transformed"],
 )
-def test_what_lies_around_one(make: Any, habit: str) -> None:
+def test_files_around_a_storage(make: Any, habit: str) -> None:
     kind: Kind = make.keywords.get("kind", "float") if isinstance(make, partial) else "float"
     reused, copied = (
         rows(lambda each=each: make(each), kind)  # type: ignore[misc]

@@ -238,7 +238,7 @@ def test_links_and_other_names_are_the_original(case: Case, tmp_path: Path) -> N
             assert check(storage) == 60
 
 
-def test_what_is_written_anew_is_the_original(tmp_path: Path) -> None:
+def test_a_file_written_anew_is_the_original(tmp_path: Path) -> None:
     case = replace(CASES["hdf5"], capacity=100)
     path = begun(case, tmp_path / "rows")
     storage = case.kind(path, mode="append", capacity=200)

@@ -235,7 +235,7 @@ FAULTS: list[tuple[str, Callable[[str, Path], None], tuple[object, str], int, ty
 
 
 @pytest.mark.parametrize(("case", "act", "call", "code", "error"), FAULTS)
-def test_what_cannot_be_made_opened_or_shown_is_told(
+def test_a_storage_that_cannot_be_made_opened_or_shown_is_an_error(
     tmp_path: Path,
     case: str,
     act: Callable[[str, Path], None],

@@ -389,7 +389,7 @@ def test_places_in_hdf5(part: str, value: int, work: Callable[[str], Path]) -> N
 # --- what we refuse to make -----------------------------------------------------------------------
 
 
-def test_what_would_be_refused_is_not_made(tmp_path: Path) -> None:
+def test_an_environment_that_would_be_refused_is_not_made(tmp_path: Path) -> None:
     key = ("a",) * 33
     with pytest.raises(InvalidSchema, match="at most 32 names"):
         Schema.of({key: np.zeros(3)})

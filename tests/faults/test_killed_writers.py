@@ -289,7 +289,7 @@ class Interrupting:
     size, pack_into = 8, staticmethod(interrupt)
 
 
-def test_what_others_are_shown_fails_no_commit(
+def test_metadata_for_others_fails_no_commit(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows"

@@ -492,7 +492,7 @@ def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(60 + CUTS)
 @pytest.mark.parametrize("name", STORIES)
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_committed_survives_power_cuts(case: str, name: str, tmp_path: Path) -> None:
+def test_committed_rows_survive_power_cuts(case: str, name: str, tmp_path: Path) -> None:
     with told(case, name, tmp_path) as story:
         found = after_cuts(story, tmp_path, CUTS // (len(CASES) * len(STORIES)))
     assert not found.wrong, "\n".join(found.wrong)

@@ -371,7 +371,7 @@ def test_after_an_error(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_the_last_sync_did_not_bring_to_the_disk_is_not_committed(
+def test_rows_that_a_sync_did_not_bring_to_the_disk_are_not_committed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = KINDS[name]
@@ -534,7 +534,7 @@ def open_place() -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
 @pytest.mark.parametrize("name", ["rows", "rows.h5", "rows.zarr"])
-def test_what_may_not_be_read(name: str, mode: int, open_place: Path) -> None:
+def test_files_that_may_not_be_read(name: str, mode: int, open_place: Path) -> None:
     """The storage, the directory that it is in, or each of its files in turn."""
     path = open_place / "above" / name
     path.parent.mkdir(mode=0o755)

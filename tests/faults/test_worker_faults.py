@@ -381,7 +381,7 @@ def test_a_budget_of_episodes_is_met_exactly(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_lost_and_cut_is_counted(mode: str, tmp_path: Path) -> None:
+def test_lost_and_cut_rows_are_counted(mode: str, tmp_path: Path) -> None:
     """Two lanes a worker, five slots a batch; the worker dies in its eighth slot."""
     faults = Faults(tmp_path, [Fault("step", "kill", 2, 8)])
     lengths = {"lengths": (1000,), "autoreset": AutoresetMode.DISABLED}
@@ -405,7 +405,7 @@ def test_what_was_lost_and_cut_is_counted(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_complete_is_stored_before_it_raises(mode: str, tmp_path: Path) -> None:
+def test_complete_rows_are_stored_before_it_raises(mode: str, tmp_path: Path) -> None:
     """In the middle of the first batch."""
     faults = Faults(tmp_path, [Fault("step", "kill", 2, 900)])
     endless = {"lengths": (10_000,), "autoreset": AutoresetMode.DISABLED}

@@ -293,7 +293,7 @@ def test_tensors_of_all_kinds_take_turns(tmp_path: Path, kinds: list[str]) -> No
 
 
 @pytest.mark.parametrize("count", [1, ROWS, 3000])
-def test_what_looks_alike_is_copied_by_address(
+def test_batches_that_look_alike_are_copied_by_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: bool, count: int
 ) -> None:
     """Where rows go through the map: small batches, and all in a ring that is full."""
@@ -400,7 +400,7 @@ UNFIT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("before", range(BATCHES))
 @pytest.mark.parametrize("what", UNFIT)
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*nested", "ignore:.*quantize")
-def test_what_does_not_fit_is_refused_in_every_batch(
+def test_values_that_do_not_fit_are_refused_in_every_batch(
     storage: MemmapStorage, what: str, before: int
 ) -> None:
     def good(number: int) -> TensorDict:

@@ -307,7 +307,7 @@ def test_another_programs_provenance_is_none_of_ours(tmp_path: Path, provenance:
             open_storage(tmp_path / name)
 
 
-def test_what_a_later_tallyroll_left_without_a_manifest_is_not_removed(tmp_path: Path) -> None:
+def test_files_of_a_later_tallyroll_without_a_manifest_are_not_removed(tmp_path: Path) -> None:
     for kind in (MemmapStorage, ZarrStorage):
         path = tmp_path / kind.__name__
         with kind(path) as storage:

@@ -276,7 +276,7 @@ def test_a_copy_that_a_killed_writer_left_goes(five: Path) -> None:
     assert not left.exists()
 
 
-def test_what_others_added_is_not_lost(five: Path) -> None:
+def test_files_that_others_added_are_not_lost(five: Path) -> None:
     with h5py.File(five, "r+") as file:
         file["theirs"] = [1, 2, 3]
     with open_storage(five, "append") as storage:
@@ -334,7 +334,7 @@ def test_a_link_is_the_file_that_it_leads_to(five: Path, tmp_path: Path) -> None
         assert_rows(reader, 105)
 
 
-def test_what_is_there_already_is_not_written_over(path: Path) -> None:
+def test_rows_that_are_there_are_not_written_over(path: Path) -> None:
     path.mkdir()
     with pytest.raises(PathIsDirectory, match="should be a file, and is a directory"):
         H5Storage(path, capacity=5)
@@ -383,7 +383,9 @@ def test_a_pipe_in_its_place_is_not_waited_for(path: Path) -> None:
             H5Storage(path, mode=mode)  # type: ignore[arg-type]
 
 
-def test_what_may_not_be_read_or_replaced(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_may_not_be_read_or_replaced(
+    five: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unfinished = five.with_name("unfinished.h5")
     unfinished.write_bytes(five.read_bytes())
     damage(unfinished, 64, bytes(72))

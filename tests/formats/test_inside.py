@@ -41,7 +41,7 @@ def test_a_hard_link_is_read_and_not_written_to(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "hard link", "link to nothing"])
-def test_what_is_in_the_place_of_a_file_aside_goes(inside: Inside, kind: str) -> None:
+def test_a_file_in_the_place_of_one_aside_goes(inside: Inside, kind: str) -> None:
     """What a killed writer left there, or somebody put."""
     place, theirs = inside.root / "in" / "file", inside.root.parent / "theirs"
     aside = place.with_name("file.tmp")
@@ -77,7 +77,7 @@ def test_a_link_on_the_way_is_not_followed(inside: Inside, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(20)
-def test_what_is_no_file_is_not_waited_for(inside: Inside) -> None:
+def test_a_path_that_is_no_file_is_not_waited_for(inside: Inside) -> None:
     os.mkfifo(inside.root / "pipe")
     assert_refused(lambda: inside.open(inside.root / "pipe", os.O_RDONLY), errno.ENXIO)
     assert_refused(lambda: inside.open(inside.root / "in", os.O_RDONLY), errno.ENXIO)

@@ -89,7 +89,7 @@ def test_a_name_chooses_the_format_unless_the_path_contradicts(tmp_path: Path) -
     assert storage_class(tmp_path / "empty", "zarr") is ZarrStorage
 
 
-def test_what_is_no_storage_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_no_storage_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageMissing, match="does not exist"):
         open_storage(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()

@@ -85,7 +85,7 @@ def test_every_limit_is_named_with_its_numbers() -> None:
     assert space.Estimate(made.needed, 100, **enough).problems == []
 
 
-def test_what_the_system_says() -> None:
+def test_errors_of_the_system_are_passed_on() -> None:
     here = Path(__file__)
     assert space._file_system(Path("/proc")) == "proc"
     assert space._file_system(here) != ""

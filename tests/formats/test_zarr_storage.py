@@ -140,7 +140,7 @@ def test_chunks_are_whole_and_go_when_there_are_no_rows_in_them(path: Path) -> N
         assert_rows(storage, 130_000)
 
 
-def test_what_a_killed_writer_reserved_goes_at_the_next_close(five: Path) -> None:
+def test_space_of_a_killed_writer_goes_at_the_next_close(five: Path) -> None:
     for number in (1, 7):
         (five / "id" / f"c.{number}").write_bytes(b"\xff" * 100)
     with open_storage(five) as reader:
@@ -235,7 +235,7 @@ def test_zarrs_metadata_is_written_anew_where_it_was_damaged(five: Path) -> None
     assert found[("wide",)].tolist() == rows(0, 5)["wide"].tolist()
 
 
-def test_what_killed_programs_left_is_swept_by_a_writer(five: Path) -> None:
+def test_files_of_killed_programs_are_swept_by_a_writer(five: Path) -> None:
     left = [
         five / "zarr.json.tmp",
         five / "next" / "id" / f"zarr.{'0f' * 16}.partial",
@@ -347,8 +347,8 @@ def test_rows_lie_inside(five: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for inside, wording in (
         (five / "wide" / "c.0.0", "is a link or no file"),
-        (five / "wide", "is not a column, but a link"),
-        (five / "next", "is not a column, but a link"),
+        (five / "wide", "is not what this storage made there, but a link"),
+        (five / "next", "is not what this storage made there, but a link"),
     ):
         inside.rename(elsewhere)
         inside.symlink_to(elsewhere)

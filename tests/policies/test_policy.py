@@ -37,7 +37,7 @@ every_driver = pytest.mark.parametrize("driver", list(DRIVERS))
 
 
 @every_driver
-def test_what_a_module_computes_is_stored(driver: str) -> None:
+def test_values_that_a_module_computes_are_stored(driver: str) -> None:
     policy = linear()
     batches, _ = collect(DRIVERS[driver](), policy, frames_per_batch=9, total_frames=50)
     rows = joined(batches)
@@ -198,7 +198,7 @@ def writing(**values: Any) -> Any:
     ],
 )
 @every_driver
-def test_what_is_no_policy_is_refused_before_anything_is_made(
+def test_values_that_are_no_policy_are_refused_before_anything_is_made(
     driver: str, policy: Any, error: type[Exception], match: str, tmp_path: Any
 ) -> None:
     with pytest.raises(error, match=match):
@@ -301,7 +301,7 @@ every_plain_driver = pytest.mark.parametrize("driver", PLAIN_DRIVERS)
 
 
 @every_plain_driver
-def test_what_a_policy_makes_of_its_observation_is_not_what_is_stored(driver: str) -> None:
+def test_an_observation_is_stored_as_it_was_before_the_policy_changed_it(driver: str) -> None:
     def normalising(td: TensorDictBase) -> TensorDictBase:
         td = ByObservation()(td)
         return td.set("observation", td["observation"] / 2)

@@ -217,7 +217,7 @@ DRIVERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("driver", [name for name in DRIVERS if name not in ("serial", SAME)])
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
-def test_what_it_does_to_its_input_changes_nothing(habit: Any, driver: str) -> None:
+def test_its_changes_to_its_input_change_no_row(habit: Any, driver: str) -> None:
     budget: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 32, "seed": 0}
     rows = joined(collect(DRIVERS[driver](), habit(), **budget)[0])
     check_rows(rows, PLAIN, ends="mixed", from_start=True)

@@ -80,7 +80,7 @@ def test_the_lane_under_way_is_in_a_vectors_frame(
     assert {lane for lane in found if lane is not None} == {1}
 
 
-def test_what_follows_a_step() -> None:
+def test_the_observation_after_a_step() -> None:
     env = OracleTorchEnv(2, [3])
     td = env.rand_step(env.reset())
     assert torch.equal(compat.step_mdp(env, td)["observation"], td["next", "observation"])

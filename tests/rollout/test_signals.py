@@ -124,7 +124,7 @@ def collected(name: str, path: Path, number: int, error: type[BaseException]) ->
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Interruption])
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_stored_has_no_gap(name: str, error: type[BaseException], tmp_path: Path) -> None:
+def test_stored_rows_have_no_gap(name: str, error: type[BaseException], tmp_path: Path) -> None:
     count = collected(name, tmp_path / "whole", 0, error)
     assert count > 5000
     chance = random.Random(f"{name} {error}")
@@ -139,7 +139,7 @@ def test_what_is_stored_has_no_gap(name: str, error: type[BaseException], tmp_pa
 # --- held and admitted ----------------------------------------------------------------------------
 
 
-def test_what_is_held_waits_for_what_is_admitted() -> None:
+def test_a_held_signal_waits_for_admitted_code() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
         with pytest.raises(Interruption), deferred():  # noqa: PT012
             signal.raise_signal(signal.SIGINT)
@@ -169,7 +169,7 @@ def test_at_the_end_every_signal_is_handled_and_its_handler_is_back() -> None:
             signal.signal(number, handle)
 
 
-def test_what_waited_for_a_second_is_heard_anywhere() -> None:
+def test_a_signal_that_waited_for_a_second_is_heard_anywhere() -> None:
     began = time.monotonic()
     with handler(signal.SIGALRM, Interruption) as calls:
         with pytest.raises(Interruption), deferred():  # noqa: PT012
@@ -178,7 +178,7 @@ def test_what_waited_for_a_second_is_heard_anywhere() -> None:
         assert 0.9 < calls[0] - began < 10
 
 
-def test_what_was_heard_in_time_is_not_heard_again() -> None:
+def test_a_signal_heard_in_time_is_not_heard_again() -> None:
     with handler(signal.SIGINT, Interruption) as calls:
         with pytest.raises(Interruption), deferred():
             signal.raise_signal(signal.SIGINT)

@@ -192,7 +192,7 @@ def test_it_goes_on_behind_a_table_that_was_written(
     )
 
 
-def test_what_may_go_on_is_open_while_somebody_writes() -> None:
+def test_the_last_trajectory_is_open_while_a_writer_writes() -> None:
     # Lane 0 ends, lanes 1 and 2 do not; lane 2 stopped before the last run.
     model = Model(
         ids=np.array([0, 1, 2, 0, 1]),
@@ -254,7 +254,7 @@ def read(path: Path, head: int = 100) -> np.ndarray | None:
     return read_table(Inside(path.parent), path, table_dtype(), head)
 
 
-def test_what_was_written_is_read(path: Path, table: np.ndarray) -> None:
+def test_written_rows_are_read(path: Path, table: np.ndarray) -> None:
     np.testing.assert_array_equal(read(path), table)
     assert os.listdir(path.parent) == [path.name]
 

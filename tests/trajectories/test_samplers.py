@@ -76,7 +76,7 @@ def test_64_lanes_one_row_a_batch(path: Path) -> None:
             assert set(numbers(buffer.sample(), 50)) <= every
 
 
-def test_what_is_marked_at_the_last_row_of_a_slice(path: Path) -> None:
+def test_marks_at_the_last_row_of_a_slice(path: Path) -> None:
     model = big()
     with MemmapStorage(path) as storage:
         buffer = buffer_of(storage, 4, 200)

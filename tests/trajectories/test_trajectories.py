@@ -195,7 +195,7 @@ def test_columns_that_are_missing_are_named(path: Path) -> None:
     assert not (path / "episodes.npy").exists()
 
 
-def test_what_may_be_missing(path: Path) -> None:
+def test_columns_that_may_be_missing(path: Path) -> None:
     model = big(200)
     rows = model.rows().exclude(
         ("next", "reward"), ("next", "truncated"), ("collector", "policy_version")
@@ -430,7 +430,7 @@ def test_every_format_has_trajectories(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(np.load(storage.episodes_path), storage.trajectories.table)
 
 
-def test_what_a_collector_stores(path: Path) -> None:
+def test_rows_of_a_collector_are_stored(path: Path) -> None:
     lanes, complete = 64, 0
     for run in range(2):
         with (
@@ -583,7 +583,7 @@ def test_slices_of_rows_that_do_not_say_whether_they_are_done(path: Path) -> Non
 
 
 @pytest.mark.parametrize("given", ["arrays", "tensors", "nonsense"])
-def test_what_a_ring_overwrites_is_counted_first(path: Path, given: str) -> None:
+def test_rows_that_a_ring_overwrites_are_counted_first(path: Path, given: str) -> None:
     """Whatever the rows are that overwrite it; the table is that of all rows from the first on."""
     model = big(150)
     with MemmapStorage(path, max_size=50) as storage:
@@ -760,7 +760,7 @@ def test_n_steps_that_cannot_be(path: Path, n: Any, gamma: float, message: str) 
         n_step(fill(storage, big(20)), [0], n, gamma)
 
 
-def test_what_n_steps_are_not_made_of(path: Path) -> None:
+def test_rows_that_n_steps_are_not_made_of(path: Path) -> None:
     with MemmapStorage(path) as storage:
         with pytest.raises(NotInitialised):
             n_step(storage, [0], 1, 1.0)

@@ -141,9 +141,7 @@ def spoilt(rng: np.random.Generator, model: Model, rows: list[Row], lanes: int) 
 
 @pytest.mark.parametrize("ring", [0, 25])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_refused_is_what_a_plain_model_refuses(
-    tmp_path: Path, seed: int, ring: int
-) -> None:
+def test_the_same_is_refused_as_by_a_plain_model(tmp_path: Path, seed: int, ring: int) -> None:
     rng, model, count = np.random.default_rng(seed), Model(), 1 + seed % 4
     lanes: dict[int, Row] = {lane: (-1, -1, lane, True) for lane in range(count)}
     fresh = accepted = refused = 0

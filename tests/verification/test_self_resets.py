@@ -197,7 +197,7 @@ def test_lost_finals_are_not_compared() -> None:
     assert resets.verdict is UNDECIDED
 
 
-def test_what_follows_rows_that_are_missing_is_not_compared() -> None:
+def test_rows_behind_missing_ones_are_not_compared() -> None:
     row = {"lane": 0, "step": 0, "ended": True, "terminated": True}
     resets = SelfResets(1)
     fed(resets, [{**row, "here": 0, "next": 1}])

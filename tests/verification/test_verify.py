@@ -295,7 +295,7 @@ def write(path: Path, *batches: dict[Any, np.ndarray]) -> Path:
     return path
 
 
-def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
+def test_checks_that_cannot_be_made_are_named(tmp_path: Path) -> None:
     report = assert_sound(write(tmp_path / "data", {("x",): np.arange(10.0)}))
     assert report.checked == ("files", "metadata", "runs", "nan", "zeros")
     assert report.skipped["ids"] == "there is no column collector/traj_ids of a collector"
@@ -304,7 +304,7 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("terminated",), ("done",), ("terminated", "truncated")])
-def test_what_can_be_checked_without_all_flags(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_checks_that_are_made_without_all_flags(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Where neither ``done`` nor both others say how rows end, nothing is followed by lane."""
     (rows,) = episodes([1, 2, 3, 4])
     for name in {"done", "terminated", "truncated"} - {*flags}:
@@ -973,7 +973,7 @@ def replace_attribute(path: Path, name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("what", SHOWN)
-def test_what_other_libraries_read_is_checked(
+def test_metadata_for_other_libraries_is_checked(
     sound: dict[str, Path], tmp_path: Path, what: str
 ) -> None:
     suffix, change, message = SHOWN[what]
@@ -985,9 +985,7 @@ def test_what_other_libraries_read_is_checked(
     assert verify(path, skip=["metadata"]).sound
 
 
-def test_what_others_added_to_the_metadata_is_let_be(
-    sound: dict[str, Path], tmp_path: Path
-) -> None:
+def test_metadata_that_others_added_stays(sound: dict[str, Path], tmp_path: Path) -> None:
     import h5py
 
     with h5py.File(path := copied(sound[".h5"], tmp_path), "r+") as file:
@@ -1050,7 +1048,7 @@ def test_files_of_other_formats_that_are_cut_short(
     assert [each.check for each in verify(path).findings] == ["files"]
 
 
-def test_what_is_no_storage_raises(tmp_path: Path) -> None:
+def test_a_path_that_is_no_storage_raises(tmp_path: Path) -> None:
     with pytest.raises(StorageMissing):
         verify(tmp_path / "nothing")
     (tmp_path / "file").write_text("text")

@@ -313,7 +313,7 @@ STAYS += [("rows.h5", other_schema), ("rows.h5", rows_attribute_gone)]
 
 
 @pytest.mark.parametrize(("source", "harm"), STAYS, indirect=["source"])
-def test_what_no_writer_heals_is_a_finding(path: Path, harm: Harm) -> None:
+def test_a_fault_that_no_writer_heals_is_a_finding(path: Path, harm: Harm) -> None:
     harm(path)
     leave_open(path)
     report = verify(path)

@@ -93,7 +93,7 @@ def test_sizes_and_limits(options: dict[str, Any], size: int) -> None:
 
 
 @pytest.mark.parametrize("source", [DISABLED, "serial", "single"])
-def test_where_only_the_lanes_needed_are_stepped_nothing_is_discarded(source: str) -> None:
+def test_nothing_is_discarded_if_only_the_lanes_needed_are_stepped(source: str) -> None:
     workers, lanes = (3, 3) if source == "single" else (2, LANES)
     run = through(spread(source, workers, Telling(), lanes, **BUDGET, surplus="never_step"))
     assert_exact(run, 200)
@@ -205,7 +205,7 @@ def test_while_the_consumer_sleeps_workers_fill_two_leases_and_no_more() -> None
         assert 51 < own <= 2 * 51, f"worker {worker} was {own} rows ahead"
 
 
-def test_what_is_held_is_bounded_by_two_leases_a_worker() -> None:
+def test_held_rows_are_bounded_by_two_leases_a_worker() -> None:
     with spread(SAME, 3, **{**BUDGET, "frames_per_batch": 60}) as collector:
         for _ in collector:
             time.sleep(0.02)

@@ -59,7 +59,7 @@ def test_every_format_holds_what_was_yielded(
     assert made["environment"]["type"] == "SyncVectorEnv"
 
 
-def test_what_is_stored_tells_of_the_same_environment_as_one_process_does(tmp_path: Path) -> None:
+def test_the_stored_environment_is_that_of_one_process(tmp_path: Path) -> None:
     made = []
     for name, make in (("one", alone), ("many", lambda *a, **k: spread(*a[:1], 2, *a[1:], **k))):
         through(make(SAME, Telling(), **BUDGET, storage=tmp_path / name))
@@ -163,7 +163,7 @@ def test_batches_lie_on_the_storing_device(mode: str) -> None:
 
 
 @both_modes
-def test_what_was_yielded_stays_as_it_was(mode: str) -> None:
+def test_a_yielded_batch_stays_as_it_was(mode: str) -> None:
     """Batches are no views of memory that workers fill again."""
     kept, copies = [], []
     with spread(DISABLED, 2, Telling(), **BUDGET, mode=mode) as collector:

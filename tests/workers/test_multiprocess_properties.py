@@ -185,7 +185,7 @@ def play(begin: Callable[[int], Collector], steps: list[Any]) -> Play:
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=40)
-def test_whatever_is_done_in_between_the_count_is_exact(
+def test_the_count_is_exact_through_any_calls_in_between(
     steps: list[Any],
     source: str,
     lanes: int,

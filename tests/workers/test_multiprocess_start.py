@@ -174,7 +174,7 @@ def test_an_environment_that_was_made_here_cannot_be_stepped_there(listed: bool)
         env.close()
 
 
-def test_what_cannot_travel_is_named(tmp_path: Path) -> None:
+def test_an_argument_that_cannot_travel_is_named(tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def locked(_: Any = lock) -> Any:

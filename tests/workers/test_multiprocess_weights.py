@@ -196,7 +196,7 @@ def test_weights_may_be_of_any_kind(mode: str) -> None:
     assert [seen[version][0] for version in seen] == [1, 2, 3, 3]
 
 
-def test_what_are_no_weights_is_refused_and_changes_nothing() -> None:
+def test_values_that_are_no_weights_are_refused_and_change_nothing() -> None:
     with spread(SAME, 2, Versioned(), **BUDGET) as collector:
         batches = iter(collector)
         next(batches)

@@ -71,7 +71,7 @@ def test_values_are_checked_when_the_object_is_made(options: dict[str, Any], mes
         ),
     ],
 )
-def test_what_is_said_twice_is_refused(options: dict[str, Any], message: str) -> None:
+def test_an_option_given_twice_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         MultiprocessCollector("CartPole-v1", num_workers=2, **RUN, **options)
 

@@ -167,7 +167,7 @@ def assert_closed(fd: int) -> None:
         os.fstat(fd)
 
 
-def test_nobody_can_take_the_memory_away() -> None:
+def test_no_process_can_take_the_memory_away() -> None:
     arena = Arena.create(8192)
     for size in (0, 8191, 8193):
         with pytest.raises(PermissionError):
@@ -423,7 +423,7 @@ def test_this_machine_says() -> None:
     assert MIB < available_bytes() < psutil.virtual_memory().total
 
 
-def test_what_is_too_much_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_are_too_large_are_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * MIB + 5)
     require(3 * MIB + 5, "slabs")
     with pytest.raises(ArgumentError) as caught:

@@ -77,7 +77,7 @@ def shared(module: nn.Module, **kwargs: Any) -> Iterator[tuple[Arena, SharedWeig
     yield arena, weights
 
 
-def test_what_is_published_is_loaded() -> None:
+def test_published_weights_are_loaded() -> None:
     source, target = Net(), Net()
     with shared(source) as (arena, weights):
         there = SharedWeights(target, Arena.attach(os.dup(arena.fd), arena.nbytes))
@@ -486,7 +486,7 @@ def test_threads_of_a_process_take_turns() -> None:
         assert found == [True]
 
 
-def test_whatever_is_raised_inside_releases_the_lock() -> None:
+def test_an_error_raised_inside_releases_the_lock() -> None:
     with locks(2, 0.05) as (a, b):
         for kind in (a.writing, a.reading):
             with pytest.raises(KeyboardInterrupt), kind():

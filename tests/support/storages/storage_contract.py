@@ -325,7 +325,7 @@ class StorageContract:
                 storage.get(torch.ones(9, dtype=torch.bool))
 
     @pytest.mark.parametrize("index", ["id", 1.5, None, [0.5], (1, 2)], ids=repr)
-    def test_what_is_no_index_is_refused(self, five: Path, index: Any) -> None:
+    def test_values_that_are_no_index_are_refused(self, five: Path, index: Any) -> None:
         with self.make(five, mode="read") as storage, pytest.raises(TypeError, match=r"ind(ex|ic)"):
             storage.get(index)
 
