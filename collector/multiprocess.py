@@ -17,7 +17,7 @@ from torchrl.envs.utils import ExplorationType
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.envs.make import require_id_options
-from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import (
     Finals,
     Layout,
@@ -165,6 +165,11 @@ class MultiprocessCollector(Collector):
         self._startup.ledger = self.ledger
         plan = self._startup.planned.plan
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
+        if plan.arrivals and (self._mode == "sync" or self._options.total_episodes is not None):
+            raise EnvironmentRefused(
+                "lanes that come back in any order fill no slots in step, and workers have no "
+                'episodes of them in turn: pass mode="async" and total_frames, or SyncCollector'
+            )
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,
@@ -267,8 +272,8 @@ class MultiprocessCollector(Collector):
         if self._policy is not None:
             self._weights.publish(self._policy.module, self._policy.version)
 
-    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
-        return self._startup.seed(seed, incarnation)
+    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        return self._startup.seed(seed, incarnation, asked)
 
     def _env_state(self) -> Any:
         return [

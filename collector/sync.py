@@ -168,8 +168,8 @@ class SyncCollector(Collector):
             with admitted():
                 self.env.close(raise_if_closed=False)
 
-    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
-        return seed_env(self.env, seed, incarnation)
+    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        return seed_env(self.env, seed, incarnation, asked=asked)
 
     def _env_state(self) -> Any:
         return self.env.state_dict()

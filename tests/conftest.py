@@ -14,6 +14,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# The contracts that ship are no test modules, whose assertions pytest explains.
+pytest.register_assert_rewrite("tallyroll.collector.envs.testing")
 
 # Shared machines are slow at times: pytest's own watchdog is the deadline.
 settings.register_profile("tallyroll", deadline=None)

@@ -268,7 +268,7 @@ class Collector(ABC):
 
     def _seed_everything(self, seed: int | None) -> None:
         """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
-        incarnation = self.ledger.incarnation
+        incarnation, asked = self.ledger.incarnation, seed is not None
         if seed is not None:
             torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
         else:
@@ -277,11 +277,14 @@ class Collector(ABC):
         # The driver holds this generator: replace its state, not the object.
         fresh = np.random.default_rng(driver_seed(seed, incarnation))
         self._rng.bit_generator.state = fresh.bit_generator.state
-        self._lane_seeds = self._seed_lanes(seed, incarnation)
+        self._lane_seeds = self._seed_lanes(seed, incarnation, asked)
 
     @abstractmethod
-    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
-        """Seed the environments; returns the seed of each lane, none where they chose it."""
+    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed the environments; returns the seed of each lane, none where they chose it.
+
+        ``asked``: somebody wants this very seed.
+        """
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed everything and start new trajectories; returns a seed for another collector.

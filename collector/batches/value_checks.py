@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.options import Validate
-from tallyroll.collector.rollout.driver import ended_in
+from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
 
@@ -173,11 +173,12 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
 
 def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
     """Step within its trajectory of the transition at ``slot`` and ``lane``."""
-    before = slab.transitions[:slot, lane]
-    ends = np.nonzero(before & ended_in(slab, 0, slot)[:, lane])[0]
+    before = slab.transitions[:slot] & slab.of_lane(slot, lane)
+    ends = np.nonzero((before & ended_in(slab, 0, slot)).any(axis=1))[0]
+    count = before.sum(axis=1)
     if len(ends):
-        return int(before[ends[-1] + 1 :].sum())
-    return int(state.step[slab.first_lane + lane] + before.sum())
+        return int(count[ends[-1] + 1 :].sum())
+    return int(state.step[slab.lane_at(slot, lane)] + count.sum())
 
 
 def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:

@@ -21,6 +21,7 @@ from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress
 from tallyroll.collector.cli.report import Page
+from tallyroll.collector.envs import registry
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
@@ -182,7 +183,7 @@ class CollectRun:
         plan = self.plan
         assert plan.env is not None
         module, colon, _ = plan.env.partition(":")
-        if colon:  # it registers the environment
+        if colon and registry.find(plan.env) is None:  # it registers the environment
             imported(module, plan.env)
         policy = load_policy(plan.policy)
         self._warn_of_repetition()

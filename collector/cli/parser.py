@@ -317,7 +317,10 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_collect(parser: argparse.ArgumentParser) -> None:
     """Every option defaults to None, so that --resume can tell what was left out."""
     parser.set_defaults(usage_error=parser.error)
-    help_of_env = "Gymnasium id, or module:Id-v0 where importing the module registers it"
+    help_of_env = (
+        "Gymnasium id, module:Id-v0 where importing the module registers it, or SYSTEM:ID of an "
+        "installed environment system"
+    )
     parser.add_argument("env", nargs="?", metavar="ENV", help=help_of_env)
     _add(parser, "--out", required=True)
     budget = parser.add_argument_group("budget (one of them)")

@@ -15,7 +15,7 @@ class EpisodeBudget:
     """
 
     def __init__(self, total: int, lanes: int) -> None:
-        self.total = total
+        self.total, self.lanes = total, lanes
         self.started = 0
         self.completed = 0
         self._fresh = np.ones(lanes, np.bool_)

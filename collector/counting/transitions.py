@@ -72,3 +72,27 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
     flat = np.flatnonzero(taken.T)  # lane * slots + time
     index = (flat - lane * slots) * lanes + lane
     return index, lane
+
+
+# --- slots whose columns are lanes in any order ---------------------------------------------------
+
+
+def by_lane(taken: Mask, lane: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """As :func:`lane_major`, where ``lane`` ``[time, column]`` says which lane each row is of."""
+    index = np.flatnonzero(taken)
+    lanes = lane.reshape(-1)[index]
+    order = np.argsort(lanes, kind="stable")
+    return index[order], lanes[order]
+
+
+def in_lanes(flags: Mask, lane: NDArray[np.int32], lanes: int) -> Mask:
+    """``flags`` ``[time, column]`` as ``[time, lane]``; no lane stands twice in a slot."""
+    found = np.zeros((len(flags), lanes), np.bool_)
+    at, column = np.nonzero(flags)
+    found[at, lane[at, column]] = True
+    return found
+
+
+def in_columns(flags: Mask, lane: NDArray[np.int32]) -> Mask:
+    """``flags`` ``[time, lane]`` as ``[time, column]``."""
+    return np.take_along_axis(flags, lane.astype(np.intp), axis=1)

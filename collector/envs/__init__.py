@@ -1,5 +1,7 @@
-"""Environments: adapters, one a file, and what ``create_env_fn`` may be."""
+"""Environments: the door for systems, and what ``create_env_fn`` may be."""
 
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
+from tallyroll.collector.envs.system import AgentFlags, Declares, Step, System
+from tallyroll.collector.envs.system_env import SystemEnv
 
-__all__ = ["GymnasiumVectorEnv"]
+__all__ = ["AgentFlags", "Declares", "GymnasiumVectorEnv", "Step", "System", "SystemEnv"]

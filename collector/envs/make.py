@@ -1,44 +1,28 @@
 """Make an environment of any kind of ``create_env_fn``, or refuse it with the way out."""
 
+import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import gymnasium
-import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from torch import nn
-from torchrl.envs import (
-    Compose,
-    EnvBase,
-    InitTracker,
-    RenameTransform,
-    StepCounter,
-    TransformedEnv,
-)
-from torchrl.envs.batched_envs import BatchedEnvBase
-from torchrl.envs.transforms import AutoResetEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
-from tallyroll.collector.compat import resets_itself
-from tallyroll.collector.envs.gymnasium.infos import discovered
-from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.throwaway import close, throwaway
-from tallyroll.collector.errors import (
-    ArgumentError,
-    EnvironmentRefused,
-    MissingExtra,
-    NameRefused,
-)
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.gymnasium import make as of_gymnasium
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.system_env import Make, SystemEnv
+from tallyroll.collector.envs.throwaway import close
+from tallyroll.collector.envs.traits import chain, system_of
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
 from tallyroll.storage.rows.keys import Key, as_key
 
-CreateEnv: TypeAlias = str | EnvBase | VectorEnv | Callable[[], EnvBase | VectorEnv]
+CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -69,52 +53,88 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         EnvironmentRefused: an environment that would lose or invent transitions.
     """
     if isinstance(create, str):
-        return _from_id(create, options)
+        return _by_name(create, options)
     require_id_options(options)
-    made = callable(create) and not isinstance(create, (EnvBase, VectorEnv))
-    env: Any = create() if made else create  # type: ignore[operator]
+    factory: Any = create if _is_factory(create) else None
+    made: Any = create if factory is None else factory()
     try:
-        if isinstance(env, VectorEnv):
-            env = _driven(env, create if made else None, options)
-        elif isinstance(env, EnvBase):
-            env = _with_names(env, options.info_keys, options.rename)
-        elif isinstance(env, gymnasium.Env):
-            raise ArgumentError(
-                f"got a single gymnasium environment, {env}; pass its id, or "
-                "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
-            )
-        else:
-            raise ArgumentError(
-                "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv "
-                f"or a factory of one of them, got {'a factory of ' if made else ''}"
-                f"{type(env).__name__}"
-            )
+        env = _driven(made, factory, options)
         refuse(env)
     except BaseException:
-        if made and isinstance(env, (VectorEnv, EnvBase, gymnasium.Env)):
-            close(env)
+        if factory is not None and hasattr(made, "close"):
+            close(made)
         raise
-    return Made(env, made, _describe(env))
+    return Made(env, factory is not None, _describe(env))
 
 
-def _driven(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
-    """``env`` with its infos declared by another one of ``create``, where that is a factory."""
-    infos = options.info_keys
-    if create is not None:
-        infos = discovered(infos, create, env)
-    return GymnasiumVectorEnv(
-        env, reset_slots=options.reset_slots, info_keys=infos, rename=options.rename
+def _is_factory(create: Any) -> bool:
+    return callable(create) and not isinstance(create, (EnvBase, VectorEnv, System))
+
+
+def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> EnvBase:
+    """``made``, by ``factory`` where there is one, as what a collector drives."""
+    if isinstance(made, EnvBase):
+        return _with_names(made, options.info_keys, options.rename)
+    system = made if isinstance(made, System) else registry.adopt(made)
+    if system is not None:
+        env = SystemEnv(system, rename=options.rename, make=_with_seeds(factory))
+        return _with_names(env, options.info_keys, {})
+    if isinstance(made, VectorEnv):
+        return of_gymnasium.over(made, factory, options)
+    if isinstance(made, gymnasium.Env):
+        raise ArgumentError(
+            f"got a single gymnasium environment, {made}; pass its id, or "
+            "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
+        )
+    raise ArgumentError(
+        "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
+        f"factory of one of them, got {'a factory of ' if factory else ''}{type(made).__name__}"
     )
+
+
+def _with_seeds(factory: Callable[..., Any] | None) -> Make | None:
+    """``factory`` as what makes a system from seeds, if it takes them."""
+    if factory is None or "seeds" not in inspect.signature(factory).parameters:
+        return None
+
+    def make(seeds: Sequence[int] | None) -> System:
+        made = factory(seeds=seeds)
+        system = made if isinstance(made, System) else registry.adopt(made)
+        assert system is not None, "a factory makes the same kind each time"
+        return system
+
+    return make
+
+
+def _by_name(name: str, options: Options) -> Made:
+    kwargs = dict(options.env_kwargs or {})
+    found = registry.find(name)
+    env: SystemEnv
+    if found is None:
+        env = of_gymnasium.from_id(name, options)
+    else:
+        kind, of_kind = found
+
+        def make(seeds: Sequence[int] | None) -> System:
+            return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
+
+        env = SystemEnv(make(None), rename=options.rename, make=make)
+        try:
+            _with_names(env, options.info_keys, {})
+        except BaseException:
+            env.close()
+            raise
+    return Made(env, True, {"id": name, "kwargs": _json(kwargs), "type": env.kind})
 
 
 def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
     """A TorchRL environment, its columns renamed; what ``info_keys`` name are columns of it."""
-    if rename and isinstance(env, GymnasiumVectorEnv):
-        raise ArgumentError("rename: pass it to GymnasiumVectorEnv, which you made yourself")
+    if rename and isinstance(env, SystemEnv):
+        raise ArgumentError(f"rename: pass it to {type(env).__name__}, which you made yourself")
     env = _renamed(env, rename)
-    base = list(chain(env))[-1]
+    base = system_of(env)
     known = {as_key(key) for key in env.observation_spec.keys(True, True)}
-    known |= set(base.info_keys) if isinstance(base, GymnasiumVectorEnv) else set()
+    known |= set() if base is None else set(base.info_keys)
     names = [new_name(info.key, rename, known) for info in info_keys]
     if missing := ["/".join(name) for name in names if name not in known]:
         raise ArgumentError(
@@ -135,7 +155,7 @@ def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
     Raises:
         NameRefused: names collide.
     """
-    if isinstance(env, GymnasiumVectorEnv):
+    if isinstance(env, SystemEnv):
         return env
     bare = _observations(env)
     keys = renamed(bare, rename)
@@ -176,61 +196,16 @@ def require_names_of(
     )
 
 
-def _from_id(env_id: str, options: Options) -> Made:
-    kwargs = options.env_kwargs or {}
-    try:
-        if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
-            import_module("ale_py")  # registers the ids
-
-        def make() -> gymnasium.Env[Any, Any]:
-            return gymnasium.make(env_id, **kwargs)
-
-        # Observations are copied into the slab, so that the vector need not copy them before.
-        vector = SyncVectorEnv(
-            [make] * (options.num_envs or 1), copy=False, autoreset_mode=AutoresetMode.DISABLED
-        )
-    except (gymnasium.error.Error, ImportError) as error:
-        _name_the_extra(env_id, error)
-        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
-    except TypeError as error:
-        raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
-
-    def look() -> VectorEnv:
-        return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
-
-    try:
-        env = _driven(vector, look, options)
-    except BaseException:
-        vector.close()
-        raise
-    return Made(env, True, {"id": env_id, "kwargs": _json(kwargs), "type": "SyncVectorEnv"})
-
-
 def _json(value: Any) -> Any:
     """``value`` as a manifest can hold it; what JSON cannot say is there as its repr."""
     return json.loads(json.dumps(value, default=repr))
 
 
-def _name_the_extra(env_id: str, error: Exception) -> None:
-    """Raise :class:`MissingExtra` where one of tallyroll's extras would have helped."""
-    extra = None
-    if env_id.startswith("ALE/") and find_spec("ale_py") is None:
-        extra = "atari"
-    elif isinstance(error, gymnasium.error.DependencyNotInstalled) and "mujoco" in str(error):
-        extra = "mujoco"
-    if extra is not None:
-        raise MissingExtra(
-            f"{env_id} needs a package that is not installed: pip install 'tallyroll[{extra}]'"
-        ) from error
-
-
 def _describe(env: EnvBase) -> dict[str, Any]:
     bases = list(chain(env))
     base = bases[-1]
-    if isinstance(base, GymnasiumVectorEnv):
-        spec = base.vector_env.spec
-        name = type(base.vector_env.unwrapped).__name__
-        described: dict[str, Any] = {"id": spec.id if spec else None, "type": name}
+    if isinstance(base, SystemEnv):
+        described = base.system.describe()
     else:
         described = {"id": base.__dict__.get("env_name"), "type": type(base).__name__}
     transforms = [type(each).__name__ for outer in bases[:-1] for each in _transforms(outer)]
@@ -240,14 +215,6 @@ def _describe(env: EnvBase) -> dict[str, Any]:
 def _transforms(env: TransformedEnv) -> list[Any]:
     transform = env.transform
     return list(transform) if isinstance(transform, Compose) else [transform]
-
-
-def chain(env: EnvBase) -> Iterator[EnvBase]:
-    """``env`` and what it wraps, outermost first."""
-    yield env
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-        yield env
 
 
 def refuse(env: EnvBase) -> None:
@@ -264,9 +231,9 @@ def refuse(env: EnvBase) -> None:
             "a lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
         )
     *outer, base = chain(env)
-    if outer and isinstance(base, GymnasiumVectorEnv) and base.marks_transitions:
+    if outer and isinstance(base, SystemEnv) and base.marks_transitions:
         raise EnvironmentRefused(
-            f"{type(base.vector_env.unwrapped).__name__} ignores reset masks, so a TransformedEnv "
+            f"{base.kind} ignores reset masks, so a TransformedEnv "
             "around it would count its reset slots as transitions; apply Gymnasium's vector "
             "wrappers underneath, or use SyncVectorEnv"
         )
@@ -285,81 +252,3 @@ def _refuse_silent_vector(env: EnvBase) -> None:
             "observations and counts reset slots as transitions; pass the id and num_envs to the "
             "collector, or GymnasiumVectorEnv(gymnasium.make_vec(id, num_envs=N))"
         )
-
-
-def runs_on_cpu(env: EnvBase) -> bool:
-    """A Gymnasium environment, which steps on the CPU whatever device is asked for."""
-    return isinstance(list(chain(env))[-1], GymnasiumVectorEnv)
-
-
-def loses_finals(env: EnvBase) -> bool:
-    """The final observation of an episode is lost (TorchRL's ``auto_reset=True``)."""
-    for each in chain(env):
-        if isinstance(each, AutoResetEnv) or resets_itself(each):
-            return True
-        if isinstance(each, BatchedEnvBase):
-            # What its workers do can only be seen on one of them.
-            with throwaway(partial(each.create_env_fn[0], **each.create_env_kwargs[0])) as worker:
-                return loses_finals(worker)
-    return False
-
-
-def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
-    """``env`` whose trajectories are truncated after ``frames`` transitions."""
-    base = list(chain(env))[-1]
-    declared_later = isinstance(base, GymnasiumVectorEnv) and ("step_count",) in base.info_keys
-    if declared_later or _counts_otherwise(env):
-        raise NameRefused(
-            "max_frames_per_traj counts in a column 'step_count', which the environment has "
-            'already: rename={"step_count": "own_step_count"}'
-        )
-    if isinstance(base, GymnasiumVectorEnv) and not base.resets_by_mask:
-        raise EnvironmentRefused(
-            f"max_frames_per_traj resets lanes by mask, which "
-            f"{type(base.vector_env.unwrapped).__name__} ignores; pass max_episode_steps to "
-            "gymnasium.make_vec, or use SyncVectorEnv"
-        )
-    return TransformedEnv(env, StepCounter(max_steps=frames))
-
-
-def _counts_otherwise(env: EnvBase) -> bool:
-    """A column has the name that a StepCounter writes to, and another spec than it declares."""
-    spec = env.observation_spec.get("step_count", None)
-    if spec is None:
-        return False
-    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
-    if spec.dtype is not torch.int64 or low is None or high is None:
-        return True
-    most = torch.iinfo(torch.int64).max
-    return not (bool(torch.all(low == 0)) and bool(torch.all(high == most)))
-
-
-def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
-    """``env`` with the states that a recurrent policy reads, where it lacks them."""
-    if not isinstance(policy, nn.Module):
-        return env
-    primers = [
-        module.make_tensordict_primer()  # type: ignore[operator]
-        for module in policy.modules()
-        if hasattr(module, "make_tensordict_primer")
-    ]
-    have = {as_key(key) for key in env.observation_spec.keys(True, True)}
-    missing = [p for p in primers if not {as_key(key) for key in p.primers.keys(True)} <= have]
-    if not missing:
-        return env
-    base = list(chain(env))[-1]
-    if isinstance(base, GymnasiumVectorEnv) and base.marks_transitions:
-        raise EnvironmentRefused(
-            "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
-            f"{type(base.vector_env.unwrapped).__name__} does not allow (it ignores reset masks); "
-            "use SyncVectorEnv"
-        )
-    tracker = [] if ("is_init",) in have else [InitTracker()]
-    return TransformedEnv(env, Compose(*tracker, *missing))
-
-
-def can_step_part(env: EnvBase) -> bool:
-    """Some lanes can be stepped while the others wait."""
-    if isinstance(env, GymnasiumVectorEnv):
-        return env.can_step_part
-    return isinstance(env, BatchedEnvBase) or env.batch_size.numel() == 1

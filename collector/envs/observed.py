@@ -13,12 +13,12 @@ from torchrl.envs.transforms import (
     Transform,
 )
 
-from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.make import chain
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.envs.traits import system_of
 from tallyroll.collector.options import Options
 from tallyroll.collector.slab.names import new_name
 from tallyroll.collector.slab.slab import SlabColumns
-from tallyroll.storage.rows.keys import COUNTERS, NEXT, VALID, Key, as_key
+from tallyroll.storage.rows.keys import COUNTERS, NEXT, NEXT_VALID, VALID, Key, as_key
 
 _REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
 
@@ -35,11 +35,11 @@ def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[
         layout: its columns.
         options: name the columns that come from Gymnasium's ``info``.
     """
-    if isinstance(env, GymnasiumVectorEnv):
+    if isinstance(env, SystemEnv):
         candidates: Iterable[Key] = env.observation_keys
     else:
         candidates = map(as_key, env.observation_spec.keys(True, True))
-    counted = _written_by_transforms(env) | _infos(env, layout, options) | {VALID}
+    counted = _written_by_transforms(env) | _infos(env, layout, options) | {VALID, NEXT_VALID}
     return tuple(
         key
         for key in candidates
@@ -51,8 +51,8 @@ def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[
 
 
 def _infos(env: EnvBase, layout: SlabColumns, options: Options) -> set[Key]:
-    *_, base = chain(env)
-    if isinstance(base, GymnasiumVectorEnv):
+    base = system_of(env)
+    if base is not None and base.info_keys:
         return set(base.info_keys)
     return {new_name(info.key, options.rename, layout) for info in options.info_keys}
 

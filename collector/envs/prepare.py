@@ -3,22 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
+from torch import nn
+from torchrl.envs import Compose, EnvBase, InitTracker, StepCounter, TransformedEnv
 
 from tallyroll.collector.counting.numbering import lane_seeds
-from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.known_faults import refuse_known_faults
-from tallyroll.collector.envs.make import (
-    can_step_part,
-    chain,
-    runs_on_cpu,
-    with_recurrent_states,
-    with_time_limit,
-)
 from tallyroll.collector.envs.probe import refuse_reused
-from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.envs.traits import can_step_part, chain, runs_on_cpu, system_of
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused
 from tallyroll.collector.options import Options
+from tallyroll.storage.rows.keys import as_key
 
 
 def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
@@ -58,18 +54,84 @@ def first_reset(env: EnvBase) -> TensorDictBase:
     return first
 
 
-def seed_env(env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = ()) -> list[int]:
-    """Seed the next reset of every lane; returns their seeds, none where TorchRL chooses some.
+def seed_env(
+    env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (), *, asked: bool = True
+) -> list[int]:
+    """Seed the next reset of every lane; returns their seeds, none where a system chooses some.
 
-    ``lanes`` are their numbers in the run; by default they are all there are.
+    ``lanes`` are their numbers in the run; by default they are all there are. ``asked``: somebody
+    wants this very seed.
+
+    Raises:
+        ArgumentError: a system that takes seeds only when it is made cannot be made again.
     """
     lanes = lanes or range(env.batch_size.numel())
     of_all = lane_seeds(seed, max(lanes) + 1, incarnation)
     seeds = [of_all[lane] for lane in lanes]
-    base = list(chain(env))[-1]
-    if isinstance(base, GymnasiumVectorEnv):
-        base.seed_lanes(seeds)
+    base = system_of(env)
+    if base is not None:
         base.first_lane = lanes[0]
-        return seeds
+        if base.takes_seeds:
+            base.seed_lanes(seeds)
+            return seeds
+        if asked and base.system.declares.seeds == "make":
+            raise ArgumentError(
+                f"seed: {base.kind} takes seeds only when it is made; pass a factory that takes "
+                "them (def make(seeds): …), or leave seed and resume out"
+            )
+        return []
     env.set_seed(seeds[0])
     return seeds if len(seeds) == 1 else []
+
+
+def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
+    """``env`` whose trajectories are truncated after ``frames`` transitions."""
+    base = system_of(env)
+    declared_later = base is not None and ("step_count",) in base.info_keys
+    if declared_later or _counts_otherwise(env):
+        raise NameRefused(
+            "max_frames_per_traj counts in a column 'step_count', which the environment has "
+            'already: rename={"step_count": "own_step_count"}'
+        )
+    if base is not None and not base.resets_by_mask:
+        raise EnvironmentRefused(
+            f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; pass "
+            "max_episode_steps to gymnasium.make_vec, or use SyncVectorEnv"
+        )
+    return TransformedEnv(env, StepCounter(max_steps=frames))
+
+
+def _counts_otherwise(env: EnvBase) -> bool:
+    """A column has the name that a StepCounter writes to, and another spec than it declares."""
+    spec = env.observation_spec.get("step_count", None)
+    if spec is None:
+        return False
+    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
+    if spec.dtype is not torch.int64 or low is None or high is None:
+        return True
+    most = torch.iinfo(torch.int64).max
+    return not (bool(torch.all(low == 0)) and bool(torch.all(high == most)))
+
+
+def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
+    """``env`` with the states that a recurrent policy reads, where it lacks them."""
+    if not isinstance(policy, nn.Module):
+        return env
+    primers = [
+        module.make_tensordict_primer()  # type: ignore[operator]
+        for module in policy.modules()
+        if hasattr(module, "make_tensordict_primer")
+    ]
+    have = {as_key(key) for key in env.observation_spec.keys(True, True)}
+    missing = [p for p in primers if not {as_key(key) for key in p.primers.keys(True)} <= have]
+    if not missing:
+        return env
+    base = system_of(env)
+    if base is not None and base.marks_transitions:
+        raise EnvironmentRefused(
+            "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
+            f"{base.kind} does not allow (it ignores reset masks); "
+            "use SyncVectorEnv"
+        )
+    tracker = [] if ("is_init",) in have else [InitTracker()]
+    return TransformedEnv(env, Compose(*tracker, *missing))

@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from tallyroll.collector.compat import step_mdp, steps_in_buffers
 from tallyroll.collector.envs.gymnasium.spaces import drawn_from
-from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.make import chain, loses_finals
 from tallyroll.collector.envs.reuse import contents, overlap, places
+from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.throwaway import distinct, throwaway
+from tallyroll.collector.envs.traits import chain, loses_finals
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.random_actions import MASK_NAME, RandomActions
 
@@ -110,9 +109,8 @@ def refuse_reused(env: EnvBase) -> None:
         EnvironmentRefused: final observations would be overwritten; says how to keep them.
     """
     base = list(chain(env))[-1]
-    if isinstance(base, GymnasiumVectorEnv):
-        if base.autoreset is AutoresetMode.SAME_STEP:
-            _refuse_same_step(base)
+    if isinstance(base, SystemEnv):
+        base.system.require_finals()
     elif isinstance(base, BatchedEnvBase):
         in_one_call = steps_in_buffers(env)
         for index in distinct(base.create_env_fn, base.create_env_kwargs):
@@ -123,25 +121,8 @@ def refuse_reused(env: EnvBase) -> None:
                     _refuse_parallel(child)
 
 
-def _refuse_same_step(env: GymnasiumVectorEnv) -> None:
-    vector = env.vector_env
-    holder = vector_of_lanes(vector)
-    if holder is None:
-        return  # its final observations are looked at as they come
-    sync = isinstance(holder, SyncVectorEnv)
-    names = () if sync else env.info_names
-    for index in distinct(holder.env_fns):
-        if _probed(holder.env_fns[index], partial(lane, names=names), warn=not sync):
-            raise EnvironmentRefused(
-                f"environment {index} of {type(holder).__name__} returns its observations in one "
-                "array that it overwrites, and in SAME_STEP mode it is stepped and reset in one "
-                "call, so that the final observation is gone when that returns; use NEXT_STEP or "
-                "DISABLED, or return copies"
-            )
-
-
 def _refuse_parallel(child: EnvBase) -> None:
-    if _probed(lambda: child, torchrl, warn=True):
+    if overwrites_itself(lambda: child, torchrl, warn=True):
         raise EnvironmentRefused(
             f"the workers of ParallelEnv step and reset in one call, and {type(child).__name__} "
             "returns values in memory that its reset overwrites, so final observations would be "
@@ -150,7 +131,10 @@ def _refuse_parallel(child: EnvBase) -> None:
         )
 
 
-def _probed(make: Callable[[], Any], child: Callable[[Any], Child], *, warn: bool) -> bool:
+def overwrites_itself(
+    make: Callable[[], Any], child: Callable[[Any], Child], *, warn: bool
+) -> bool:
+    """Whether what ``make`` makes, called as ``child`` says, overwrites what its steps returned."""
     try:
         with throwaway(make) as env:
             return overwrites(child(env))
@@ -164,23 +148,10 @@ def _probed(make: Callable[[], Any], child: Callable[[Any], Child], *, warn: boo
         return False
 
 
-def vector_of_lanes(vector: VectorEnv) -> Any:
-    """The vector in ``vector`` that made its lanes by ``env_fns``; None where there is none."""
-    inner: Any = vector.unwrapped
-    for _ in range(4):
-        if getattr(inner, "env_fns", None):
-            return inner
-        held = [each for each in vars(inner).values() if isinstance(each, VectorEnv)]
-        if len(held) != 1:
-            return None
-        inner = held[0].unwrapped
-    return None
-
-
 # --- how it is called -----------------------------------------------------------------------------
 
 
-def lane(env: Any, *, names: Sequence[str] = ()) -> Child:
+def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
     """A Gymnasium environment; ``names`` are those of its infos that become columns."""
     space = copy.deepcopy(env.action_space)
     space.seed(0)

@@ -7,8 +7,8 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
 from tallyroll.collector.compat import hooks_behind_steps, splits, step_mdp
-from tallyroll.collector.envs.make import loses_finals
 from tallyroll.collector.envs.reuse import contents, share_memory
+from tallyroll.collector.envs.traits import loses_finals
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.storage.rows.keys import NEXT
 

@@ -130,6 +130,7 @@ class RandomActions:
         rng: what numbers are drawn with.
         lanes: how many the run has; None: those of ``env`` alone.
         first: the number of the first lane of ``env`` among them.
+        columns: lanes that act a slot, where it is not all of ``env``.
     """
 
     def __init__(
@@ -138,14 +139,16 @@ class RandomActions:
         rng: np.random.Generator,
         lanes: int | None = None,
         first: int = 0,
+        columns: int | None = None,
     ) -> None:
         self._env, self._rng = env, rng
         self._masks = {key: mask_key(env, key) for key in action_keys(env)}
-        own = env.batch_size.numel()
+        own = env.batch_size.numel() if columns is None else columns
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else slice(None)
         self._alike = lanes_alike(env) and not _masks_by_spec(env)
-        self._specs = {key: env.full_action_spec[key] for key in self._masks}
+        specs = ((key, env.full_action_spec[key]) for key in self._masks)
+        self._specs = {key: spec if columns is None else spec[:columns] for key, spec in specs}
         self._draws = {key: self._draw(key, spec) for key, spec in lane_actions(env).items()}
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
@@ -160,14 +163,9 @@ class RandomActions:
         return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
     @property
-    def masked(self) -> bool:
-        """Some action has a mask."""
-        return any(self._masks.values())
-
-    @property
     def block_drawn(self) -> bool:
-        """Every action can be drawn elsewhere, by :func:`all_drawn`."""
-        return not self.masked and None not in self._draws.values()
+        """No action depends on what is seen: all can be drawn elsewhere, by :func:`all_drawn`."""
+        return not any(self._masks.values()) and None not in self._draws.values()
 
     def ahead(self, slots: int) -> Ahead:
         """Draw what can be drawn for so many slots before they are stepped."""
@@ -201,7 +199,7 @@ class RandomActions:
         return td
 
     def _by_torch(self, key: Key, mask: torch.Tensor | None) -> torch.Tensor:
-        leaf = self._env.full_action_spec[key]
+        leaf = self._specs[key]
         if mask is not None:
             leaf = leaf.clone()
             allowed = mask.to(torch.bool)

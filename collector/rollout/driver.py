@@ -1,42 +1,22 @@
-"""Drivers fill the slots of a slab: their interface, and the base of local ones."""
+"""Drivers fill the slots of a slab: their interface, and the one of this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.errors import PolicyError, TransitionError
-from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.policies.random_actions import RandomActions, action_keys
+from tallyroll.collector.policies.policy import Policy, no_tensordict
+from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
+from tallyroll.collector.rollout.lanes import Account, Lanes, changed, ended_in
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.slab.progress import FILLED, HALT
-from tallyroll.collector.slab.slab import Array, Slab, SlabColumn
-from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
-
-
-@dataclass(frozen=True)
-class Account:
-    """The outcome of the slots ``[start, stop)`` that a driver was asked to fill."""
-
-    slots: int
-    """Lanes of step calls that were made."""
-    executed: int
-    """Of those, the ones in which an environment executed an action."""
-    transitions: Mask
-    """``[time, lane]``, of those, the ones whose rows are there to be taken."""
-    ran: Mask | None = None
-    """``[time, lane]``, the slots that were stepped; None: all of the lanes asked for."""
-    lost: int = 0
-    """Transitions that a worker which failed took with it."""
-    beyond: int = 0
-    """Those of others behind the last slot that every lane completed: they are in no batch."""
+from tallyroll.collector.slab.slab import Array, Slab
+from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 class Driver(ABC):
@@ -46,6 +26,8 @@ class Driver(ABC):
     """
 
     slab: Slab
+    run_lanes: int
+    """Lanes of the environment; the slab's columns are as many, but where lanes arrive."""
 
     @property
     @abstractmethod
@@ -100,6 +82,11 @@ class Driver(ABC):
     def upcoming(self) -> NDArray[np.bool_]:
         """Lanes whose next slot will be a transition."""
 
+    @property
+    def random_under_way(self) -> int:
+        """Steps with random actions that have not come back."""
+        return 0
+
     def take_cuts(self) -> NDArray[np.bool_] | None:
         """Lanes that had to begin anew since this was last asked, or None."""
         return None
@@ -110,17 +97,14 @@ class Driver(ABC):
 
 
 class LocalDriver(Driver):
-    """The base of both drivers of this process.
+    """Chooses actions, writes them to a slab, and lets the lanes of this process step.
 
     Args:
-        env: batch size ``[]`` (one lane) or ``[lanes]``.
+        lanes: what is stepped, over the slab that is filled.
         policy: None draws random actions.
         extra: keys that the policy writes beside the action.
-        slab: the memory that is filled.
-        rng: draws random actions, where they are drawn in blocks.
+        random: draws random actions.
         board: where progress is written; see :mod:`tallyroll.collector.slab.progress`.
-        run_lanes: lanes of the run, for each of which ``rng`` draws, so that every process that
-            has an equal one draws the same; None: only for those of ``env``.
     """
 
     drawn: Mapping[Key, Array] | None = None
@@ -128,39 +112,24 @@ class LocalDriver(Driver):
 
     def __init__(
         self,
-        env: EnvBase,
+        lanes: Lanes,
         policy: Policy | None,
         *,
         extra: Sequence[Key],
-        slab: Slab,
-        rng: np.random.Generator,
+        random: RandomActions,
         board: memoryview,
-        run_lanes: int | None = None,
     ) -> None:
-        self.env, self.policy, self.slab, self.rng = env, policy, slab, rng
-        self.lanes = slab.lanes
+        self.stepped, self.policy, self.slab = lanes, policy, lanes.slab
+        self.lanes = self.slab.lanes
+        self.run_lanes = lanes.env.batch_size.numel()
         self.board = board
         self._extra = tuple(extra)
-        self._random = RandomActions(env, rng, run_lanes, slab.first_lane)
-        self._actions = action_keys(env)
+        self._random = random
+        self._actions = action_keys(lanes.env)
+        self._outputs = [(key, lanes.rows(key)) for key in (*self._actions, *self._extra)]
         self._first: TensorDictBase | None = None
-        self.bind()
 
-    @abstractmethod
-    def bind(self) -> None:
-        """Build views of the slab, once."""
-
-    @abstractmethod
-    def given_steps(self, start: int, stop: int, lanes: int) -> None:
-        """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""
-
-    @abstractmethod
-    def _begin(self, first: TensorDictBase) -> None:
-        """Make ``first`` what the next slot's policy sees."""
-
-    @abstractmethod
-    def _transitions(self, start: int, stop: int) -> Mask:
-        """Which slots in ``[start, stop)`` are transitions ``[time, lane]``."""
+    # --- progress ---------------------------------------------------------------------------------
 
     @property
     def used(self) -> int:
@@ -184,6 +153,8 @@ class LocalDriver(Driver):
         """Keep incomplete slots out of ``used``, wherever an interrupt comes."""
         return admitted()
 
+    # --- beginnings -------------------------------------------------------------------------------
+
     def start_from(self, first: TensorDictBase) -> None:
         """Use ``first``, what the environment's reset returned, instead of another reset."""
         self._first = first
@@ -195,43 +166,135 @@ class LocalDriver(Driver):
     def begin(self) -> None:
         """Start every lane's next trajectory."""
         first, self._first = self._first, None
-        self._begin(self.env.reset() if first is None else first)
+        self.stepped.begin(self.used, self.stepped.env.reset() if first is None else first)
 
-    def upcoming(self) -> NDArray[np.bool_]:
-        """Lanes whose next slot will be a transition."""
-        return np.ones(self.lanes, np.bool_)
+    # --- slots ------------------------------------------------------------------------------------
 
-    def account(self, start: int, stop: int, stepped: int) -> Account:
-        """The outcome of the slots ``[start, stop)``."""
-        if stop == start:
-            return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
-        transitions = self._transitions(start, stop)
-        if stepped < self.lanes:
-            transitions[:, stepped:] = False
-        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
+    def random_steps(self, start: int, stop: int) -> None:
+        """Fill slots ``[start, stop)`` with random actions."""
+        ahead = self._random.ahead(stop - start)
+        if self._random.block_drawn:
+            for key, drawn in ahead.items():
+                self.stepped.block(key, start, stop).copy_(drawn)
+            self.stepped.step(start, stop)
+            return
+        for at in range(start, stop):
+            self._act_at_random(at, ahead, at - start)
+            self.stepped.step(at, at + 1)
+            if self.stopping:
+                break
+
+    def given_steps(self, start: int, stop: int, lanes: int) -> None:
+        """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""
+        if lanes < self.lanes:
+            self.stepped.step_part(start, lanes)
+        else:
+            self.stepped.step(start, stop)
+
+    def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
+        """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
+        for at in range(start, stop):
+            if random_lanes is None:
+                self._refresh(at, stop)
+                self._act(at)
+            else:
+                self._act_both_ways(at, random_lanes)
+            self.stepped.step(at, at + 1)
+            if self.stopping:
+                break
+
+    def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
+        """Fill one slot, stepping the first ``lanes`` lanes only."""
+        if random_lanes is not None:
+            self._act_both_ways(at, random_lanes, some=lanes > 0)
+        elif self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION:
+            # Also where no lane is stepped: others draw too.
+            ahead = self._random.ahead(1)
+            if lanes:
+                self._act_at_random(at, ahead, 0)
+        elif lanes:
+            self._refresh(at, at + 1)
+            self._act(at)
+        self.given_steps(at, at + 1, lanes)
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def _act_at_random(self, at: int, ahead: Ahead, slot: int) -> None:
+        drawn = self._random.act(self.stepped.seen(at).clone(False), ahead, slot)
+        for key in self._actions:
+            self.stepped.rows(key)[at].copy_(drawn.get(key))
+
+    def _act(self, at: int) -> None:
+        """Write what the policy chooses to slot ``at``, copied."""
+        assert self.policy is not None
+        out = self._called(self.stepped.seen(at))
+        self._put(out, at)
+        self.stepped.acted(out, self.policy.writes)
+
+    def _act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
+        """Random actions in ``random_lanes``, whose states stay as they were; else the policy's."""
+        if self.drawn is None:
+            ahead = self._random.ahead(1)
+        else:
+            drawn = {key: torch.from_numpy(each)[None] for key, each in self.drawn.items()}
+            ahead = self._random.of_lanes(drawn)
+        if not some:
+            return
+        lanes = torch.from_numpy(random_lanes)
+        if random_lanes.all():
+            self._act_at_random(at, ahead, 0)
+        elif not random_lanes.any():
+            self._act(at)
+        else:
+            assert self.policy is not None
+            seen = self.stepped.seen(at)
+            before = seen.clone(False)
+            out = self._called(seen)
+            self._put(out, at)
+            at_random = self._random.act(before.clone(False), ahead, 0)
+            for key in self._actions:
+                row = self.stepped.rows(key)[at]
+                row[lanes] = at_random.get(key)[lanes].to(row.device)
+            self.stepped.acted(out, self.policy.writes, before, lanes)
+        for key in self._extra:
+            self.slab.columns[key][at, lanes] = 0
+
+    def _called(self, td: TensorDictBase) -> TensorDictBase:
+        assert self.policy is not None
+        out = self.policy(td)
+        if not isinstance(out, TensorDictBase):
+            raise no_tensordict(out)
+        return out
+
+    def _put(self, out: TensorDictBase, at: int) -> None:
+        for key, rows in self._outputs:
+            value, row = out.get(key, None), rows[at]
+            if value is None or value.shape != row.shape or value.dtype != row.dtype:
+                raise changed(key, value, row)
+            row.copy_(value)
 
     def _refresh(self, start: int, stop: int) -> None:
         """Newer weights, where there are any, choose the actions of slots ``[start, stop)``."""
         if self.policy is not None and self.policy.refresh():
             self.slab.version[start:stop] = self.policy.version
 
+    # --- what came of it --------------------------------------------------------------------------
 
-def ended_in(slab: Slab, start: int, stop: int) -> Mask:
-    """``[time, lane]``, an end was reported in this slot of ``slab``."""
-    terminated = slab.columns[TERMINATED][start:stop]
-    other = slab.columns.get(TRUNCATED, slab.columns.get(DONE))
-    assert other is not None
-    flags = terminated | other[start:stop]
-    ended: Mask = flags.reshape(stop - start, slab.lanes).cpu().numpy()
-    return ended
+    def upcoming(self) -> NDArray[np.bool_]:
+        """Lanes whose next slot will be a transition."""
+        return self.stepped.upcoming()
 
+    @property
+    def random_under_way(self) -> int:
+        """Steps with random actions that have not come back."""
+        return self.stepped.random_under_way
 
-def changed(key: Key, got: torch.Tensor | None, wanted: torch.Tensor | None = None) -> Exception:
-    """The error for a value that is not what the first step gave."""
-    kind = TransitionError if key[0] == NEXT else PolicyError
-    if got is None or wanted is None:
-        return kind(f"{spell(key)} is missing; it was there on the first step")
-    return kind(
-        f"{spell(key)}: got {SlabColumn(got.dtype, tuple(got.shape))}, expected "
-        f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
-    )
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, lane]``, the environment reported an end in this slot."""
+        return self.stepped.ended(start, stop)
+
+    def account(self, start: int, stop: int, stepped: int) -> Account:
+        """The outcome of the slots ``[start, stop)``."""
+        if stop == start:
+            return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
+        return self.stepped.account(start, stop, stepped)

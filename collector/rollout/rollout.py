@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.counting.transitions import Mask, first_in_slot_order, lane_major
+from tallyroll.collector.counting.transitions import (
+    Mask,
+    by_lane,
+    first_in_slot_order,
+    in_columns,
+    in_lanes,
+    lane_major,
+)
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
@@ -44,7 +51,10 @@ class Block:
     def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":
         """The first ``count`` of ``transitions`` ``[used, lane]``."""
         taken = first_in_slot_order(transitions, count)
-        index, lane = lane_major(taken)
+        if slab.lane is None:
+            index, lane = lane_major(taken)
+        else:
+            index, lane = by_lane(taken, slab.lane[: len(taken)])
         if slab.first_lane:
             lane += np.int32(slab.first_lane)
         return cls(slab, len(transitions), taken, index, lane)
@@ -223,7 +233,13 @@ class Rollout:
         for key in rewards:
             reward = self.slab.columns[key][at].to(torch.float64).cpu()
             total += reward.reshape(self.lanes, -1).sum(dim=1).numpy()
-        return total, self.driver.ended(at, at + 1)[0]
+        ended = self.driver.ended(at, at + 1)[0]
+        if self.slab.lane is None:
+            return total, ended
+        lane = self.slab.lane[at]
+        of_lanes = np.zeros(self.driver.run_lanes)
+        of_lanes[lane] = total
+        return of_lanes, in_lanes(ended[None], lane[None], self.driver.run_lanes)[0]
 
     def restart_lanes(self) -> None:
         """Reset every lane before the next slot; nothing may be carried then."""
@@ -240,11 +256,13 @@ class Rollout:
     def discard_held(self) -> NDArray[np.bool_]:
         """Throw away and count all that :meth:`copied` was not said of; returns their lanes."""
         marks = self._waiting()
+        at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
-            at = slice(self.driver.used - len(marks), self.driver.used)
             drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
             self.random_frames += int(drawn.sum())
         self.ledger.discarded += int(marks.sum())
+        if self.slab.lane is not None:
+            marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)
         lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
         self._held, self._given = None, True
         return lanes
@@ -284,12 +302,17 @@ class Rollout:
             with self.driver.interruptible():
                 if self.policy is None:
                     self._random_slots(start, start + steps, stepped)
-                elif self.random_frames > 0:
+                elif self._random_left > 0:
                     self._opening(start, steps, stepped)
                 else:
                     self._policy_slots(start, start + steps, stepped)
         finally:
             self._count(start, self.driver.used, stepped)
+
+    @property
+    def _random_left(self) -> int:
+        """Actions that are still to be drawn: those of lanes under way have been."""
+        return self.random_frames - self.driver.random_under_way
 
     def _slots_at_once(self, gate: EpisodeBudget) -> int:
         """Slots until an episode budget is looked at again."""
@@ -320,16 +343,17 @@ class Rollout:
     def _opening(self, start: int, steps: int, stepped: int) -> None:
         """Random frames: whole slots while they last, then one slot of both kinds."""
         assert self.policy is not None
-        whole = min(steps, self.random_frames // stepped)
+        left = self._random_left
+        whole = min(steps, left // stepped)
         if whole:
             for key in self._extra:
                 self.slab.columns[key][start : start + whole].zero_()
             self._random_slots(start, start + whole, stepped)
         else:
             upcoming = self.driver.upcoming()
-            if self.gate is not None:
+            if self.gate is not None and self.slab.lane is None:
                 upcoming = self.gate.upcoming(upcoming)
-            drawn = upcoming & (np.cumsum(upcoming) <= self.random_frames)
+            drawn = upcoming & (np.cumsum(upcoming) <= left)
             self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.version)
             if stepped < self.lanes:
                 self.driver.part(start, stepped, drawn)
@@ -353,7 +377,7 @@ class Rollout:
             ledger.policy_calls_on_reset_slots += int(on_resets.sum())
         if self.gate is not None and stop > start:
             before = int(transitions.sum())
-            transitions = self.gate.wanted(transitions, self.driver.ended(start, stop))
+            transitions = self._wanted(self.gate, transitions, start, stop)
             ledger.discarded += before - int(transitions.sum())
         if self.policy is not None and self.random_frames > 0:
             self.random_frames -= int((transitions & ~by_policy).sum())
@@ -361,3 +385,12 @@ class Rollout:
         self._cuts = self.driver.take_cuts()
         if self._cuts is not None and self.gate is not None:
             self.gate.cut(self._cuts)
+
+    def _wanted(self, gate: EpisodeBudget, transitions: Mask, start: int, stop: int) -> Mask:
+        """Those of ``transitions`` that belong to the budget's episodes."""
+        ended = self.driver.ended(start, stop)
+        if self.slab.lane is None:
+            return gate.wanted(transitions, ended)
+        lane = self.slab.lane[start:stop]
+        of_lanes = [in_lanes(flags, lane, gate.lanes) for flags in (transitions, ended)]
+        return transitions & in_columns(gate.wanted(*of_lanes), lane)

@@ -12,23 +12,25 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
-from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
-from tallyroll.collector.envs.make import loses_finals, require_names_of
+from tallyroll.collector.envs.make import require_names_of
 from tallyroll.collector.envs.observed import observed_keys
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.envs.traits import fills_slabs, loses_finals
 from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.policy import Policy, next_keys, try_out
-from tallyroll.collector.policies.random_actions import action_keys
+from tallyroll.collector.policies.random_actions import RandomActions, action_keys
 from tallyroll.collector.policies.states import refuse_states
-from tallyroll.collector.rollout.copying import CopyDriver
-from tallyroll.collector.rollout.driver import LocalDriver, ended_in
-from tallyroll.collector.rollout.in_place import InPlaceDriver
+from tallyroll.collector.rollout.arriving import ArrivingLanes
+from tallyroll.collector.rollout.copying import CopiedLanes
+from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.lanes import Lanes, SystemLanes, ended_in
 from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import (
     DONE,
     NEXT,
-    REWARD,
+    NEXT_VALID,
     TERMINATED,
     TRUNCATED,
     VALID,
@@ -66,6 +68,8 @@ class SlabPlan:
     """An environment that writes in place has reset slots."""
     marked: bool
     """The environment marks which slots are transitions."""
+    arrivals: int
+    """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
@@ -87,19 +91,33 @@ class SlabPlan:
             torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
             for column in self.layout.values()
         )
-        fitting = max(4, SLAB_BYTES // max(1, row * lanes * slabs))
-        return int(min(2 * ceil(frames / lanes) + 4, MOST_SLOTS, fitting))
+        columns = self.columns(lanes)
+        fitting = max(4, SLAB_BYTES // max(1, row * columns * slabs))
+        return int(min(2 * ceil(frames / columns) + 4, MOST_SLOTS, fitting))
+
+    def columns(self, lanes: int) -> int:
+        """Rows of a slot, of an environment with so many lanes."""
+        return self.arrivals or lanes
 
     def slab(self, slots: int, lanes: int, **options: Any) -> Slab:
         """A slab of ``slots`` slots; ``options`` are the others of :class:`Slab`."""
-        return Slab(slots, lanes, self.layout, flowing=self.flowing, shared=self.shared, **options)
+        return Slab(
+            slots,
+            self.columns(lanes),
+            self.layout,
+            flowing=self.flowing,
+            shared=self.shared,
+            arrivals=self.arrivals > 0,
+            **options,
+        )
 
 
 def plan_slab(
     env: EnvBase, policy: Policy | None, first: TensorDictBase, options: Options
 ) -> SlabPlan:
     """Try the policy out on ``first``, what a reset returned, and lay out the columns."""
-    in_place = isinstance(env, GymnasiumVectorEnv)
+    in_place = fills_slabs(env)
+    arrivals = env.arrivals if isinstance(env, SystemEnv) and in_place else 0
     extra: dict[Key, SlabColumn] = {}
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
@@ -120,8 +138,8 @@ def plan_slab(
     return SlabPlan(
         layout={**extra, **layout},
         extra=tuple(extra),
-        flowing=env.observation_keys if in_place else (),
-        shared=in_place and env.has_reset_slots,
+        flowing=env.observation_keys if in_place and not arrivals else (),
+        shared=in_place and env.has_reset_slots and not arrivals,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
         lost_finals=options.finals == "lost" or loses_finals(env),
         observed=observed_keys(env, layout, options),
@@ -130,6 +148,7 @@ def plan_slab(
         in_place=in_place,
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
+        arrivals=arrivals,
     )
 
 
@@ -142,13 +161,25 @@ def make_driver(
     board: memoryview,
     run_lanes: int | None = None,
 ) -> LocalDriver:
-    """The way of driving that ``plan`` was made for; see :class:`LocalDriver`."""
-    kind: type[LocalDriver] = InPlaceDriver if plan.in_place else CopyDriver
-    return kind(env, policy, extra=plan.extra, slab=slab, rng=rng, board=board, run_lanes=run_lanes)
+    """The way of driving that ``plan`` was made for.
+
+    ``run_lanes`` are those of the run, for each of which ``rng`` draws, so that every process that
+    has an equal one draws the same; None: only for those of ``env``.
+    """
+    columns = plan.arrivals or None
+    random = RandomActions(env, rng, run_lanes, slab.first_lane, columns)
+    lanes: Lanes
+    if plan.arrivals:
+        lanes = ArrivingLanes(env, slab, plan.extra, board)
+    elif plan.in_place:
+        lanes = SystemLanes(env, slab, board)
+    else:
+        lanes = CopiedLanes(env, slab, plan.extra, board)
+    return LocalDriver(lanes, policy, extra=plan.extra, random=random, board=board)
 
 
-def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, SlabColumn]:
-    """Columns that a :class:`GymnasiumVectorEnv` fills."""
+def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
+    """Columns that a :class:`SystemEnv` fills."""
     layout: dict[Key, SlabColumn] = {}
     for key in env.observation_keys:
         layout[key] = _column(env.observation_spec[key], 1)
@@ -156,8 +187,14 @@ def in_place_layout(env: GymnasiumVectorEnv) -> dict[Key, SlabColumn]:
         layout[key] = _column(env.full_action_spec[key], 1)
     for key in env.observation_keys:
         layout[(NEXT, *key)] = layout[key]
-    layout[REWARD] = SlabColumn(torch.float32, (1,))
+    for key in env.reward_columns:
+        layout[(NEXT, *key)] = _column(env.full_reward_spec[key], 1)
     layout[TERMINATED] = layout[TRUNCATED] = SlabColumn(torch.bool, (1,))
+    for group, size in env.groups.items():
+        for name in ("terminated", "truncated", "done"):
+            layout[(NEXT, group, name)] = SlabColumn(torch.bool, (size, 1))
+    if NEXT_VALID in map(as_key, env.observation_spec.keys(True, True)):
+        layout[NEXT_VALID] = SlabColumn(torch.bool, ())
     return layout
 
 
@@ -174,8 +211,10 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
     layout: dict[Key, SlabColumn] = {}
     for name, value in env.fake_tensordict().items(True, True):
         key = as_key(name)
-        if key in flags or key in (VALID, (NEXT, *VALID)):
+        if key in flags or key in (VALID, NEXT_VALID, (NEXT, *VALID)):
             continue
+        if key == (NEXT, *NEXT_VALID):
+            key = NEXT_VALID
         layout[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
     if DONE not in layout or TERMINATED not in layout:
         raise EnvironmentRefused("the environment declares no done and terminated at its root")

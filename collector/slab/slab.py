@@ -6,7 +6,7 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 ``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from tallyroll.storage.rows.keys import (
+    LANE,
     NEXT,
+    NEXT_VALID,
     POLICY_VERSION,
-    REWARD,
     TERMINATED,
     TRUNCATED,
     VALID,
@@ -26,6 +27,8 @@ from tallyroll.storage.rows.keys import (
 )
 
 Array = NDArray[Any]
+
+_ON_CPU = (VALID, POLICY_VERSION, LANE)
 
 
 @dataclass(frozen=True)
@@ -46,29 +49,40 @@ SlabColumns = Mapping[Key, SlabColumn]
 class Cursor:
     """Arrays of a slab that an environment reads actions from and writes results to.
 
-    All arrays are ``[time, lane, ...]``; the slot is ``at``. An adapter reads ``action[at]`` and
-    fills ``reward``, ``terminated``, ``truncated``, ``next_obs`` with what the step led to (the
+    All arrays are ``[time, lane, ...]``; the slot is ``at``. An environment reads ``actions`` and
+    fills ``rewards``, ``terminated``, ``truncated``, ``next_obs`` with what the step led to (the
     final observation where an episode ended) and ``root_obs`` with what the policy sees in the
-    slot after. Observations are listed in the order of the adapter's columns; where the slab
-    shares their memory, ``root_obs`` is empty. Whole arrays and one index, for as many views
-    as there are slots would be cold in the cache when their turn comes.
+    slot after. Actions, rewards and observations are listed in the order of the environment's
+    columns; where the slab shares the memory of observations, ``root_obs`` is empty. Whole arrays
+    and one index, for as many views as there are slots would be cold in the cache when their turn
+    comes.
     """
 
-    action: Array
+    actions: tuple[Array, ...]
     next_obs: tuple[Array, ...]
     root_obs: tuple[Array, ...]
     seen_obs: tuple[Array, ...]
     """What the policy saw in the slot."""
-    reward: Array
+    rewards: tuple[Array, ...]
+    """Without the last axis where that is all a lane has."""
     terminated: Array
     truncated: Array
+    agents: Mapping[str, tuple[Array, Array, Array]]
+    """Terminated, truncated and done of each group of agents ``[time, lane, agent]``."""
+    next_valid: Array | None
+    """Where some final observations are lost: which are not."""
     board: memoryview
     """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
 
 
 def memory_of(
-    slots: int, lanes: int, layout: SlabColumns, flowing: Iterable[Key], shared: bool
+    slots: int,
+    lanes: int,
+    layout: SlabColumns,
+    flowing: Iterable[Key],
+    shared: bool,
+    arrivals: bool = False,
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every piece of memory of a slab; its columns are views of them."""
     pieces: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -80,6 +94,8 @@ def memory_of(
         pieces[key] = (length, lanes, *column.shape), column.dtype
     pieces[VALID] = (slots, lanes), torch.bool
     pieces[POLICY_VERSION] = (slots, lanes), torch.int64
+    if arrivals:
+        pieces[LANE] = (slots, lanes), torch.int32
     return pieces
 
 
@@ -95,6 +111,7 @@ class Slab:
         shared: root and ``"next"`` observations are one memory (see the module).
         device: where the memory lies; marks of transitions and versions are on the CPU.
         first_lane: the number of the first lane in the run.
+        arrivals: a slot's rows are of any lanes, which ``lane`` names; ``lanes`` is their number.
         memory: what :func:`memory_of` describes, or views of it; None makes it.
     """
 
@@ -108,17 +125,16 @@ class Slab:
         shared: bool = False,
         device: torch.device | None = None,
         first_lane: int = 0,
+        arrivals: bool = False,
         memory: Mapping[Key, torch.Tensor] | None = None,
     ) -> None:
         self.slots, self.lanes, self.shared = slots, lanes, shared
         self.first_lane = first_lane
         self.flowing = tuple(flowing)
         if memory is None:
-            pieces = memory_of(slots, lanes, layout, self.flowing, shared)
+            pieces = memory_of(slots, lanes, layout, self.flowing, shared, arrivals)
             memory = {
-                key: torch.zeros(
-                    shape, dtype=dtype, device=None if key in (VALID, POLICY_VERSION) else device
-                )
+                key: torch.zeros(shape, dtype=dtype, device=None if key in _ON_CPU else device)
                 for key, (shape, dtype) in pieces.items()
             }
         self._flow = {key: memory[key] for key in self.flowing}
@@ -140,6 +156,19 @@ class Slab:
         """The same as ``[time * lane, ...]``, where their memory is contiguous."""
         self.transitions: NDArray[np.bool_] = memory[VALID].numpy()
         self.version: NDArray[np.int64] = memory[POLICY_VERSION].numpy()
+        self.lane: NDArray[np.int32] | None = memory[LANE].numpy() if arrivals else None
+        """``[time, arrival]``, the lane of each row, from 0 on; None where columns are lanes."""
+
+    def lane_at(self, slot: int, column: int) -> int:
+        """The number, in the run, of the lane whose row stands there."""
+        lane = column if self.lane is None else int(self.lane[slot, column])
+        return self.first_lane + lane
+
+    def of_lane(self, slot: int, column: int) -> NDArray[np.bool_]:
+        """``[time, lane]``, slots before ``slot`` with rows of the lane that stands there."""
+        columns = np.arange(self.lanes) if self.lane is None else self.lane[:slot]
+        of_it: NDArray[np.bool_] = columns == self.lane_at(slot, column) - self.first_lane
+        return np.broadcast_to(of_it, (slot, self.lanes))
 
     def array(self, key: Key) -> Array:
         """A column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
@@ -166,6 +195,8 @@ class Slab:
                 if key not in self._flow and not (self.shared and key[1:] in self._flow):
                     column[0] = column[used - 1]
             self.version[0] = self.version[used - 1]
+            if self.lane is not None:
+                self.lane[0] = self.lane[used - 1]
         if lanes is not None:
             self.transitions[0] = lanes
 
@@ -180,30 +211,51 @@ class Slab:
         for key, memory in self._flow.items():
             memory[at].copy_(td.get(key))
 
-    def cursor(self, action: Key, board: memoryview) -> Cursor:
-        """The arrays of an environment that writes in place."""
+    def cursor(
+        self,
+        observations: Sequence[Key],
+        actions: Sequence[Key],
+        rewards: Sequence[Key],
+        groups: Iterable[str],
+        board: memoryview,
+    ) -> Cursor:
+        """The arrays of an environment that writes in place; ``rewards`` stand under "next"."""
         flow = [self._flow[key].numpy() for key in self.flowing]
+        flags = ("terminated", "truncated", "done")
         return Cursor(
-            action=self.array(action),
-            next_obs=tuple(self.array((NEXT, *key)) for key in self.flowing),
+            actions=tuple(map(self.array, actions)),
+            next_obs=tuple(self.array((NEXT, *key)) for key in observations),
             root_obs=() if self.shared else tuple(memory[1:] for memory in flow),
             seen_obs=tuple(memory[: self.slots] for memory in flow),
-            reward=self.array(REWARD)[..., 0],
-            terminated=self.array(TERMINATED)[..., 0],
-            truncated=self.array(TRUNCATED)[..., 0],
+            rewards=tuple(self._squeezed((NEXT, *key)) for key in rewards),
+            terminated=self._squeezed(TERMINATED),
+            truncated=self._squeezed(TRUNCATED),
+            agents={
+                group: tuple(self._squeezed((NEXT, group, flag)) for flag in flags)  # type: ignore[misc]
+                for group in groups
+            },
+            next_valid=self.arrays.get(NEXT_VALID),
             board=board,
         )
 
-    def tensordicts(self, cursor: Cursor) -> list[TensorDict]:
+    def _squeezed(self, key: Key) -> Array:
+        """A column without its last axis where that has the length 1."""
+        array = self.array(key)
+        return array[..., 0] if array.ndim > 2 and array.shape[-1] == 1 else array
+
+    def tensordicts(self, cursor: Cursor, groups: Mapping[str, int]) -> list[TensorDict]:
         """The TensorDicts of each slot for the policy and the environment: views, built once.
 
-        Each carries ``cursor`` as an attribute, by which the environment knows it.
+        Each carries ``cursor`` as an attribute, by which the environment knows it. ``groups`` of
+        agents have a batch dimension more.
         """
         batch = torch.Size([self.lanes])
         views = {key: memory.unbind(0) for key, memory in self._flow.items()}
         made = []
         for at in range(self.slots):
             td = TensorDict({}, batch)
+            for group, size in groups.items():
+                td.set(group, TensorDict({}, (self.lanes, size)))
             for key, slots in views.items():
                 td.set(key, slots[at])
             td.cursor = cursor

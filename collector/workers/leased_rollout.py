@@ -33,7 +33,7 @@ class LeasedRollout(Rollout):
             driver.restart()
             self._restarting = True
             if self.gate is not None:
-                self.gate = EpisodeBudget(0, self.lanes)
+                self.gate = EpisodeBudget(0, driver.run_lanes)
         if self._restarting and not driver.stopping:
             self._restarting = False
             driver.begin()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import LedgerError
-from tallyroll.collector.rollout.driver import ended_in
+from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.rollout.rollout import Block, Sound
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.policies.random_actions import Draw
-from tallyroll.collector.rollout.driver import Account, Driver, ended_in
+from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.lanes import Account, ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
@@ -41,6 +42,7 @@ class LockstepDriver(Driver):
         startup: WorkerStartup,
     ) -> None:
         self.slab, self._worker_pool, self._plan = slab, pool, plan
+        self.run_lanes = slab.lanes
         self._draws, self._rng = draws, rng
         self._startup = startup
         self._pending = np.zeros(slab.lanes, np.bool_)
@@ -185,7 +187,8 @@ class LockstepDriver(Driver):
         count = stop - start
         beyond = executed[count:]
         if self._plan.reset_slots and count:
-            self._pending = ended_in(self.slab, stop - 1, stop)[0] & ~gone
+            ended = ended_in(self.slab, stop - 1, stop)[0]
+            self._pending = np.where(ran[count - 1], ended, self._pending) & ~gone
         return Account(
             slots=int(ran.sum()),
             executed=int(executed.sum()),

@@ -62,6 +62,8 @@ class Seed:
     incarnation: int
     first_lane: int
     worker: int
+    asked: bool
+    """Somebody wants this very seed."""
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,15 @@ class WorkerStartup:
         """Lanes of each worker."""
         return tuple(len(member.lanes) for member in self._worker_pool.members)
 
-    def seed(self, seed: int, incarnation: int) -> list[int]:
-        """Seed all lanes; returns their seeds, none where TorchRL chooses some.
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed all lanes; returns their seeds, none where a system chooses some.
+
+        ``asked``: somebody wants this very seed.
 
         Raises:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
         """
+        self._asked = asked
         answers: list[m.Planned] = self._worker_pool.all(
             [self._seed(member, seed, incarnation) for member in self._worker_pool.members]
         )
@@ -72,7 +75,7 @@ class WorkerStartup:
         return found if all(answer.lane_seeds for answer in answers) else []
 
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
-        return m.Seed(seed, incarnation, member.lanes.start, member.index)
+        return m.Seed(seed, incarnation, member.lanes.start, member.index, self._asked)
 
     def bind(self, arena: Arena, share: Share, blocks: Blocks) -> None:
         """Hand the memory to all."""

@@ -155,7 +155,7 @@ class Worker:
         alike = np.random.default_rng(driver_seed(message.seed, message.incarnation))
         self.shared_rng.bit_generator.state = alike.bit_generator.state
         lanes = range(message.first_lane, message.first_lane + self.lanes)
-        seeds = seed_env(self.env, message.seed, message.incarnation, lanes)
+        seeds = seed_env(self.env, message.seed, message.incarnation, lanes, asked=message.asked)
         if self.plan is None:
             self._first = first_reset(self.env)
             # Not before: buffers of some transforms (CatFrames) are made by the first reset.

@@ -438,7 +438,7 @@ class Forgetful(OracleVectorEnv):
 
 
 def test_same_step_without_final_observations_is_an_error() -> None:
-    with pytest.raises(TransitionError, match="Forgetful reported SAME_STEP autoreset but no info"):
+    with pytest.raises(TransitionError, match="Forgetful declares that final"):
         collect(Forgetful(3, [[2]]), frames_per_batch=50, total_frames=50)
 
 
@@ -537,7 +537,7 @@ def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, env_id: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "mujoco", None)
-    monkeypatch.setattr("tallyroll.collector.envs.make.find_spec", lambda name: None)
+    monkeypatch.setattr("tallyroll.collector.envs.gymnasium.make.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=rf"pip install 'tallyroll\[{extra}\]'"):
         SyncCollector(env_id, frames_per_batch=8, total_frames=8)
 

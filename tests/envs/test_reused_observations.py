@@ -29,7 +29,8 @@ from torchrl.envs import (
 from torchrl.modules import GRUModule
 
 from tallyroll.collector import GymnasiumVectorEnv
-from tallyroll.collector.envs.probe import refuse_reused, vector_of_lanes
+from tallyroll.collector.envs.gymnasium.system import vector_of_lanes
+from tallyroll.collector.envs.probe import refuse_reused
 from tallyroll.collector.errors import EnvironmentRefused
 
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined

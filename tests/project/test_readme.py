@@ -68,8 +68,24 @@ def test_the_example_with_workers_runs(tmp_path: Path) -> None:
         assert len(storage) == 8200
 
 
+def test_an_environment_of_its_own_runs_and_passes_the_contract(tmp_path: Path) -> None:
+    contract = """
+from tallyroll.collector.envs.testing import SystemContract
+
+
+class TestWalk(SystemContract):
+    steps = 400
+
+    def make(self, lanes, seeds):
+        return Walk(lanes)
+"""
+    (tmp_path / "test_walk.py").write_text(BLOCKS[2] + contract, encoding="utf-8")
+    assert "[200, 200, 100]" in run("test_walk.py", cwd=tmp_path)
+    assert "12 passed" in run("-m", "pytest", "-q", "test_walk.py", cwd=tmp_path)
+
+
 def test_no_other_block_is_a_script() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_the_files_that_it_names_are_there() -> None:

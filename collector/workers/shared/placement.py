@@ -75,7 +75,8 @@ class Blocks:
 
     def _carved(self, area: Area, slots: int, lanes: int) -> Memory:
         plan = self._plan
-        pieces = memory_of(slots, lanes, plan.layout, plan.flowing, plan.shared)
+        columns, arrivals = plan.columns(lanes), plan.arrivals > 0
+        pieces = memory_of(slots, columns, plan.layout, plan.flowing, plan.shared, arrivals)
         return {key: area.tensor(shape, dtype) for key, (shape, dtype) in pieces.items()}
 
     def board(self, worker: int) -> memoryview:

@@ -1,0 +1,71 @@
+"""Gymnasium environments by id, by an instance and by a factory."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from tallyroll.collector.envs.gymnasium.infos import discovered
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
+from tallyroll.collector.errors import ArgumentError, MissingExtra
+from tallyroll.collector.options import Options
+
+
+def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
+    """Make as many environments of one id as ``options`` say.
+
+    Raises:
+        ArgumentError: Gymnasium cannot make it.
+        MissingExtra: one of tallyroll's extras has what it needs.
+    """
+    kwargs = options.env_kwargs or {}
+    try:
+        if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
+            import_module("ale_py")  # registers the ids
+
+        def make() -> gymnasium.Env[Any, Any]:
+            return gymnasium.make(env_id, **kwargs)
+
+        # Observations are copied into the slab, so that the vector need not copy them before.
+        vector = SyncVectorEnv(
+            [make] * (options.num_envs or 1), copy=False, autoreset_mode=AutoresetMode.DISABLED
+        )
+    except (gymnasium.error.Error, ImportError) as error:
+        _name_the_extra(env_id, error)
+        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
+    except TypeError as error:
+        raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
+
+    def look() -> VectorEnv:
+        return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
+
+    try:
+        return over(vector, look, options)
+    except BaseException:
+        vector.close()
+        raise
+
+
+def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
+    """``env`` with its infos declared by another one of ``create``, where that is a factory."""
+    infos = options.info_keys
+    if create is not None:
+        infos = discovered(infos, create, env)
+    return GymnasiumVectorEnv(
+        env, reset_slots=options.reset_slots, info_keys=infos, rename=options.rename
+    )
+
+
+def _name_the_extra(env_id: str, error: Exception) -> None:
+    """Raise :class:`MissingExtra` where one of tallyroll's extras would have helped."""
+    extra = None
+    if env_id.startswith("ALE/") and find_spec("ale_py") is None:
+        extra = "atari"
+    elif isinstance(error, gymnasium.error.DependencyNotInstalled) and "mujoco" in str(error):
+        extra = "mujoco"
+    if extra is not None:
+        raise MissingExtra(
+            f"{env_id} needs a package that is not installed: pip install 'tallyroll[{extra}]'"
+        ) from error

@@ -1,0 +1,323 @@
+"""Gymnasium's vector environments as a system, in any autoreset mode."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+from torchrl.data import TensorSpec
+
+from tallyroll.collector.compat import OBSERVATIONS, own_observations
+from tallyroll.collector.envs.gymnasium.info_merge import install
+from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.probe import overwrites_itself, single_env
+from tallyroll.collector.envs.reuse import share_memory, sharing
+from tallyroll.collector.envs.system import AtEnd, Declares, Mask, Step, System
+from tallyroll.collector.envs.throwaway import distinct
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.options import ResetSlots, one_of
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.names import Named
+from tallyroll.storage.rows.keys import Key
+
+Rows = list[NDArray[Any]]
+
+_REFUSED = {
+    "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
+    "in reset slots and loses the transitions of every other lane there; use the CPU version of "
+    "the environment",
+    "envpool": "EnvPool needs an adapter of its own, which this version does not have; use "
+    "gymnasium.make_vec",
+    "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; use gymnasium.make_vec",
+}
+_AT_END: dict[AutoresetMode, AtEnd] = {
+    AutoresetMode.DISABLED: "final",
+    AutoresetMode.NEXT_STEP: "reset_slot",
+    AutoresetMode.SAME_STEP: "first",
+}
+
+
+class GymnasiumSystem(System):
+    """A ``gymnasium.vector.VectorEnv`` as a system.
+
+    Args:
+        env: the vector environment. Closing this closes it.
+        reset_slots: ``"avoid"`` resets by mask right after an end in NEXT_STEP mode.
+        infos: entries of ``info`` that become observations. Those without a dtype are declared by
+            the first reset.
+        reset_masks: whether ``reset(options={"reset_mask": …})`` resets a part of the lanes; known
+            for Sync and Async, False otherwise unless it is said.
+
+    Raises:
+        ArgumentError: an argument that cannot be right.
+        EnvironmentRefused: an environment that cannot be driven without losing transitions.
+        SpaceError: a space that no column can hold.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        *,
+        reset_slots: ResetSlots = "mask",
+        infos: Sequence[Info] = (),
+        reset_masks: bool | None = None,
+    ) -> None:
+        if not isinstance(env, VectorEnv):
+            raise ArgumentError(
+                f"expected a gymnasium.vector.VectorEnv, got {type(env).__name__}; make one with "
+                "gymnasium.make_vec(id, num_envs=…)"
+            )
+        one_of("reset_slots", reset_slots, ResetSlots)
+        for base in type(env.unwrapped).__mro__:
+            for module, reason in _REFUSED.items():
+                if base.__module__.startswith(module):
+                    raise EnvironmentRefused(reason)
+        self.env = env
+        self.autoreset = autoreset_mode(env)
+        self._takes_seeds = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self._by_mask = self._takes_seeds if reset_masks is None else reset_masks
+        if self.autoreset is AutoresetMode.DISABLED and not self._by_mask:
+            raise EnvironmentRefused(
+                f"{type(env.unwrapped).__name__} has autoreset disabled and no reset by mask, so "
+                "a lane whose episode ended could not be restarted alone; use SyncVectorEnv, or "
+                'pass reset_masks=True if it honours options["reset_mask"]'
+            )
+        if reset_slots == "avoid" and not self._by_mask:
+            raise EnvironmentRefused(
+                f'reset_slots="avoid" resets lanes by mask, which {type(env.unwrapped).__name__} '
+                'ignores; use reset_slots="mask"'
+            )
+        avoids = reset_slots == "avoid" and self.autoreset is AutoresetMode.NEXT_STEP
+        self._at_end: AtEnd = "final" if avoids else _AT_END[self.autoreset]
+        self._lanes = int(env.num_envs)
+        self.infos = InfoColumns(infos, self._lanes)
+        self._leaves = observation_leaves(env.single_observation_space, self._lanes)
+        self._getters = [leaf.getter() for leaf in self._leaves]
+        self._action = action_leaf(env.single_action_space, self._lanes)
+        if self.infos:
+            install(env, {info.key[-1] for info in self.infos.infos})
+        self._infoless = not self.infos
+        self._after_end = RESET_SLOT if self._at_end == "reset_slot" else 0
+        # The vector may put observations together where they are wanted: one copy less.
+        self._plain = len(self._leaves) == 1 and not self._leaves[0].path
+        self.lends = self._plain and not self.infos and type(env) is SyncVectorEnv and not env.copy
+        self.lends = self.lends and hasattr(env, OBSERVATIONS)
+        self._own: Any = None
+        self.declares = self._declared()
+
+    def _declared(self) -> Declares:
+        specs = [leaf.spec[0] for leaf in self._leaves]
+        if self.infos.declared:
+            specs += [spec[0] for spec in self.infos.specs()]
+        observation: dict[Key, TensorSpec] = {}
+        for index, (column, spec) in enumerate(zip(self.columns, specs, strict=False)):
+            # Two may have one name, until `rename` gives them others.
+            taken = column.key in observation
+            observation[(*column.key, str(index)) if taken else column.key] = spec
+        return Declares(
+            lanes=self._lanes,
+            observation=observation,
+            action={self._action.key: self._action.spec[0]},
+            at_end=self._at_end,
+            finals="extra" if self._at_end == "first" else "returned",
+            resets="mask" if self._by_mask else "all",
+            parts=type(self.env) is SyncVectorEnv and self.autoreset is AutoresetMode.DISABLED,
+        )
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over a vector environment."""
+        return cls(made) if isinstance(made, VectorEnv) else None
+
+    @property
+    def columns(self) -> Sequence[Named]:
+        """Observations, and infos, also those that the first reset will declare."""
+        return [*(Named(leaf.key, leaf.path) for leaf in self._leaves), *self.infos.columns]
+
+    @property
+    def info_names(self) -> tuple[str, ...]:
+        """Names at the root of ``info`` that columns are read from."""
+        return tuple(dict.fromkeys(info.key[0] for info in self.infos.infos))
+
+    def describe(self) -> dict[str, Any]:
+        """The id, and the kind of vector."""
+        spec = self.env.spec
+        return {"id": spec.id if spec else None, "type": type(self.env.unwrapped).__name__}
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self.env.close()
+
+    def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:
+        """Let a `SyncVectorEnv` put its next observations there."""
+        if self._own is None:
+            self._own = getattr(self.env, OBSERVATIONS)
+        setattr(self.env, OBSERVATIONS, self._own if rows is None else rows[0])
+        if rows is None:
+            self._own = None
+
+    # --- resets -----------------------------------------------------------------------------------
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Reset the lanes of a mask, or all of them."""
+        self.infos.first_lane = self.first_lane
+        if lanes is None:
+            return self._reset_all(seeds, options.get("options"))
+        asked = {**(options.get("options") or {}), "reset_mask": lanes}
+        obs, info = self.env.reset(options=asked)
+        self.infos.steps[lanes] = 0
+        return self._with_infos(obs, partial(self.infos.write_reset, info=info, lanes=lanes))
+
+    def _reset_all(self, seeds: Sequence[int] | None, options: Any) -> list[Any]:
+        seed: Any = seeds
+        if seeds is not None and not self._takes_seeds:
+            seed = seeds[0]
+        obs, info = self.env.reset(seed=seed, options=options)
+        self._refuse_shared()
+        if not self.infos.declared:
+            self.infos.declare(info)
+            self.declares = self._declared()
+        self.infos.steps[:] = 0
+        return self._with_infos(obs, partial(self.infos.write_reset, info=info))
+
+    def _with_infos(self, obs: Any, write: Callable[[Rows], None]) -> list[Any]:
+        values = [get(obs) for get in self._getters]
+        if self.infos:
+            rows = self.infos.new_rows()
+            write(rows)
+            values += rows
+        return values
+
+    def _refuse_shared(self) -> None:
+        """Lanes that return one array for all of them overwrite each other's observations."""
+        if pair := sharing(own_observations(self.env)):
+            raise EnvironmentRefused(
+                f"lanes {pair[0]} and {pair[1]} return their observations in the same array, so "
+                "that one overwrites the other's; give each its own, or return copies"
+            )
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
+        """Step all lanes, or those of a mask."""
+        if lanes is not None and not lanes.all():
+            return self._step_some(action[0], np.flatnonzero(lanes))
+        obs, reward, terminated, truncated, info = self.env.step(action[0])
+        if self._infoless and "final_obs" not in info:
+            values = (obs,) if self._plain else [get(obs) for get in self._getters]
+            return Step(values, (reward,), terminated, truncated)
+        ended = np.logical_or(terminated, truncated)
+        if "final_obs" not in info:
+            values = self._with_infos(obs, partial(self.infos.write, info=info))
+            self.infos.count(ended, self._after_end)
+            return Step(values, (reward,), terminated, truncated)
+        final = self._finals(ended, obs, info)
+        # Lanes that ended show the infos of their reset here.
+        values = self._with_infos(obs, partial(self._write_infos, info=info, ended=ended))
+        self.infos.count(ended, self._after_end)
+        return Step(values, (reward,), terminated, truncated, final)
+
+    def _write_infos(self, rows: Rows, *, info: Mapping[str, Any], ended: Mask) -> None:
+        self.infos.write(rows, info, ~ended)
+        self.infos.write_first(rows, info, ended)
+
+    def _finals(self, ended: Mask, obs: Any, info: Mapping[str, Any]) -> Rows:
+        """The final observations of lanes that ended, in SAME_STEP mode."""
+        finals = info["final_obs"]
+        rows: Rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        for lane in np.flatnonzero(ended).tolist():
+            final = finals[lane] if not isinstance(finals, Mapping) else None
+            for row, get in zip(rows, self._getters, strict=True):
+                value = get(finals)[lane] if final is None else get(final)
+                self._refuse_reused(lane, get, value, obs)
+                row[lane] = value
+        infos = self.infos.new_rows()
+        self.infos.write_final(infos, info, ended)
+        return rows + infos
+
+    def _refuse_reused(self, lane: int, get: Callable[[Any], Any], final: Any, obs: Any) -> None:
+        """Refuse a lane whose final observation is in the array of the next first one.
+
+        That is a lane which returns one array each time, or a vector whose final observations
+        are views of what it returns.
+        """
+        if not isinstance(final, np.ndarray):
+            return
+        held = own_observations(self.env)
+        first = get(held[lane]) if held else get(obs)[lane]
+        if share_memory(first, final):
+            raise EnvironmentRefused(
+                f"lane {lane} returns its observations in one array that it overwrites, so in "
+                "SAME_STEP mode the final observation is gone when the step returns; use "
+                "NEXT_STEP or DISABLED, or return copies"
+            )
+
+    def _step_some(self, action: NDArray[Any], lanes: NDArray[np.intp]) -> Step:
+        """Step ``lanes`` alone, each by a call of its own."""
+        assert isinstance(self.env, SyncVectorEnv)
+        rows: Rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        infos = self.infos.new_rows()
+        reward = np.zeros(self._lanes)
+        terminated, truncated = np.zeros((2, self._lanes), np.bool_)
+        for lane in lanes:
+            made = self.env.envs[lane].step(action[lane])
+            obs, reward[lane], terminated[lane], truncated[lane], info = made
+            for row, get in zip(rows, self._getters, strict=True):
+                row[lane] = get(obs)
+            self.infos.write_one(infos, int(lane), info, False)
+        self.infos.steps[lanes] += 1
+        self.infos.steps[terminated | truncated] = 0
+        return Step(rows + infos, (reward,), terminated, truncated)
+
+    # --- what it must not be ----------------------------------------------------------------------
+
+    def require_finals(self) -> None:
+        """Refuse lanes whose observations do not survive a step and reset in one call."""
+        holder = vector_of_lanes(self.env) if self.autoreset is AutoresetMode.SAME_STEP else None
+        if holder is None:
+            return  # or its final observations are looked at as they come
+        sync = isinstance(holder, SyncVectorEnv)
+        child = partial(single_env, names=() if sync else self.info_names)
+        for index in distinct(holder.env_fns):
+            if overwrites_itself(holder.env_fns[index], child, warn=not sync):
+                raise EnvironmentRefused(
+                    f"environment {index} of {type(holder).__name__} returns its observations in "
+                    "one array that it overwrites, and in SAME_STEP mode it is stepped and reset "
+                    "in one call, so that the final observation is gone when that returns; use "
+                    "NEXT_STEP or DISABLED, or return copies"
+                )
+
+
+def vector_of_lanes(vector: VectorEnv) -> Any:
+    """The vector in ``vector`` that made its lanes by ``env_fns``; None where there is none."""
+    inner: Any = vector.unwrapped
+    for _ in range(4):
+        if getattr(inner, "env_fns", None):
+            return inner
+        held = [each for each in vars(inner).values() if isinstance(each, VectorEnv)]
+        if len(held) != 1:
+            return None
+        inner = held[0].unwrapped
+    return None
+
+
+def autoreset_mode(env: VectorEnv) -> AutoresetMode:
+    """The autoreset mode that ``env`` declares.
+
+    Raises:
+        EnvironmentRefused: it declares none.
+    """
+    mode = getattr(env.unwrapped, "autoreset_mode", None)
+    if mode is None:
+        mode = (env.metadata or {}).get("autoreset_mode")
+    if mode is None:
+        raise EnvironmentRefused(
+            f"{type(env.unwrapped).__name__} does not say how it resets itself: expected "
+            "env.unwrapped.autoreset_mode or env.metadata['autoreset_mode'] (gymnasium "
+            f"{gymnasium.__version__}: one of {[m.value for m in AutoresetMode]})"
+        )
+    return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)

@@ -1,0 +1,57 @@
+"""Environment systems by name: the entry points of the group ``tallyroll.envs``."""
+
+from importlib.metadata import EntryPoint, entry_points
+
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.errors import ArgumentError, MissingExtra
+
+GROUP = "tallyroll.envs"
+
+
+def names() -> list[str]:
+    """The names of the systems that are installed."""
+    return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def find(env_id: str) -> tuple[type[System], str] | None:
+    """The system that ``SYSTEM:name`` names, and the name; None where none is registered so.
+
+    Raises:
+        MissingExtra: the system needs a package that is not installed.
+        ArgumentError: the entry point names no system.
+    """
+    system, colon, name = env_id.partition(":")
+    points = entry_points(group=GROUP, name=system) if colon else ()
+    for point in points:
+        return _loaded(point), name
+    return None
+
+
+def adopt(made: object) -> System | None:
+    """A system over ``made``, an environment of the kind of one that is registered.
+
+    Systems whose packages are not installed cannot have made it.
+    """
+    for point in sorted(entry_points(group=GROUP)):
+        try:
+            kind = _loaded(point)
+        except MissingExtra:
+            continue
+        system = kind.adopt(made)
+        if system is not None:
+            return system
+    return None
+
+
+def _loaded(point: EntryPoint) -> type[System]:
+    try:
+        kind = point.load()
+    except ImportError as error:
+        raise MissingExtra(
+            f"{point.name}: its environments need a package that is not installed ({error})"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, System)):
+        raise ArgumentError(
+            f"{point.name}: expected the entry point {point.value} to name a System, got {kind!r}"
+        )
+    return kind

@@ -1,0 +1,155 @@
+"""Lanes that come back in any order: each slot holds those that arrived, whichever they are."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.envs.system import Step
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.rollout.lanes import Account, Lanes
+from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.slab import Array, Slab
+from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
+
+
+class ArrivingLanes(Lanes):
+    """Sends lanes off as soon as an action is chosen for them, and writes down those that arrive.
+
+    The slab has a column for each arrival of a slot. A row is complete when its lane comes back:
+    until then what the lane saw, what it did and by which version waits here.
+
+    Args:
+        env: over a system with arrivals.
+        slab: the memory, which says of each row whose it is.
+        extra: keys that the policy writes beside the action.
+        board: where progress is written.
+    """
+
+    env: SystemEnv
+
+    def __init__(
+        self, env: SystemEnv, slab: Slab, extra: tuple[Key, ...], board: memoryview
+    ) -> None:
+        super().__init__(env, slab)
+        self._board = board
+        self._keys = env.observation_keys
+        self._cursor = slab.cursor(
+            env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
+        )
+        total = env.batch_size[0]
+        self._waiting: dict[Key, Array] = {
+            key: np.zeros((total, *slab.array(key).shape[2:]), slab.array(key).dtype)
+            for key in (*self._keys, *env.action_columns, *extra)
+        }
+        """``[lane, ...]``, what each saw and did last."""
+        self._version = np.zeros(total, np.int64)
+        self._pending = np.zeros(total, np.bool_)
+        """``[lane]``, the next arrival is of a reset slot."""
+        self._away = np.zeros(total, np.bool_)
+        self._ready = np.zeros(0, np.int32)
+        """Lanes that an action is to be chosen for, in the order of their arrival."""
+        self._arrived = np.zeros(slab.slots, np.bool_)
+        """Slots in which lanes came back; in the others some were only sent off."""
+        self._executed = np.zeros((slab.slots, slab.lanes), np.bool_)
+
+    def begin(self, at: int, first: TensorDictBase) -> None:
+        """Every lane begins a trajectory, with what the reset returned."""
+        for key in self._keys:
+            self._waiting[key][:] = first.get(key).numpy()
+        self._pending[:] = self._away[:] = False
+        self._ready = np.arange(len(self._away), dtype=np.int32)
+
+    @property
+    def random_under_way(self) -> int:
+        """Steps with random actions that have not come back."""
+        return int((self._away & (self._version == RANDOM_VERSION)).sum())
+
+    @property
+    def _acting(self) -> NDArray[np.int32]:
+        """The lanes of the next actions; fewer than a slot's where no more are ready."""
+        return self._ready[: self.lanes]
+
+    def seen(self, at: int) -> TensorDictBase:
+        """What the lanes that act now saw last; the last of them again where they are too few."""
+        acting = np.resize(self._acting, self.lanes)
+        td = TensorDict({}, [self.lanes])
+        for group, size in self.env.groups.items():
+            td.set(group, TensorDict({}, [self.lanes, size]))
+        for key in self._keys:
+            td.set(key, torch.from_numpy(self._waiting[key][acting]))
+        return td
+
+    def upcoming(self) -> NDArray[np.bool_]:
+        """Columns whose actions will make transitions."""
+        acting = self._acting
+        found = np.zeros(self.lanes, np.bool_)
+        found[: len(acting)] = ~self._pending[acting]
+        return found
+
+    def step(self, start: int, stop: int) -> None:
+        """Send lanes off slot by slot, and write down those that arrive meanwhile."""
+        for at in range(start, stop):
+            self._send(at)
+            self._arrived[at] = not len(self._ready)
+            self._executed[at] = False
+            if self._arrived[at]:
+                self._receive(at, self.env.system.recv())
+            self._board[FILLED] = at + 1
+            if self._board[HALT]:
+                break
+
+    def step_part(self, at: int, lanes: int) -> None:
+        """No part can be stepped: which lanes come back is not for us to say."""
+        raise AssertionError("lanes that arrive are never stepped in part")
+
+    def _send(self, at: int) -> None:
+        acting, self._ready = self._acting, self._ready[self.lanes :]
+        count = len(acting)
+        for key, waiting in self._waiting.items():
+            if key not in self._keys:
+                waiting[acting] = self.slab.array(key)[at, :count]
+        self._version[acting] = self.slab.version[at, :count]
+        actions = [self._waiting[key][acting] for key in self.env.action_columns]
+        self.env.system.send(actions, acting)
+        self._away[acting] = True
+
+    def _receive(self, at: int, out: Step) -> None:
+        slab, cursor = self.slab, self._cursor
+        lanes = np.asarray(out.lanes, np.int32)
+        self._require_away(lanes)
+        assert slab.lane is not None
+        slab.lane[at] = lanes
+        slab.version[at] = self._version[lanes]
+        for key, waiting in self._waiting.items():
+            slab.array(key)[at] = waiting[lanes]
+        cursor.at = at
+        ended = self.env.receive(cursor, out, self._pending[lanes])
+        self._executed[at] = ~self._pending[lanes]
+        seen = self.env.following(lanes, ended, out)
+        for key, values in zip(self._keys, seen, strict=True):
+            self._waiting[key][lanes] = values
+        self._pending[lanes] = ended if self.env.has_reset_slots else False
+        self._away[lanes] = False
+        self._ready = lanes
+
+    def _require_away(self, lanes: NDArray[np.int32]) -> None:
+        if len(lanes) != self.lanes or not self._away[lanes].all():
+            raise self.env.wrong_arrivals(lanes)
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, arrival]``, the environment reported an end."""
+        cursor = self._cursor
+        ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
+        return ended
+
+    def transitions(self, start: int, stop: int, stepped: int) -> Mask:
+        """All that arrived, but for reset slots."""
+        return self._executed[start:stop].copy()
+
+    def account(self, start: int, stop: int, stepped: int) -> Account:
+        """The outcome of the slots ``[start, stop)``."""
+        ran = np.repeat(self._arrived[start:stop, None], self.lanes, axis=1)
+        executed = self.transitions(start, stop, stepped)
+        return Account(int(ran.sum()), int(executed.sum()), executed, ran)

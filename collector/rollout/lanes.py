@@ -1,0 +1,201 @@
+"""The lanes that a driver steps: how they begin, what they see, and what a step writes.
+
+Actions stand in the slab before a step. An environment over a `System` fills the slab itself
+(:class:`SystemLanes` here, `arriving.py` where lanes come back in any order); what any other one
+returns is copied (`copying.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.counting.transitions import Mask, next_step_transitions
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import PolicyError, TransitionError
+from tallyroll.collector.slab.slab import Slab, SlabColumn
+from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
+
+
+@dataclass(frozen=True)
+class Account:
+    """The outcome of the slots ``[start, stop)`` that a driver was asked to fill."""
+
+    slots: int
+    """Lanes of step calls that were made."""
+    executed: int
+    """Of those, the ones in which an environment executed an action."""
+    transitions: Mask
+    """``[time, lane]``, of those, the ones whose rows are there to be taken."""
+    ran: Mask | None = None
+    """``[time, lane]``, the slots that were stepped; None: all of the lanes asked for."""
+    lost: int = 0
+    """Transitions that a worker which failed took with it."""
+    beyond: int = 0
+    """Those of others behind the last slot that every lane completed: they are in no batch."""
+
+
+class Lanes(ABC):
+    """The lanes of an environment, bound to the slab that they fill.
+
+    Args:
+        env: batch size ``[]`` (one lane) or ``[lanes]``.
+        slab: the memory.
+    """
+
+    def __init__(self, env: EnvBase, slab: Slab) -> None:
+        self.env, self.slab = env, slab
+        self.lanes = slab.lanes
+
+    @abstractmethod
+    def begin(self, at: int, first: TensorDictBase) -> None:
+        """``first``, what a reset returned, is what lanes see in slot ``at``."""
+
+    @abstractmethod
+    def seen(self, at: int) -> TensorDictBase:
+        """What the policy sees in slot ``at``."""
+
+    def acted(  # noqa: B027  where a slab is filled in place, there is nothing to carry
+        self,
+        out: TensorDictBase,
+        writes: Sequence[Key],
+        before: TensorDictBase | None = None,
+        lanes: torch.Tensor | None = None,
+    ) -> None:
+        """Carry on what a policy wrote beside actions; in ``lanes`` what was there ``before``."""
+
+    @abstractmethod
+    def step(self, start: int, stop: int) -> None:
+        """Step through slots ``[start, stop)``, whose actions are there."""
+
+    @abstractmethod
+    def step_part(self, at: int, lanes: int) -> None:
+        """Step the first ``lanes`` lanes only, in one slot; there may be none."""
+
+    @abstractmethod
+    def transitions(self, start: int, stop: int, stepped: int) -> Mask:
+        """Which slots in ``[start, stop)`` are transitions ``[time, lane]``; asked once of each.
+
+        Only the first ``stepped`` lanes are looked at.
+        """
+
+    def account(self, start: int, stop: int, stepped: int) -> Account:
+        """The outcome of the slots ``[start, stop)``, at least one."""
+        transitions = self.transitions(start, stop, stepped)
+        if stepped < self.lanes:
+            transitions[:, stepped:] = False
+        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
+
+    @property
+    def random_under_way(self) -> int:
+        """Steps with random actions that have not come back."""
+        return 0
+
+    def upcoming(self) -> NDArray[np.bool_]:
+        """Lanes whose next slot will be a transition."""
+        return np.ones(self.lanes, np.bool_)
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, lane]``, the environment reported an end in this slot."""
+        return ended_in(self.slab, start, stop)
+
+    def rows(self, key: Key) -> Sequence[torch.Tensor]:
+        """The slots of a column, as the policy and the environment have them."""
+        return self.slab.columns[key].unbind(0)
+
+    def block(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        """Slots ``[start, stop)`` of a column, in the same form."""
+        return self.slab.columns[key][start:stop]
+
+
+class SystemLanes(Lanes):
+    """Lanes of a system, which fills the slab itself."""
+
+    env: SystemEnv
+
+    def __init__(self, env: SystemEnv, slab: Slab, board: memoryview) -> None:
+        super().__init__(env, slab)
+        self._cursor = slab.cursor(
+            env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
+        )
+        self._tds: list[TensorDictBase] = []
+        self._pending = np.zeros(self.lanes, np.bool_)
+
+    def begin(self, at: int, first: TensorDictBase) -> None:
+        """The next slot begins every lane's trajectory."""
+        self.slab.set_root(at, first)
+        self._pending[:] = False
+
+    def seen(self, at: int) -> TensorDictBase:
+        """Views of the slab."""
+        if not self._tds:
+            self._tds = self.slab.tensordicts(self._cursor, self.env.groups)
+        return self._tds[at]
+
+    def step(self, start: int, stop: int) -> None:
+        """Step through slots ``[start, stop)``, whose actions are there."""
+        try:
+            self.env.step_block(self._cursor, start, stop)
+        except BaseException as error:
+            self._say_actions(error)
+            raise
+
+    def step_part(self, at: int, lanes: int) -> None:
+        """Step the first ``lanes`` lanes only, in one slot."""
+        self._cursor.at = at
+        try:
+            self.env.step_part(self._cursor, lanes)
+        except BaseException as error:
+            self._say_actions(error)
+            raise
+
+    def _say_actions(self, error: BaseException) -> None:
+        at = self._cursor.at
+        actions = [column[at].tolist() for column in self._cursor.actions]
+        said = actions[0] if len(actions) == 1 else actions
+        error.add_note(f"tallyroll: raised by the step with the actions {said!r:.400}")
+
+    def upcoming(self) -> NDArray[np.bool_]:
+        """Lanes whose next slot will be a transition."""
+        return ~self._pending
+
+    def ended(self, start: int, stop: int) -> Mask:
+        """``[time, lane]``, the environment reported an end in this slot."""
+        cursor = self._cursor
+        ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
+        return ended
+
+    def transitions(self, start: int, stop: int, stepped: int) -> Mask:
+        """All of them, but for reset slots."""
+        if not self.env.has_reset_slots:
+            return np.ones((stop - start, self.lanes), np.bool_)
+        ended = self.ended(start, stop)
+        transitions = next_step_transitions(ended, self._pending)
+        self._pending[:stepped] = ended[-1, :stepped]
+        return transitions
+
+
+def ended_in(slab: Slab, start: int, stop: int) -> Mask:
+    """``[time, lane]``, an end was reported in this slot of ``slab``."""
+    terminated = slab.columns[TERMINATED][start:stop]
+    other = slab.columns.get(TRUNCATED, slab.columns.get(DONE))
+    assert other is not None
+    flags = terminated | other[start:stop]
+    ended: Mask = flags.reshape(stop - start, slab.lanes).cpu().numpy()
+    return ended
+
+
+def changed(key: Key, got: torch.Tensor | None, wanted: torch.Tensor | None = None) -> Exception:
+    """The error for a value that is not what the first step gave."""
+    kind = TransitionError if key[0] == NEXT else PolicyError
+    if got is None or wanted is None:
+        return kind(f"{spell(key)} is missing; it was there on the first step")
+    return kind(
+        f"{spell(key)}: got {SlabColumn(got.dtype, tuple(got.shape))}, expected "
+        f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
+    )

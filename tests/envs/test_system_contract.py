@@ -1,0 +1,199 @@
+"""Toy systems of every kind pass the contract that ships; those that lie do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.testing import SystemContract
+
+from toy_systems import (
+    LONGEST,
+    Arrivals,
+    ArrivalsWithResetSlots,
+    Contexts,
+    First,
+    Groups,
+    InParts,
+    Lost,
+    OfADevice,
+    SeededWhenMade,
+    SomeFinals,
+    Toy,
+    WithResetSlots,
+)
+
+
+class ToyContract(SystemContract):
+    kind: ClassVar[type[System]]
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        return self.kind(lanes, seeds)  # type: ignore[call-arg]
+
+
+class TestFinal(ToyContract):
+    kind = Toy
+
+
+class TestResetSlots(ToyContract):
+    kind = WithResetSlots
+
+
+class TestFirst(ToyContract):
+    kind = First
+
+
+class TestSomeFinals(ToyContract):
+    kind = SomeFinals
+
+
+class TestLost(ToyContract):
+    kind = Lost
+
+
+class TestSeededWhenMade(ToyContract):
+    kind = SeededWhenMade
+
+
+class TestParts(ToyContract):
+    kind = InParts
+
+
+class TestArrivals(ToyContract):
+    kind = Arrivals
+    lanes = 5
+
+
+class TestArrivalsWithResetSlots(ToyContract):
+    kind = ArrivalsWithResetSlots
+    lanes = 4
+
+
+class TestReadOnlyArrays(ToyContract):
+    kind = OfADevice
+
+
+class TestContexts(ToyContract):
+    kind = Contexts
+
+    def draw(self, rng: np.random.Generator) -> Mapping[str, Any]:
+        return {"length": rng.integers(1, LONGEST + 1)}
+
+
+class TestGroups(ToyContract):
+    kind = Groups
+
+
+class GymnasiumContract(SystemContract):
+    mode: ClassVar[str]
+    steps = 200
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        import gymnasium
+
+        made = gymnasium.make_vec(
+            "CartPole-v1", lanes, "sync", vector_kwargs={"autoreset_mode": self.mode}
+        )
+        return GymnasiumSystem(made)
+
+
+class TestGymnasiumNextStep(GymnasiumContract):
+    mode = "NextStep"
+
+
+class TestGymnasiumSameStep(GymnasiumContract):
+    mode = "SameStep"
+
+
+class TestGymnasiumDisabled(GymnasiumContract):
+    mode = "Disabled"
+
+
+# --- systems that are not what they declare -------------------------------------------------------
+
+
+class ResetsItself(Toy):
+    """Declares that it waits for a reset, and begins the next episode within its step."""
+
+    def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
+        for lane in np.flatnonzero(self.over):
+            self.start(lane)
+        return super().finished(reward, flags, skipped)
+
+    def reset(self, lanes: Any, seeds: Any, **options: Any) -> list[Any]:
+        return super().reset(None, seeds) if lanes is None else [self.state.copy()]
+
+
+class SkipsUnsaid(First):
+    """Declares that it resets within its step, and takes a slot for that."""
+
+    def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
+        step = Toy.finished(self, reward, flags, skipped)
+        return step._replace(final=step.obs)
+
+    def advance(self, lane: int, action: int) -> Any:
+        if self.over[lane]:
+            self.start(lane)
+            return 0.0, False, False
+        return super().advance(lane, action)
+
+
+class NeverSkips(WithResetSlots):
+    """Declares reset slots, and steps in them."""
+
+    def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
+        for lane in np.flatnonzero(self.over):
+            self.start(lane)
+        return Toy.finished(self, reward, flags, skipped)
+
+
+class WrongDtype(Toy):
+    def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
+        step = super().finished(reward, flags, skipped)
+        return step._replace(obs=[step.obs[0].astype(np.int32)])
+
+
+class Unseeded(Toy):
+    def reset(self, lanes: Any, seeds: Any, **options: Any) -> list[Any]:
+        return super().reset(lanes, None if seeds is None else np.random.randint(99, size=3))
+
+
+class ResetsAll(Toy):
+    def reset(self, lanes: Any, seeds: Any, **options: Any) -> list[Any]:
+        return super().reset(None, seeds)
+
+
+class ReadsContextsLate(Contexts):
+    def advance(self, lane: int, action: int) -> Any:
+        self.length[lane] = self.next_context["length"][lane]
+        return super().advance(lane, action)
+
+
+class Undead(Groups):
+    def alive(self, group: str) -> Any:
+        return (self.toy.state[:, 2:3] + np.arange(self.sizes[group])) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "test"),
+    [
+        (ResetsItself, "test_a_final_observation_is_not_the_next_first_one"),
+        (SkipsUnsaid, "test_only_a_reset_slot_ignores_its_action"),
+        (NeverSkips, "test_only_a_reset_slot_ignores_its_action"),
+        (WrongDtype, "test_values_are_as_declared"),
+        (Unseeded, "test_seeds_repeat_a_run"),
+        (ResetsAll, "test_a_reset_by_mask_leaves_other_lanes_alone"),
+        (ReadsContextsLate, "test_a_context_is_copied_when_it_is_used"),
+        (Undead, "test_agents_that_are_dead_stay_dead"),
+    ],
+)
+def test_a_system_that_lies_fails(kind: type[System], test: str) -> None:
+    contract = TestContexts() if issubclass(kind, Contexts) else TestFinal()
+    contract.kind = kind  # type: ignore[misc]
+    with pytest.raises(AssertionError):
+        getattr(contract, test)()
