@@ -28,8 +28,9 @@ from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.os_signals import deferred
-from tallyroll.collector.rollout.rollout import Rollout, Source
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
@@ -52,7 +53,7 @@ class Collector(ABC):
     """Finished episodes."""
     lanes: int
     _policy: Policy | None
-    _rollout: Source
+    _rollout: TransitionSource
 
     def __init__(
         self,
@@ -107,13 +108,12 @@ class Collector(ABC):
             extra=plan.extra,
             surplus=self._options.surplus,
             random_frames=self._random_frames,
-            ledger=self.ledger,
             gate=self._gate,
         )
 
     def _drive(
         self,
-        rollout: Source,
+        rollout: TransitionSource,
         plan: SlabPlan,
         ranges: Sequence[Range],
         description: Mapping[str, Any],
@@ -358,7 +358,7 @@ class Collector(ABC):
         torch.set_rng_state(state["generators"]["torch"])
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
-        self._rollout.restart_lanes()
+        self._rollout.restart_lanes(ledger)
         self._assembly.provenance = self._provenance(self._lane_seeds)
         self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
         self._assembly.over = self._budget.remaining(ledger.stored) == 0

@@ -14,6 +14,8 @@ Semantics: Gymnasium's ``AutoresetMode``; measured behaviour of each system stan
 project's design notes.
 """
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,3 +74,21 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
     flat = np.flatnonzero(taken.T)  # lane * slots + time
     index = (flat - lane * slots) * lanes + lane
     return index, lane
+
+
+def whole_slots(slots: int, lanes: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """As :func:`lane_major`, where every slot of every lane is taken.
+
+    The index may be one that others have as well: leave it as it is.
+    """
+    index, lane = (_few_slots if slots * lanes <= _FEW else _slots)(slots, lanes)
+    return index, lane.copy()
+
+
+def _slots(slots: int, lanes: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    index = np.arange(slots * lanes).reshape(slots, lanes).T.reshape(-1)
+    return index, np.repeat(np.arange(lanes, dtype=np.int32), slots)
+
+
+_FEW = 4096
+_few_slots = lru_cache(maxsize=64)(_slots)
