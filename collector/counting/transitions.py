@@ -49,9 +49,9 @@ def first_in_slot_order(transitions: Mask, count: int) -> Mask:
     Returns:
         ``[time, lane]`` with ``min(count, transitions.sum())`` True entries.
     """
-    per_slot = np.cumsum(transitions.sum(axis=1))
-    if not len(per_slot) or count >= per_slot[-1]:
+    if count >= np.count_nonzero(transitions):
         return transitions
+    per_slot = np.cumsum(transitions.sum(axis=1))
     taken = transitions.copy()
     boundary = int(np.searchsorted(per_slot, count, side="left"))
     before = int(per_slot[boundary - 1]) if boundary else 0
@@ -70,6 +70,9 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
         ``index`` into the flattened ``[time * lane]`` slots, and the ``lane`` of each row (int32).
     """
     slots, lanes = taken.shape
+    if slots == 1:
+        index = np.flatnonzero(taken)
+        return index, index.astype(np.int32)
     lane = np.repeat(np.arange(lanes, dtype=np.int32), taken.sum(axis=0))
     flat = np.flatnonzero(taken.T)  # lane * slots + time
     index = (flat - lane * slots) * lanes + lane

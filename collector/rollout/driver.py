@@ -21,7 +21,7 @@ from tallyroll.collector.slab.slab import Array, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one a slot is made: frozen ones would take four times as long
 class Account:
     """The outcome of the slots ``[start, stop)`` that a driver was asked to fill."""
 
@@ -208,7 +208,8 @@ class LocalDriver(Driver):
         transitions = self._transitions(start, stop)
         if stepped < self.lanes:
             transitions[:, stepped:] = False
-        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
+        executed = int(np.count_nonzero(transitions))
+        return Account((stop - start) * stepped, executed, transitions)
 
     def _refresh(self, start: int, stop: int) -> None:
         """Newer weights, where there are any, choose the actions of slots ``[start, stop)``."""
