@@ -27,7 +27,7 @@ from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.os_signals import deferred
+from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
@@ -193,6 +193,7 @@ class Collector(ABC):
     def _undivided(self) -> Iterator[None]:
         """Do all that is inside, or end the run and store nothing of it."""
         with deferred():
+            keep_for(self)
             try:
                 yield
             except BaseException as error:
@@ -202,6 +203,9 @@ class Collector(ABC):
                     except Exception as again:  # noqa: BLE001  `error` is raised
                         _add_end_note(error, again)
                 raise
+            finally:
+                if self._assembly.over:
+                    let_go(self)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -216,6 +220,7 @@ class Collector(ABC):
         Of a storage of yours that is closed already, what could not be written is a warning.
         """
         with deferred():
+            let_go(self)
             try:
                 if hasattr(self, "_assembly") and not self._assembly.over:
                     self._assembly.finish()
