@@ -27,7 +27,6 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 class Segment:
     """A part of a worker's slab. ``slab.transitions`` marks those that nobody took yet."""
 
-    leases: "Leases"
     member: int
     base: int
     slab: Slab
@@ -46,21 +45,32 @@ class Segment:
         """``[used, lane]``."""
         return self.slab.transitions[: self.used]
 
+
+@dataclass(frozen=True)
+class SegmentGiver:
+    """Hears what becomes of a block of a segment.
+
+    A segment itself knows no leases: a collector that is dropped goes at once, with its workers.
+    """
+
+    leases: "Leases"
+    segment: Segment
+
     def keeps(self, more: bool) -> bool:
-        """It can wait, as long as its worker has another one."""
-        return self.leases.spare(self)
+        """The segment can wait, as long as its worker has another one."""
+        return self.leases.spare(self.segment)
 
     def given(self, block: Block) -> None:
-        """The rows of ``block`` are the caller's; it is free once empty."""
-        self.slab.transitions[: block.used] &= ~block.taken
-        if not self.transitions.any():
-            self.leases.emptied(self, block.kept)
+        """The rows of ``block`` are the caller's; the segment is free once empty."""
+        segment = self.segment
+        segment.slab.transitions[: block.used] &= ~block.taken
+        if not segment.transitions.any():
+            self.leases.emptied(segment, block.kept)
 
     def released(self, block: Block) -> None:
-        """It may be filled again."""
-        if self.kept:
-            self.kept = False
-            self.leases.emptied(self, False)
+        """The segment may be filled again."""
+        if self.segment.kept:
+            self.leases.emptied(self.segment, False)
 
 
 @dataclass
@@ -123,7 +133,7 @@ class Leases:
         self._lanes = share.total
         self._segments = [
             [
-                Segment(self, worker, index * share.stride, blocks.segment(worker, index))
+                Segment(worker, index * share.stride, blocks.segment(worker, index))
                 for index in range(share.segments)
             ]
             for worker in range(len(share.lanes))
@@ -298,7 +308,7 @@ class Leases:
 
     def _take(self, segment: Segment, slots: int, want: int) -> Block:
         block = Block.of(segment.slab, segment.transitions[:slots], want)
-        block.giver, block.entry = segment, self._take_entry()
+        block.giver, block.entry = SegmentGiver(self, segment), self._take_entry()
         return block
 
     def _take_entry(self) -> LedgerEntry:
