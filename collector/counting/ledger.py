@@ -107,7 +107,7 @@ class Ledger:
         self.check()
 
     def post(self, entry: LedgerEntry) -> None:
-        """Add what happened. Counts of transitions change here and nowhere else."""
+        """Add what happened. While a run collects, nothing else changes counts of transitions."""
         if entry is not NOTHING:
             counts = vars(self)
             for name, count in zip(LedgerEntry._fields, entry, strict=True):

@@ -88,7 +88,7 @@ class Rollout:
 
     def given(self, block: Block) -> None:
         """The last block's transitions are the caller's to count from here on."""
-        self._given = True
+        self._given, self._cuts = True, None
 
     def released(self, block: Block) -> None:
         """See :meth:`keeps`."""
@@ -181,8 +181,7 @@ class Rollout:
         if block.taken is not transitions and used:
             left = transitions[-1] & ~block.taken[-1]
             self._held = left if left.any() else None
-        block.giver, block.entry = self, self._take_entry()
-        block.cuts, self._cuts = self._cuts, None
+        block.giver, block.entry, block.cuts = self, self._take_entry(), self._cuts
         return block
 
     def _take_entry(self) -> LedgerEntry:
