@@ -26,11 +26,10 @@ from tallyroll.collector.counting.transitions import (
 )
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.options import Options
-from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.driver import Account, Driver
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
-from tallyroll.collector.slab.progress import FILLED, new_board
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import open_storage
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRUNCATED, Key
@@ -51,24 +50,24 @@ LAYOUT = {
 # --- the quick ways -------------------------------------------------------------------------------
 
 
-class Scripted(LocalDriver):
+class Scripted(Driver):
     """Its steps write ends that were drawn before."""
 
-    def __init__(self, slab: Slab, ends: np.ndarray, resets: bool) -> None:
-        self.slab, self.lanes, self.board = slab, slab.lanes, new_board()
-        self.policy, self.resets, self.steps = None, resets, 0
-        self._ends, self._pending = ends, np.zeros(self.lanes, np.bool_)
+    used, stopping = 0, False
 
-    def bind(self) -> None: ...
-    def given_steps(self, start: int, stop: int, lanes: int) -> None: ...
-    def _begin(self, first: Any) -> None: ...
+    def __init__(self, slab: Slab, ends: np.ndarray, resets: bool) -> None:
+        self.slab, self.run_lanes, self.resets, self.steps = slab, slab.lanes, resets, 0
+        self._ends, self._pending = ends, np.zeros(slab.lanes, np.bool_)
+
+    def stop(self) -> None: ...
     def begin(self) -> None: ...
+    def restart(self) -> None: ...
 
     def random_steps(self, start: int, stop: int) -> None:
         for at in range(start, stop):
             self.slab.arrays[TERMINATED][at, :, 0] = self._ends[self.steps % len(self._ends)]
             self.steps += 1
-            self.board[FILLED] = at + 1
+            self.used = at + 1
 
     def policy_steps(self, start: int, stop: int, random_lanes: Any = None) -> None:
         self.random_steps(start, stop)
@@ -79,13 +78,14 @@ class Scripted(LocalDriver):
     def upcoming(self) -> np.ndarray:
         return ~self._pending
 
-    def _transitions(self, start: int, stop: int) -> np.ndarray:
-        if not self.resets:
-            return np.ones((stop - start, self.lanes), np.bool_)
-        ended = self.ended(start, stop)
-        transitions = next_step_transitions(ended, self._pending)
-        self._pending = ended[-1].copy()
-        return transitions
+    def account(self, start: int, stop: int, stepped: int) -> Account:
+        transitions = np.ones((stop - start, self.slab.lanes), np.bool_)
+        if self.resets and stop > start:
+            ended = self.ended(start, stop)
+            transitions = next_step_transitions(ended, self._pending)
+            self._pending = ended[-1].copy()
+        transitions[:, stepped:] = False
+        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
 
 
 class Numbered:
