@@ -24,7 +24,7 @@ from tallyroll.collector.batches.rows import (
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Budget, Ledger, LedgerEntry
+from tallyroll.collector.counting.ledger import Budget, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.numbering import LaneState, Numbers
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset
 from tallyroll.collector.options import Options, Postproc
@@ -155,7 +155,7 @@ class Assembly:
             if culprit is not None:
                 raise culprit from error
             raise
-        self._ledger.post(block.entry)
+        post(self._ledger, block.entry)
         bad = self._checks.first_violation(block.slab, block.used, self.state)
         if bad is not None:
             raise bad.error
@@ -186,7 +186,7 @@ class Assembly:
         if isinstance(self._ticks, tuple):
             before = rows[self._ticks].reshape(-1)
             ticks = int(before[torch.from_numpy(numbers.start_row)].sum())
-            self._ledger.post(LedgerEntry(reset_ticks=ticks))
+            post(self._ledger, LedgerEntry(reset_ticks=ticks))
         at = numbers.end_row
         if len(at):
             version = rows[POLICY_VERSION].numpy()
@@ -214,7 +214,7 @@ class Assembly:
         count, open_lanes = len(rows[STEP]), int(self.state.open.sum())
         before, head = self._ledger.counts(), self._writer.head
         try:
-            self._ledger.post(self._entry_of(rows))
+            post(self._ledger, self._entry_of(rows))
             self._ledger.balance(self._rollout.held)
             if self._options.postproc is None:
                 self._writer.write(rows, count, self._ledger, open_lanes, large)
@@ -226,7 +226,7 @@ class Assembly:
             if committed < count:  # else it was raised behind the commit
                 self._ledger.load(before)
                 stored = {key: column[:committed] for key, column in rows.items()}
-                self._ledger.post(self._entry_of(stored))
+                post(self._ledger, self._entry_of(stored))
             raise
         finally:
             self._in_hand -= self._ledger.stored - before["stored"]
@@ -301,13 +301,13 @@ class Assembly:
 
     def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
         """Open trajectories of ``lanes`` stay unfinished, and their environments start others."""
-        self._ledger.post(LedgerEntry(episodes_cut=self.state.cut(lanes)))
+        post(self._ledger, LedgerEntry(episodes_cut=self.state.cut(lanes)))
         self.state.restart(lanes)
 
     def restart_lanes(self) -> None:
         """Every lane begins a new trajectory; nothing may be held then."""
         self._begin_anew(self._everywhere)
-        self._ledger.post(self._rollout.discard(()).entry)  # what workers do ahead
+        post(self._ledger, self._rollout.discard(()).entry)  # what workers do ahead
         self._rollout.restart_lanes(self._ledger)
 
     def discard(self) -> None:
@@ -315,9 +315,9 @@ class Assembly:
         if not self._rollout.held:
             return
         entry, lanes, reward, ended = self._rollout.discard(self._source.plan.rewards)
-        self._ledger.post(entry)
+        post(self._ledger, entry)
         self._ledger.balance(self._rollout.held)
-        self._ledger.post(LedgerEntry(episodes_cut=self.state.cut(lanes)))
+        post(self._ledger, LedgerEntry(episodes_cut=self.state.cut(lanes)))
         self.state.returns[lanes] += reward[lanes]
         self.state.length[lanes] += 1
         self.state.restart(lanes & ended)
@@ -334,7 +334,7 @@ class Assembly:
                 remaining = self._budget.remaining(self._ledger.stored)
                 most = sys.maxsize if remaining is None else remaining - self._in_hand
                 for block in self._rollout.salvage(self._sound, most):
-                    self._ledger.post(block.entry)
+                    post(self._ledger, block.entry)
                     self._add(block, more=True)
                 if self._parts:
                     self._deliver()
@@ -353,9 +353,10 @@ class Assembly:
         ledger = self._ledger
         before = ledger.discarded
         self._rollout.stop()
-        ledger.post(self._rollout.discard(()).entry)
-        ledger.post(
-            LedgerEntry(discarded=self._in_hand, episodes_cut=self.state.cut(self._everywhere))
+        post(ledger, self._rollout.discard(()).entry)
+        post(
+            ledger,
+            LedgerEntry(discarded=self._in_hand, episodes_cut=self.state.cut(self._everywhere)),
         )
         self._in_hand, self._parts, self._kept = 0, [], []
         ledger.balance(self._rollout.held)

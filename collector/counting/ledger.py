@@ -106,14 +106,6 @@ class Ledger:
         self.carried = held
         self.check()
 
-    def post(self, entry: LedgerEntry) -> None:
-        """Add what happened. While a run collects, nothing else changes counts of transitions."""
-        if entry is not NOTHING:
-            counts = vars(self)
-            for name, count in zip(LedgerEntry._fields, entry, strict=True):
-                if count:
-                    counts[name] += count
-
     def counts(self) -> dict[str, int]:
         """Every count by name."""
         return {name: count for name, count in vars(self).items() if name not in _NOT_COUNTS}
@@ -133,6 +125,15 @@ class Ledger:
 
 
 _NOT_COUNTS = {"seed", "versions"}
+
+
+def post(ledger: Ledger, entry: LedgerEntry) -> None:
+    """Add what happened. While a run collects, nothing else changes counts of transitions."""
+    if entry is not NOTHING:
+        counts = vars(ledger)
+        for name, count in zip(LedgerEntry._fields, entry, strict=True):
+            if count:
+                counts[name] += count
 
 
 @dataclass(frozen=True)

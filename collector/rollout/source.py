@@ -3,7 +3,7 @@
 A collector asks its source for one block after the other::
 
     block = source.block(want)
-    ledger.post(block.entry)          # once, whatever comes of the rows
+    post(ledger, block.entry)         # once, whatever comes of the rows
     with block:
         rows = copied from block.slab, at block.index
         # or left there: block.keep(), and block.release() when they were copied

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
-from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
+from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.transitions import (
     first_in_slot_order,
     lane_major,
@@ -141,17 +141,17 @@ def played(run: dict[str, Any]) -> tuple[list[Any], Ledger]:
         if rollout.dry:
             break
         block = rollout.block(want)
-        ledger.post(block.entry)
+        post(ledger, block.entry)
         with block:
             assert len(block) <= want
             seen += [block.index.tolist(), block.lane.tolist(), block.taken.tolist(), block.entry]
             assert (block.index.dtype, block.lane.dtype) == (np.intp, np.int32)
             block.lane[:] = -1  # it is the block's own
-        ledger.post(LedgerEntry(stored=len(block)))
+        post(ledger, LedgerEntry(stored=len(block)))
         ledger.balance(rollout.held)
         seen += [rollout.held, rollout.random_frames]
     assert ledger.slots == rollout.driver.steps * run["lanes"] or run["surplus"] == "never_step"
-    ledger.post(rollout.discard((REWARD,)).entry)
+    post(ledger, rollout.discard((REWARD,)).entry)
     ledger.balance(0)
     return seen, ledger
 
