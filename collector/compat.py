@@ -5,6 +5,7 @@ What is missing is said by `tests/project/test_compat.py`.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import atexit
 from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any, Final
@@ -92,6 +93,10 @@ def steps_in_buffers(env: EnvBase) -> bool:
 
 
 # --- torch and Python -----------------------------------------------------------------------------
+
+# Those of `signal` look handlers up in an enumeration: that takes 40 times as long.
+get_handler: Callable[[int], Any] = _signal.getsignal
+set_handler: Callable[[int, Any], Any] = _signal.signal
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ from tallyroll.collector.options import (
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
-from tallyroll.collector.rollout.rollout import Source
+from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.failures import limits_named, require_guard
@@ -198,7 +198,7 @@ class MultiprocessCollector(Collector):
         self._startup.bind(arena, share, blocks)
         return blocks, share
 
-    def _workers_rollout(self) -> Source:
+    def _workers_rollout(self) -> TransitionSource:
         planned, plan = self._startup.planned, self._startup.planned.plan
         blocks, _ = self._carve(plan.slots(self.lanes, self.frames_per_batch), 0)
         draws = all_drawn(planned.actions, self.lanes) if planned.drawn_ahead else None
@@ -212,7 +212,7 @@ class MultiprocessCollector(Collector):
         )
         return self._rollout_of(driver, plan)
 
-    def _leases(self) -> Source:
+    def _leases(self) -> TransitionSource:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
         # A batch takes one lease of every worker.
         frames = ceil(self.frames_per_batch / self.num_workers)

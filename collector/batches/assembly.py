@@ -24,13 +24,13 @@ from tallyroll.collector.batches.rows import (
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Budget, Ledger
+from tallyroll.collector.counting.ledger import Budget, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.numbering import LaneState, Numbers
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.rollout.os_signals import admitted
-from tallyroll.collector.rollout.rollout import Block, Source
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.collector.slab.names import new_name, split
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.pool import BufferPool
@@ -76,7 +76,7 @@ class Assembly:
         options: Options,
         writer: BatchWriter,
         source: RowSource,
-        rollout: Source,
+        rollout: TransitionSource,
         ledger: Ledger,
         state: LaneState,
         ranges: Sequence[Range],
@@ -101,6 +101,8 @@ class Assembly:
         )
         self._parts: list[Part] = []
         """Of the batch under way."""
+        self._kept: list[Block] = []
+        """Those whose large rows lie where they are until the batch is delivered."""
         self._in_hand = 0
         """Transitions that were taken from the source and are in no batch yet."""
         self._batches = 0
@@ -146,13 +148,14 @@ class Assembly:
     def _fill(self, want: int) -> Block:
         """Take a block whose values are as declared."""
         try:
-            block = self._rollout.fill(want)
+            block = self._rollout.block(want)
         except Exception as error:
             refused = self._rollout.refused()
             culprit = refused and self._checks.bad_action(*refused, self.state)
             if culprit is not None:
                 raise culprit from error
             raise
+        post(self._ledger, block.entry)
         bad = self._checks.first_violation(block.slab, block.used, self.state)
         if bad is not None:
             raise bad.error
@@ -164,26 +167,26 @@ class Assembly:
         Large ones stay in the slab until they are delivered, if they can. ``more``: another block
         will be asked for before.
         """
-        kept = False
-        if len(block):
-            part, numbers = self._source.rows(block, self.state)
-            self._finals.look(part)
-            self._log(part.rows, numbers, block)
-            kept = bool(part.large) and self._rollout.keeps(more)
-            if not kept:
-                part.settle()
-            self._parts.append(part)
-        self._rollout.copied(kept)
+        with block:
+            if len(block):
+                part, numbers = self._source.rows(block, self.state)
+                self._finals.look(part)
+                self._log(part.rows, numbers, block)
+                if part.large and block.keep(more):
+                    self._kept.append(block)
+                else:
+                    part.settle()
+                self._parts.append(part)
         self._in_hand += len(block)
-        cuts = self._rollout.take_cuts()
-        if cuts is not None:
-            self._begin_anew(cuts)
-            self._finals.forget(cuts)
+        if block.cuts is not None:
+            self._begin_anew(block.cuts)
+            self._finals.forget(block.cuts)
 
     def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
         if isinstance(self._ticks, tuple):
             before = rows[self._ticks].reshape(-1)
-            self._ledger.reset_ticks += int(before[torch.from_numpy(numbers.start_row)].sum())
+            ticks = int(before[torch.from_numpy(numbers.start_row)].sum())
+            post(self._ledger, LedgerEntry(reset_ticks=ticks))
         at = numbers.end_row
         if len(at):
             version = rows[POLICY_VERSION].numpy()
@@ -211,7 +214,7 @@ class Assembly:
         count, open_lanes = len(rows[STEP]), int(self.state.open.sum())
         before, head = self._ledger.counts(), self._writer.head
         try:
-            self._count(rows)
+            post(self._ledger, self._entry_of(rows))
             self._ledger.balance(self._rollout.held)
             if self._options.postproc is None:
                 self._writer.write(rows, count, self._ledger, open_lanes, large)
@@ -222,13 +225,16 @@ class Assembly:
             committed = self._writer.head - head
             if committed < count:  # else it was raised behind the commit
                 self._ledger.load(before)
-                self._count({key: column[:committed] for key, column in rows.items()})
+                stored = {key: column[:committed] for key, column in rows.items()}
+                post(self._ledger, self._entry_of(stored))
             raise
         finally:
             self._in_hand -= self._ledger.stored - before["stored"]
         self._parts = []
         self._batches += 1
-        self._rollout.delivered()
+        kept, self._kept = self._kept, []
+        for block in kept:
+            block.release()
         if self._options.layout == "lanes":
             return by_lane(batch, len(self._everywhere))
         return split_trajectories(batch) if self._options.layout == "trajectories" else batch
@@ -278,38 +284,40 @@ class Assembly:
         self._writer.write(stored, count, self._ledger, open_lanes, {})
         return batch
 
-    def _count(self, rows: Rows) -> None:
-        ledger, count = self._ledger, len(rows[STEP])
-        ledger.stored += count
-        ledger.episodes_complete += int(rows[DONE].sum())
+    def _entry_of(self, rows: Rows) -> LedgerEntry:
+        """What it means that ``rows`` are delivered."""
+        count, drawn = len(rows[STEP]), 0
         if self._count_random:
-            ledger.random += int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
+            drawn = int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
         if isinstance(self._ticks, int):
-            ledger.ticks += count * self._ticks
+            ticks = count * self._ticks
         else:
             before, after = rows[self._ticks], rows[(NEXT, *self._ticks)]
-            ledger.ticks += int((after - before).sum())
+            ticks = int((after - before).sum())
+        ends = int(rows[DONE].sum())
+        return LedgerEntry(stored=count, random=drawn, ticks=ticks, episodes_complete=ends)
 
     # --- ends, cuts and errors --------------------------------------------------------------------
 
     def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
         """Open trajectories of ``lanes`` stay unfinished, and their environments start others."""
-        self._ledger.episodes_cut += self.state.cut(lanes)
+        post(self._ledger, LedgerEntry(episodes_cut=self.state.cut(lanes)))
         self.state.restart(lanes)
 
     def restart_lanes(self) -> None:
         """Every lane begins a new trajectory; nothing may be held then."""
         self._begin_anew(self._everywhere)
-        self._rollout.restart_lanes()
+        post(self._ledger, self._rollout.discard(()).entry)  # what workers do ahead
+        self._rollout.restart_lanes(self._ledger)
 
     def discard(self) -> None:
         """Throw the surplus away; the trajectories that lose a row there are cut."""
         if not self._rollout.held:
             return
-        reward, ended = self._rollout.last_slot(self._source.plan.rewards)
-        lanes = self._rollout.discard_held()
+        entry, lanes, reward, ended = self._rollout.discard(self._source.plan.rewards)
+        post(self._ledger, entry)
         self._ledger.balance(self._rollout.held)
-        self._ledger.episodes_cut += self.state.cut(lanes)
+        post(self._ledger, LedgerEntry(episodes_cut=self.state.cut(lanes)))
         self.state.returns[lanes] += reward[lanes]
         self.state.length[lanes] += 1
         self.state.restart(lanes & ended)
@@ -326,6 +334,7 @@ class Assembly:
                 remaining = self._budget.remaining(self._ledger.stored)
                 most = sys.maxsize if remaining is None else remaining - self._in_hand
                 for block in self._rollout.salvage(self._sound, most):
+                    post(self._ledger, block.entry)
                     self._add(block, more=True)
                 if self._parts:
                     self._deliver()
@@ -344,10 +353,12 @@ class Assembly:
         ledger = self._ledger
         before = ledger.discarded
         self._rollout.stop()
-        self._rollout.discard_held()
-        ledger.discarded += self._in_hand
-        self._in_hand, self._parts = 0, []
-        ledger.episodes_cut += self.state.cut(self._everywhere)
+        post(ledger, self._rollout.discard(()).entry)
+        post(
+            ledger,
+            LedgerEntry(discarded=self._in_hand, episodes_cut=self.state.cut(self._everywhere)),
+        )
+        self._in_hand, self._parts, self._kept = 0, [], []
         ledger.balance(self._rollout.held)
         self._writer.finish(ledger, ledger.discarded - before)
 

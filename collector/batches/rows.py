@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from tallyroll.collector.counting.numbering import LaneState, Numbers, number
-from tallyroll.collector.rollout.rollout import Block
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (

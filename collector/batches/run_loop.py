@@ -27,9 +27,10 @@ from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.os_signals import deferred
-from tallyroll.collector.rollout.rollout import Rollout, Source
+from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
@@ -52,7 +53,7 @@ class Collector(ABC):
     """Finished episodes."""
     lanes: int
     _policy: Policy | None
-    _rollout: Source
+    _rollout: TransitionSource
 
     def __init__(
         self,
@@ -107,13 +108,12 @@ class Collector(ABC):
             extra=plan.extra,
             surplus=self._options.surplus,
             random_frames=self._random_frames,
-            ledger=self.ledger,
             gate=self._gate,
         )
 
     def _drive(
         self,
-        rollout: Source,
+        rollout: TransitionSource,
         plan: SlabPlan,
         ranges: Sequence[Range],
         description: Mapping[str, Any],
@@ -193,6 +193,7 @@ class Collector(ABC):
     def _undivided(self) -> Iterator[None]:
         """Do all that is inside, or end the run and store nothing of it."""
         with deferred():
+            keep_for(self)
             try:
                 yield
             except BaseException as error:
@@ -202,6 +203,9 @@ class Collector(ABC):
                     except Exception as again:  # noqa: BLE001  `error` is raised
                         _add_end_note(error, again)
                 raise
+            finally:
+                if self._assembly.over:
+                    let_go(self)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -216,6 +220,7 @@ class Collector(ABC):
         Of a storage of yours that is closed already, what could not be written is a warning.
         """
         with deferred():
+            let_go(self)
             try:
                 if hasattr(self, "_assembly") and not self._assembly.over:
                     self._assembly.finish()
@@ -361,7 +366,7 @@ class Collector(ABC):
         torch.set_rng_state(state["generators"]["torch"])
         self._rng.bit_generator.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
-        self._rollout.restart_lanes()
+        self._rollout.restart_lanes(ledger)
         self._assembly.provenance = self._provenance(self._lane_seeds)
         self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
         self._assembly.over = self._budget.remaining(ledger.stored) == 0

@@ -2,9 +2,34 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 from tallyroll.collector.errors import LedgerError
+
+
+class LedgerEntry(NamedTuple):
+    """What happened, to be added to the counts of a :class:`Ledger` that have these names."""
+
+    slots: int = 0
+    executed: int = 0
+    reset_slots: int = 0
+    lost: int = 0
+    discarded: int = 0
+    policy_calls_on_reset_slots: int = 0
+    stored: int = 0
+    random: int = 0
+    ticks: int = 0
+    reset_ticks: int = 0
+    episodes_complete: int = 0
+    episodes_cut: int = 0
+
+    def plus(self, other: "LedgerEntry") -> "LedgerEntry":
+        """Both as one."""
+        return LedgerEntry(*map(add, self, other))
+
+
+NOTHING = LedgerEntry()
 
 
 @dataclass
@@ -100,6 +125,15 @@ class Ledger:
 
 
 _NOT_COUNTS = {"seed", "versions"}
+
+
+def post(ledger: Ledger, entry: LedgerEntry) -> None:
+    """Add what happened. While a run collects, nothing else changes counts of transitions."""
+    if entry is not NOTHING:
+        counts = vars(ledger)
+        for name, count in zip(LedgerEntry._fields, entry, strict=True):
+            if count:
+                counts[name] += count
 
 
 @dataclass(frozen=True)

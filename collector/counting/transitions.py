@@ -14,6 +14,8 @@ Semantics: Gymnasium's ``AutoresetMode``; measured behaviour of each system stan
 project's design notes.
 """
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,9 +49,9 @@ def first_in_slot_order(transitions: Mask, count: int) -> Mask:
     Returns:
         ``[time, lane]`` with ``min(count, transitions.sum())`` True entries.
     """
-    per_slot = np.cumsum(transitions.sum(axis=1))
-    if not len(per_slot) or count >= per_slot[-1]:
+    if count >= np.count_nonzero(transitions):
         return transitions
+    per_slot = np.cumsum(transitions.sum(axis=1))
     taken = transitions.copy()
     boundary = int(np.searchsorted(per_slot, count, side="left"))
     before = int(per_slot[boundary - 1]) if boundary else 0
@@ -68,10 +70,31 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
         ``index`` into the flattened ``[time * lane]`` slots, and the ``lane`` of each row (int32).
     """
     slots, lanes = taken.shape
+    if slots == 1:
+        index = np.flatnonzero(taken)
+        return index, index.astype(np.int32)
     lane = np.repeat(np.arange(lanes, dtype=np.int32), taken.sum(axis=0))
     flat = np.flatnonzero(taken.T)  # lane * slots + time
     index = (flat - lane * slots) * lanes + lane
     return index, lane
+
+
+def whole_slots(slots: int, lanes: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """As :func:`lane_major`, where every slot of every lane is taken.
+
+    The index may be one that others have as well: leave it as it is.
+    """
+    index, lane = (_few_slots if slots * lanes <= _FEW else _slots)(slots, lanes)
+    return index, lane.copy()
+
+
+def _slots(slots: int, lanes: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    index = np.arange(slots * lanes).reshape(slots, lanes).T.reshape(-1)
+    return index, np.repeat(np.arange(lanes, dtype=np.int32), slots)
+
+
+_FEW = 4096
+_few_slots = lru_cache(maxsize=64)(_slots)
 
 
 # --- slots whose columns are lanes in any order ---------------------------------------------------

@@ -22,7 +22,7 @@ from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one a slot is made: frozen ones would take four times as long
 class Account:
     """The outcome of the slots ``[start, stop)`` that a driver was asked to fill."""
 
@@ -89,7 +89,8 @@ class Lanes(ABC):
         transitions = self.transitions(start, stop, stepped)
         if stepped < self.lanes:
             transitions[:, stepped:] = False
-        return Account((stop - start) * stepped, int(transitions.sum()), transitions)
+        executed = int(np.count_nonzero(transitions))
+        return Account((stop - start) * stepped, executed, transitions)
 
     @property
     def random_under_way(self) -> int:

@@ -4,27 +4,50 @@ Python runs a signal's handler between any two instructions of the main thread. 
 there, between the answer of a worker and the note that it came, would lose transitions in the
 middle of a trajectory whose later ones are stored. So while a batch is made, handlers wait until
 :class:`admitted` code runs: an environment, a policy, the wait for workers.
+
+What lets a handler wait stands in its place from the first batch of a run to its end
+(:func:`keep_for`); between batches it passes everything on at once. Only Python's own handler of
+Ctrl-C comes back between batches: asyncio looks for it, and puts its own there.
 """
 
 import signal
 import threading
-from collections.abc import Callable
+import weakref
+from threading import get_ident, main_thread
 from types import FrameType, TracebackType
+from typing import Any
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+from tallyroll.collector.compat import get_handler, set_handler
+
+_CTRL_C = int(signal.SIGINT)
+_NUMBERS = (_CTRL_C, int(signal.SIGTERM), int(signal.SIGALRM))
 """The signals that people end, or limit, a computation with."""
+_DEFAULT = signal.default_int_handler
+"""Python's own handler of Ctrl-C."""
 _PATIENCE_SECONDS = 1.0
 """A signal that has waited for so long is handled wherever the program is."""
 
-_Handler = Callable[[int, FrameType | None], object]
 
-_handlers: dict[int, _Handler] = {}
-"""What handles signals when it is not :func:`_arrived`."""
-_former: dict[int, _Handler] = {}
-"""What handled signals before that."""
-_calling: set[int] = set()
+class _Stand:
+    """Stands in the place of a handler, and lets it wait."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal arrived."""
+        _arrived(self, number, frame)
+
+
+_standing: dict[int, Any] = dict.fromkeys(_NUMBERS)
+"""What was found, or put, where the handler of a signal is; None at first."""
+_runs: set[int] = set()
+"""The runs, by id, that keep handlers where they are between batches."""
+_calling: dict[int, _Stand] = {}
 """Signals whose handlers are running."""
-_waiting: dict[int, threading.Timer] = {}
+_waiting: dict[int, tuple[_Stand, threading.Timer]] = {}
 """Signals that nobody has handled yet, and what sends them again."""
 _again: set[int] = set()
 """Signals that were sent again."""
@@ -41,23 +64,26 @@ class deferred:
     Handlers run in the main thread only: in another one this does nothing.
     """
 
+    __slots__ = ("_before", "_inner", "_outer")
+
     def __enter__(self) -> None:
         """Let them wait."""
         global _holder, _admitting
-        thread = threading.get_ident()
+        thread = get_ident()
         self._inner = thread == _holder
-        self._outer = _holder is None and thread == threading.main_thread().ident
-        self._before = _admitting
-        if self._outer:
+        self._outer = _holder is None and thread == main_thread().ident
+        if self._inner:
+            self._before, _admitting = _admitting, False
+        elif self._outer:
             _again.clear()
+            _admitting = False
+            _holder = thread
             try:
                 _install()
             except BaseException:
+                _holder = None
                 _restore()
                 raise
-        if self._inner or self._outer:
-            _admitting = False
-            _holder = thread
 
     def __exit__(
         self,
@@ -73,24 +99,30 @@ class deferred:
             _holder = None
             try:
                 _restore()
-            finally:  # a handler that was restored first may raise before the others are
+            except BaseException:  # of a handler that was restored before the others are
                 _restore()
-            _call_waiting()
+                raise
+            finally:
+                if _waiting:
+                    _call_waiting()
 
 
 class admitted:
     """Handlers are called at once inside of this, those that wait before it begins."""
 
+    __slots__ = ("_before", "_mine")
+
     def __enter__(self) -> None:
         """Call them from here on."""
         global _admitting
-        self._mine = threading.get_ident() == _holder
+        self._mine = get_ident() == _holder
         if not self._mine:
             return
         self._before = _admitting
         try:
             _admitting = True
-            _call_waiting()
+            if _waiting:
+                _call_waiting()
         except BaseException:
             _admitting = self._before
             raise
@@ -107,38 +139,74 @@ class admitted:
             _admitting = self._before
 
 
+def keep_for(run: object) -> None:
+    """Keep handlers where :class:`deferred`, inside of which this is called, has put them.
+
+    That is until :func:`let_go`, or until ``run`` is dropped.
+    """
+    if id(run) not in _runs and get_ident() == _holder:
+        _runs.add(id(run))
+        weakref.finalize(run, _forget, id(run)).atexit = False
+
+
+def let_go(run: object) -> None:
+    """The ``run`` is over. Idempotent."""
+    _forget(id(run))
+
+
+def _forget(run: int) -> None:
+    _runs.discard(run)
+    # Another thread may not, and there a stand does no harm until a signal or a batch comes.
+    if _holder is None and get_ident() == main_thread().ident:
+        _restore()
+
+
 def _install() -> None:
-    for number in _NUMBERS:
-        handler = signal.getsignal(number)
-        if callable(handler) and handler is not _arrived:
-            before = _handlers.get(number)
-            if before is not None and before != handler:
-                _former[number] = before
-            _handlers[number] = handler
-            signal.signal(number, _arrived)
+    for number, stand in _standing.items():
+        found = get_handler(number)
+        if found is stand:
+            continue
+        if type(stand) is _Stand and stand.handler is found:
+            set_handler(number, stand)
+        elif callable(found) and type(found) is not _Stand:
+            _standing[number] = stand = _Stand(found)
+            set_handler(number, stand)
+        else:
+            _standing[number] = found
 
 
 def _restore() -> None:
-    for number in _NUMBERS:
-        if signal.getsignal(number) is _arrived:
-            signal.signal(number, _handlers[number])
+    """Put handlers back; as long as there are runs, Python's own alone."""
+    for number in (_CTRL_C,) if _runs else _NUMBERS:
+        stand = _standing[number]
+        if (
+            type(stand) is _Stand
+            and (stand.handler is _DEFAULT or not _runs)
+            and get_handler(number) is stand
+        ):
+            set_handler(number, stand.handler)
 
 
-def _arrived(number: int, frame: FrameType | None) -> None:
-    if number in _calling:  # a handler calls the one that it found, which was this
-        if number in _former:
-            _former[number](number, frame)
+def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:
+    calling = _calling.get(number)
+    if calling is not None:  # a handler calls the one that it found, which was this
+        if calling is not stand:
+            stand.handler(number, frame)
         return
     again = number in _again
     _again.discard(number)
     if again and number not in _waiting:
         return  # it was handled in between
-    if again or _holder is None or _admitting:
-        _call(number, frame)
+    if _holder is None and number not in _waiting:
+        if not _runs:
+            _restore()
+        stand.handler(number, frame)
+    elif again or _holder is None or _admitting:
+        _call(stand, number, frame)
     elif number not in _waiting:
-        timer = threading.Timer(_PATIENCE_SECONDS, _send_again, (number, threading.get_ident()))
+        timer = threading.Timer(_PATIENCE_SECONDS, _send_again, (number, get_ident()))
         timer.daemon = True
-        _waiting[number] = timer
+        _waiting[number] = stand, timer
         timer.start()
 
 
@@ -150,27 +218,25 @@ def _send_again(number: int, thread: int) -> None:
 
 def _call_waiting() -> None:
     """All of them; what the first one raises is raised in the end."""
-    if not _waiting:
-        return
     raised: BaseException | None = None
-    for number in [*_waiting]:
+    for number, (stand, _) in [*_waiting.items()]:
         try:
-            _call(number, None)
+            _call(stand, number, None)
         except BaseException as error:  # noqa: BLE001  raised below
             raised = raised or error
     if raised is not None:
         raise raised
 
 
-def _call(number: int, frame: FrameType | None) -> None:
+def _call(stand: _Stand, number: int, frame: FrameType | None) -> None:
     global _admitting
     before, _admitting = _admitting, False
-    timer = _waiting.pop(number, None)
-    if timer is not None:
-        timer.cancel()
-    _calling.add(number)
+    waited = _waiting.pop(number, None)
+    if waited is not None:
+        waited[1].cancel()
+    _calling[number] = stand
     try:
-        _handlers[number](number, frame)
+        stand.handler(number, frame)
     finally:
-        _calling.discard(number)
+        del _calling[number]
         _admitting = before

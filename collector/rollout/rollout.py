@@ -4,124 +4,25 @@ A driver fills slots of a slab; :class:`Rollout` decides how many, counts what t
 carries what is left over into the next block.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
-from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.counting.transitions import (
-    Mask,
-    by_lane,
-    first_in_slot_order,
-    in_columns,
-    in_lanes,
-    lane_major,
-)
+from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
+from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 SLOTS_AT_ONCE = 8
 """With a budget of episodes: few, for each look at it costs little beside a step."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """The transitions of a slab that enter the batch. Rows stand lane by lane."""
-
-    slab: Slab
-    used: int
-    """Slots of the slab that were filled."""
-    taken: Mask
-    """``[used, lane]``, the transitions that are rows of this block."""
-    index: NDArray[np.intp]
-    """``[row]``, into the slots flattened to ``[used * lane]``."""
-    lane: NDArray[np.int32]
-    """``[row]``, numbered over the whole run."""
-
-    @classmethod
-    def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":
-        """The first ``count`` of ``transitions`` ``[used, lane]``."""
-        taken = first_in_slot_order(transitions, count)
-        if slab.lane is None:
-            index, lane = lane_major(taken)
-        else:
-            index, lane = by_lane(taken, slab.lane[: len(taken)])
-        if slab.first_lane:
-            lane += np.int32(slab.first_lane)
-        return cls(slab, len(transitions), taken, index, lane)
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-
-Sound = Callable[[Slab, int], int]
-"""How many of the first slots of a slab, of so many that were filled, are as declared."""
-
-
-class Source(Protocol):
-    """A source of blocks of transitions for a collector, until it is dry."""
-
-    random_frames: int
-    """That many transitions still have random actions."""
-
-    def fill(self, want: int) -> Block:
-        """At most ``want`` transitions that follow those of the last block; perhaps none yet.
-
-        Say :meth:`copied` before the next call: until then they are the source's to count.
-        """
-
-    def keeps(self, more: bool) -> bool:
-        """The last block's slots may stay as they are until :meth:`delivered`.
-
-        ``more``: another block will be asked for before.
-        """
-
-    def copied(self, kept: bool) -> None:
-        """The rows of the last block were copied, but for what is ``kept`` where it is."""
-
-    def delivered(self) -> None:
-        """Nothing of what was kept is needed any more."""
-
-    @property
-    def held(self) -> int:
-        """Transitions that were counted as executed, and that wait for the next block."""
-
-    @property
-    def dry(self) -> bool:
-        """No more will come: the run was stopped, or its episodes are complete."""
-
-    def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Lanes whose trajectories ended, unfinished, with the last block; None where none did."""
-
-    def last_slot(self, rewards: Sequence[Key]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Reward and end of every lane ``[lane]`` in the last slot that was filled."""
-
-    def discard_held(self) -> NDArray[np.bool_]:
-        """Throw away and count all that :meth:`copied` was not said of; returns their lanes."""
-
-    def restart_lanes(self) -> None:
-        """Every lane begins anew before its next slot; nothing may be held then."""
-
-    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it.
-
-        The rest is thrown away, and counted. Say :meth:`copied` after each.
-        """
-
-    def refused(self) -> tuple[Slab, int] | None:
-        """After an error: the slot whose actions an environment may have refused."""
-
-    def stop(self) -> None:
-        """End after the step under way. Safe to call from a signal handler or another thread."""
 
 
 class Rollout:
@@ -133,7 +34,6 @@ class Rollout:
         extra: keys that the policy writes beside the action.
         surplus: what happens to transitions of the last step beyond those asked for.
         random_frames: that many transitions at the start have random actions.
-        ledger: counted up as slots are executed.
         gate: an episode budget, or None.
     """
 
@@ -145,25 +45,26 @@ class Rollout:
         extra: Sequence[Key],
         surplus: Surplus,
         random_frames: int,
-        ledger: Ledger,
         gate: EpisodeBudget | None,
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
         self.lanes = self.slab.lanes
-        self.ledger, self.gate = ledger, gate
+        self.gate = gate
         self.random_frames = random_frames
         self._surplus = surplus
         self._extra = tuple(extra)
         self._held: NDArray[np.bool_] | None = None
         self._given = True
         """What is in the slab was handed over, but for what is held."""
+        self._entry = NOTHING
+        """What happened since the last block."""
         self._cuts: NDArray[np.bool_] | None = None
         self._restarting = True
         self._limit = self.slab.slots
 
     # --- filling ----------------------------------------------------------------------------------
 
-    def fill(self, want: int) -> Block:
+    def block(self, want: int) -> Block:
         """Step until ``want`` transitions are in the slab, it is full, or a lane was cut.
 
         What a raising environment or policy left complete is in the driver's ``used`` slots.
@@ -176,28 +77,26 @@ class Rollout:
                 self.driver.begin()
         have = self.held
         while have < want and self.driver.used < self.slab.slots and not self._over:
-            before = self.driver.used
-            self._advance(want - have)
-            have += int(self.slab.transitions[before : self.driver.used].sum())
+            have += self._advance(want - have)
             if self._cuts is not None:
                 break
         return self._take(want)
 
     def keeps(self, more: bool) -> bool:
-        """The slab stays as it is until the next :meth:`fill`."""
+        """The slab stays as it is until the next :meth:`block`."""
         return not more
 
-    def copied(self, kept: bool) -> None:
+    def given(self, block: Block) -> None:
         """The last block's transitions are the caller's to count from here on."""
-        self._given = True
+        self._given, self._cuts = True, None
 
-    def delivered(self) -> None:
+    def released(self, block: Block) -> None:
         """See :meth:`keeps`."""
 
     @property
     def held(self) -> int:
         """Transitions that wait for the next block."""
-        return 0 if self._held is None else int(self._held.sum())
+        return 0 if self._held is None else int(np.count_nonzero(self._held))
 
     @property
     def dry(self) -> bool:
@@ -208,16 +107,11 @@ class Rollout:
     def _over(self) -> bool:
         return self.driver.stopping or (self.gate is not None and self.gate.finished)
 
-    def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Lanes whose trajectories ended, unfinished, with the last block."""
-        cuts, self._cuts = self._cuts, None
-        return cuts
-
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
         used = self.driver.used
         good = sound(self.slab, used)
-        self.ledger.discarded += int(self.slab.transitions[good:used].sum())
+        self._happened(LedgerEntry(discarded=int(self.slab.transitions[good:used].sum())))
         self.driver.used = good
         yield self._take(min(most, good * self.lanes))
 
@@ -241,26 +135,35 @@ class Rollout:
         of_lanes[lane] = total
         return of_lanes, in_lanes(ended[None], lane[None], self.driver.run_lanes)[0]
 
-    def restart_lanes(self) -> None:
+    def restart_lanes(self, ledger: Ledger) -> None:
         """Reset every lane before the next slot; nothing may be carried then."""
         assert not self.held
         self._restarting = True
         self.driver.restart()
         if self.gate is not None:
-            self.gate.restart(self.ledger.episodes_complete)
+            self.gate.restart(ledger.episodes_complete)
 
     def stop(self) -> None:
         """End the run after the step under way."""
         self.driver.stop()
 
+    def discard(self, rewards: Sequence[Key]) -> Discarded:
+        """Throw away all that no block gave, and count it."""
+        lanes = self.driver.run_lanes
+        reward, ended = np.zeros(lanes), np.zeros(lanes, np.bool_)
+        if self.held:
+            reward, ended = self.last_slot(rewards)
+        discarded = self.discard_held()
+        return Discarded(self._take_entry(), discarded, reward, ended)
+
     def discard_held(self) -> NDArray[np.bool_]:
-        """Throw away and count all that :meth:`copied` was not said of; returns their lanes."""
+        """Throw away and count all that was not given; returns their lanes."""
         marks = self._waiting()
         at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
             drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
             self.random_frames += int(drawn.sum())
-        self.ledger.discarded += int(marks.sum())
+        self._happened(LedgerEntry(discarded=int(marks.sum())))
         if self.slab.lane is not None:
             marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)
         lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
@@ -283,12 +186,22 @@ class Rollout:
         used = self.driver.used
         transitions = self.slab.transitions[:used]
         block = Block.of(self.slab, transitions, want)
-        left = transitions[-1] & ~block.taken[-1] if used else np.zeros(0, np.bool_)
-        self._held = left if left.any() else None
+        self._held = None
+        if block.taken is not transitions and used:
+            left = transitions[-1] & ~block.taken[-1]
+            self._held = left if left.any() else None
+        block.giver, block.entry, block.cuts = self, self._take_entry(), self._cuts
         return block
 
-    def _advance(self, missing: int) -> None:
-        """Step at least once and at most as often as surely needed."""
+    def _take_entry(self) -> LedgerEntry:
+        entry, self._entry = self._entry, NOTHING
+        return entry
+
+    def _happened(self, entry: LedgerEntry) -> None:
+        self._entry = entry if self._entry is NOTHING else self._entry.plus(entry)
+
+    def _advance(self, missing: int) -> int:
+        """Step at least once and at most as often as surely needed; returns the transitions."""
         start = self.driver.used
         steps = min(ceil(missing / self.lanes), self._limit - start)
         if self.gate is not None:
@@ -307,7 +220,8 @@ class Rollout:
                 else:
                     self._policy_slots(start, start + steps, stepped)
         finally:
-            self._count(start, self.driver.used, stepped)
+            marked = self._count(start, self.driver.used, stepped)
+        return marked
 
     @property
     def _random_left(self) -> int:
@@ -360,31 +274,35 @@ class Rollout:
             else:
                 self.driver.policy_steps(start, start + 1, drawn)
 
-    def _count(self, start: int, stop: int, stepped: int) -> None:
-        """Mark and count the transitions of slots ``[start, stop)``."""
+    def _count(self, start: int, stop: int, stepped: int) -> int:
+        """Mark and count the transitions of slots ``[start, stop)``; returns how many there are."""
         account = self.driver.account(start, stop, stepped)
-        transitions, ledger = account.transitions, self.ledger
-        ledger.slots += account.slots
-        ledger.executed += account.executed
-        ledger.reset_slots += account.slots - account.executed
-        ledger.lost += account.lost
-        ledger.discarded += account.beyond
-        by_policy = self.slab.version[start:stop] != RANDOM_VERSION
-        if self.policy is not None and account.slots > account.executed:
-            on_resets = (by_policy & ~transitions)[:, :stepped]
+        transitions, resets = account.transitions, account.slots - account.executed
+        marked = int(np.count_nonzero(transitions))
+        discarded, on_resets = account.beyond, 0
+        drawing = self.policy is not None and self.random_frames > 0
+        if drawing or (self.policy is not None and resets):
+            by_policy = self.slab.version[start:stop] != RANDOM_VERSION
+        if self.policy is not None and resets:
+            chosen = (by_policy & ~transitions)[:, :stepped]
             if account.ran is not None:
-                on_resets &= account.ran[:, :stepped]
-            ledger.policy_calls_on_reset_slots += int(on_resets.sum())
+                chosen &= account.ran[:, :stepped]
+            on_resets = int(np.count_nonzero(chosen))
         if self.gate is not None and stop > start:
-            before = int(transitions.sum())
+            before = marked
             transitions = self._wanted(self.gate, transitions, start, stop)
-            ledger.discarded += before - int(transitions.sum())
-        if self.policy is not None and self.random_frames > 0:
-            self.random_frames -= int((transitions & ~by_policy).sum())
+            marked = int(np.count_nonzero(transitions))
+            discarded += before - marked
+        if drawing:
+            self.random_frames -= int(np.count_nonzero(transitions & ~by_policy))
         self.slab.transitions[start:stop] = transitions
+        self._happened(
+            LedgerEntry(account.slots, account.executed, resets, account.lost, discarded, on_resets)
+        )
         self._cuts = self.driver.take_cuts()
         if self._cuts is not None and self.gate is not None:
             self.gate.cut(self._cuts)
+        return marked
 
     def _wanted(self, gate: EpisodeBudget, transitions: Mask, start: int, stop: int) -> Mask:
         """Those of ``transitions`` that belong to the budget's episodes."""

@@ -138,6 +138,11 @@ class Slab:
                 for key, (shape, dtype) in pieces.items()
             }
         self._flow = {key: memory[key] for key in self.flowing}
+        # NumPy moves a few bytes in a tenth of the time that torch takes.
+        self._moved = [
+            m.numpy() if m.device.type == "cpu" and m.dtype is not torch.bfloat16 else m
+            for m in self._flow.values()
+        ]
         self.columns = {key: memory[key][:slots] for key in layout if key in memory}
         if shared:
             for key in self.flowing:
@@ -184,7 +189,7 @@ class Slab:
         """
         if used == 0:
             return
-        for memory in self._flow.values():
+        for memory in self._moved:
             if lanes is not None:
                 memory[0] = memory[used - 1]
                 memory[1] = memory[used]

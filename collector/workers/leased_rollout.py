@@ -1,7 +1,7 @@
 """Fill a segment of a worker's slab, as a lease asks for."""
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
-from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.rollout import SLOTS_AT_ONCE, Rollout
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
@@ -17,14 +17,14 @@ class LeasedRollout(Rollout):
 
     driver: LocalDriver
 
-    def lease(self, lease: Lease, slots: int) -> tuple[dict[str, int], int, int]:
+    def lease(self, lease: Lease, slots: int) -> tuple[LedgerEntry, int, int]:
         """Fill a segment of at most ``slots`` slots.
 
         Returns:
-            The ledger of this lease, the slots that were filled, and the episodes completed.
+            What happened, the slots that were filled, and the episodes completed.
         """
         driver, base = self.driver, lease.base
-        self.ledger = Ledger()
+        self._take_entry()  # what a lease counted that raised is lost
         self.slab.carry_root(driver.used, base)
         driver.used = base
         driver.board[COUNTED] = counted_word(base, 0)
@@ -45,14 +45,12 @@ class LeasedRollout(Rollout):
             completed = -self.gate.completed
         have = 0
         while have < lease.frames and driver.used < self._limit and not self._ends(lease):
-            before = driver.used
             if self.policy is not None:  # also for slots in which only some lanes ask it
                 self.policy.refresh()
-            self._advance(lease.frames - have)
-            have += int(self.slab.transitions[before : driver.used].sum())
+            have += self._advance(lease.frames - have)
         if self.gate is not None:
             completed += self.gate.completed
-        return self.ledger.counts(), driver.used - base, completed
+        return self._take_entry(), driver.used - base, completed
 
     def _ends(self, lease: Lease) -> bool:
         if self._over:
@@ -67,6 +65,7 @@ class LeasedRollout(Rollout):
         """So few that no lane can start an episode for which there is no ticket."""
         return max(1, min(SLOTS_AT_ONCE, (gate.total - gate.started) // self.lanes))
 
-    def _count(self, start: int, stop: int, stepped: int) -> None:
-        super()._count(start, stop, stepped)
-        self.driver.board[COUNTED] = counted_word(stop, self.ledger.executed)
+    def _count(self, start: int, stop: int, stepped: int) -> int:
+        marked = super()._count(start, stop, stepped)
+        self.driver.board[COUNTED] = counted_word(stop, self._entry.executed)
+        return marked

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.counting.ledger import Budget, Ledger
+from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.rollout.lanes import ended_in
-from tallyroll.collector.rollout.rollout import Block, Sound
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
@@ -37,11 +37,40 @@ class Segment:
     reserved: int = 0
     """Transitions of the budget that are kept for it, those of its last step included."""
     random_frames: int = 0
+    kept: bool = False
+    """Its rows are needed where they are; it is free after that."""
 
     @property
     def transitions(self) -> Mask:
         """``[used, lane]``."""
         return self.slab.transitions[: self.used]
+
+
+@dataclass(frozen=True)
+class SegmentGiver:
+    """Hears what becomes of a block of a segment.
+
+    A segment itself knows no leases: a collector that is dropped goes at once, with its workers.
+    """
+
+    leases: "Leases"
+    segment: Segment
+
+    def keeps(self, more: bool) -> bool:
+        """The segment can wait, as long as its worker has another one."""
+        return self.leases.spare(self.segment)
+
+    def given(self, block: Block) -> None:
+        """The rows of ``block`` are the caller's; the segment is free once empty."""
+        segment = self.segment
+        segment.slab.transitions[: block.used] &= ~block.taken
+        if not segment.transitions.any():
+            self.leases.emptied(segment, block.kept)
+
+    def released(self, block: Block) -> None:
+        """The segment may be filled again."""
+        if self.segment.kept:
+            self.leases.emptied(self.segment, False)
 
 
 @dataclass
@@ -74,7 +103,7 @@ class Leases:
         frames: transitions a lease.
         budget: of transitions.
         episodes: the budget of episodes, where there is one.
-        ledger: counted up as leases come back.
+        ledger: what was delivered before, which is not budget any more.
         random_frames: that many transitions, those leased first, have random actions.
         exact: leases bring no more transitions than they are for (``surplus="never_step"``).
     """
@@ -97,7 +126,8 @@ class Leases:
         self._exact = exact
         self._worker_pool, self._startup, self._plan = pool, startup, plan
         self._frames, self._budget, self._episodes = frames, budget, episodes
-        self._ledger = ledger
+        self._entry = NOTHING
+        """What happened since the last block."""
         self._lanes = share.total
         self._segments = [
             [
@@ -109,19 +139,17 @@ class Leases:
         self.random_frames = random_frames
         self._opens = random_frames > 0
         self._stopping = False
-        self._taken: tuple[Segment, Mask] | None = None
-        self._kept: list[Segment] = []
         self._granted = 0
         self._cuts: NDArray[np.bool_] | None = None
-        self._begin(fresh=False)
+        self._begin(ledger, fresh=False)
 
-    def _begin(self, fresh: bool) -> None:
+    def _begin(self, ledger: Ledger, fresh: bool) -> None:
         self._queue: deque[Segment | range] = deque()
         """Segments to take, and lanes whose trajectories are others from there on."""
-        remaining = self._budget.remaining(self._ledger.stored)
+        remaining = self._budget.remaining(ledger.stored)
         self._unleased = sys.maxsize if remaining is None else remaining
         episodes = self._episodes
-        self._tickets = 0 if episodes is None else episodes - self._ledger.episodes_complete
+        self._tickets = 0 if episodes is None else episodes - ledger.episodes_complete
         self._unfinished = self._tickets
         self._tallies = [Tally(fresh) for _ in self._worker_pool.members]
 
@@ -218,8 +246,7 @@ class Leases:
         segment = tally.leased.popleft()
         segment.used = filled.used
         have = int(segment.transitions.sum())
-        for name, count in filled.counts.items():
-            setattr(self._ledger, name, getattr(self._ledger, name) + count)
+        self._entry = self._entry.plus(filled.entry)
         self._unleased += segment.reserved - have
         self.random_frames += filled.random_left
         tally.tickets -= filled.completed
@@ -258,16 +285,12 @@ class Leases:
         executed += int(plan.executed(slab, counted, filled, pending).sum())
         if self._exact:  # of the last slot it stepped only as many lanes as were missing
             executed = min(executed, segment.reserved)
-        ledger = self._ledger
         slots = filled * slab.lanes if plan.reset_slots or plan.marked else executed
-        ledger.slots += slots
-        ledger.executed += executed
-        ledger.lost += executed
-        ledger.reset_slots += slots - executed
+        self._entry = self._entry.plus(LedgerEntry(slots, executed, slots - executed, executed))
 
     # --- blocks, as a collector takes them --------------------------------------------------------
 
-    def fill(self, want: int) -> Block:
+    def block(self, want: int) -> Block:
         """At most ``want`` transitions of what came first; waits for some, if any will come."""
         self._grant()
         while not self._queue and self._out:
@@ -284,48 +307,37 @@ class Leases:
 
     def _take(self, segment: Segment, slots: int, want: int) -> Block:
         block = Block.of(segment.slab, segment.transitions[:slots], want)
-        self._taken = segment, block.taken
+        block.giver, block.entry = SegmentGiver(self, segment), self._take_entry()
         return block
+
+    def _take_entry(self) -> LedgerEntry:
+        entry, self._entry = self._entry, NOTHING
+        return entry
 
     def _cut(self, lanes: range) -> Block:
         self._queue.popleft()
-        if self._cuts is None:
-            self._cuts = np.zeros(self._lanes, np.bool_)
-        self._cuts[lanes.start : lanes.stop] = True
-        return self._nothing()
+        block = self._nothing()
+        block.cuts = np.zeros(self._lanes, np.bool_)
+        block.cuts[lanes.start : lanes.stop] = True
+        return block
 
     def _nothing(self) -> Block:
         slab = self._segments[0][0].slab
-        return Block.of(slab, np.zeros((0, slab.lanes), np.bool_), 0)
+        block = Block.of(slab, np.zeros((0, slab.lanes), np.bool_), 0)
+        block.entry = self._take_entry()
+        return block
 
-    def keeps(self, more: bool) -> bool:
-        """The last block's segment can wait, as long as its worker has another one."""
-        if self._taken is None:
-            return False
-        segments = self._segments[self._taken[0].member]
-        return sum(segment in self._kept for segment in segments) < len(segments) - 1
+    def spare(self, segment: Segment) -> bool:
+        """The worker of ``segment`` has another one, whose rows are not needed."""
+        return sum(not each.kept for each in self._segments[segment.member]) > 1
 
-    def copied(self, kept: bool) -> None:
-        """The last block's rows were copied, or are ``kept``; its segment is free once empty."""
-        if self._taken is None:
-            return
-        (segment, taken), self._taken = self._taken, None
-        segment.slab.transitions[: len(taken)] &= ~taken
-        if not segment.transitions.any():
-            if self._queue and self._queue[0] is segment:
-                self._queue.popleft()
-            if kept:
-                self._kept.append(segment)
-            else:
-                segment.free = True
-                self._grant()
-
-    def delivered(self) -> None:
-        """Segments that were kept may be filled again."""
-        for segment in self._kept:
-            segment.free = True
-        self._kept.clear()
-        self._grant()
+    def emptied(self, segment: Segment, kept: bool) -> None:
+        """All of ``segment`` was taken; it may be filled again unless its rows are ``kept``."""
+        if self._queue and self._queue[0] is segment:
+            self._queue.popleft()
+        segment.kept, segment.free = kept, not kept
+        if not kept:
+            self._grant()
 
     @property
     def held(self) -> int:
@@ -338,14 +350,11 @@ class Leases:
         """No more will come: the run was stopped, or its episodes are complete."""
         return (self._stopping or self._complete) and not self._out and not self._queue
 
-    def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Lanes whose trajectories ended, unfinished, with the last block."""
-        cuts, self._cuts = self._cuts, None
-        return cuts
-
-    def last_slot(self, rewards: Sequence[Key]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Lanes have no slot in common: what is discarded is discarded with a restart."""
-        return np.zeros(self._lanes), np.zeros(self._lanes, np.bool_)
+    def discard(self, rewards: Sequence[Key]) -> Discarded:
+        """Throw away all that no block gave. Lanes have no slot in common: nothing is summed up."""
+        lanes = self.discard_held()
+        none = np.zeros(self._lanes)
+        return Discarded(self._take_entry(), lanes, none, none.astype(np.bool_))
 
     def discard_held(self) -> NDArray[np.bool_]:
         """Take all leases back, and throw away what came and was not taken; returns its lanes."""
@@ -361,19 +370,17 @@ class Leases:
                 self._discard(each, 0)
                 each.free = True
         self._queue.clear()
-        self._taken = None
         return lanes
 
     def _discard(self, segment: Segment, start: int) -> None:
         """Count the transitions from slot ``start`` on that nobody took, and forget them."""
         rest = segment.transitions[start:]
-        self._ledger.discarded += int(rest.sum())
+        self._entry = self._entry.plus(LedgerEntry(discarded=int(rest.sum())))
         rest[:] = False
 
-    def restart_lanes(self) -> None:
+    def restart_lanes(self, ledger: Ledger) -> None:
         """Every lane begins anew before its next slot."""
-        self.discard_held()
-        self._begin(fresh=True)
+        self._begin(ledger, fresh=True)
         if not self._stopping:
             self._worker_pool.go_on()
 
@@ -381,7 +388,6 @@ class Leases:
         """After an error: all that came back, each worker's as far as it is ``sound``."""
         self._stopping = True
         self._settle()
-        self._taken = None
         broken: set[int] = set()
         while self._queue:
             each = self._queue[0]
@@ -394,10 +400,11 @@ class Leases:
             self._discard(each, good)
             block = self._take(each, good, most)
             most -= len(block)
-            yield block  # until it is said to be copied, it is counted as held
+            yield block  # until it is given, it is counted as held
             self._discard(each, 0)
             if self._queue and self._queue[0] is each:
                 self._queue.popleft()
+        yield self._nothing()  # what was thrown away behind the last one
 
     def refused(self) -> tuple[Slab, int] | None:
         """Nobody knows whose lanes they were."""

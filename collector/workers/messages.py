@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torchrl.data import TensorSpec
 
 from tallyroll.collector.batches.value_checks import Range
+from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -145,8 +146,8 @@ class Filled:
 
     used: int
     """Slots of the segment that were filled."""
-    counts: dict[str, int]
-    """Of a ledger of this lease."""
+    entry: LedgerEntry
+    """What happened."""
     random_left: int
     completed: int
     """Episodes that were completed with this lease."""

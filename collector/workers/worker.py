@@ -19,7 +19,6 @@ from torchrl.envs.utils import set_exploration_type
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.compat import lane_in, run_exit_functions
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
-from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
@@ -190,7 +189,6 @@ class Worker:
                 extra=self.plan.extra,
                 surplus=self.options.surplus,
                 random_frames=0,
-                ledger=Ledger(),
                 gate=EpisodeBudget(0, self.lanes) if episodes else None,
             )
             self._slots = share.slots
@@ -238,8 +236,8 @@ class Worker:
     def lease(self, message: m.Lease) -> m.Filled:
         """Fill a segment with as many transitions as the lease is for."""
         self.doing = "stepping"
-        counts, used, completed = self.rollout.lease(message, self._slots)
-        return m.Filled(used, counts, self.rollout.random_frames, completed, self._state())
+        entry, used, completed = self.rollout.lease(message, self._slots)
+        return m.Filled(used, entry, self.rollout.random_frames, completed, self._state())
 
 
 def report_of(error: BaseException, doing: str) -> m.Raised:

@@ -23,7 +23,7 @@ from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
-from tallyroll.collector.rollout.rollout import Block
+from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.rows.keys import LANE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import signal
 import sys
 from functools import partial
 from multiprocessing import forkserver, get_context, process
@@ -26,6 +27,16 @@ from tallyroll.collector import compat
 from tallyroll.storage import compat as storage_compat
 
 from oracles import OracleEnv, OracleTorchEnv, make_oracle_vec
+
+
+def test_handlers_are_those_that_signal_has() -> None:
+    before = compat.get_handler(signal.SIGINT)
+    assert before is signal.getsignal(signal.SIGINT)
+    try:
+        compat.set_handler(signal.SIGINT, signal.default_int_handler)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_vector_fills_the_array_that_it_is_lent() -> None:

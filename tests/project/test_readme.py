@@ -97,7 +97,16 @@ def test_the_files_that_it_names_are_there() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["collect", "split", "memory", "profile_loop", "storage", "storage_slices", "workers"],
+    [
+        "blocks",
+        "collect",
+        "split",
+        "memory",
+        "profile_loop",
+        "storage",
+        "storage_slices",
+        "workers",
+    ],
 )
 def test_each_benchmark_runs(script: str, tmp_path: Path) -> None:
     # Some make and delete hundreds of storages, which takes minutes on a slow disk.

@@ -5,28 +5,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import random
 import signal
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tallyroll import collector as package
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.rollout import os_signals
 from tallyroll.collector.rollout.os_signals import admitted, deferred
+from tallyroll.collector.rollout.source import Block
 from tallyroll.storage import open_storage
 
 from collect_kit import balanced
 from oracles import check_rows
-from worker_kit import DISABLED, LENGTHS, NEXT, SAME, Telling, alone, in_threads, spread
+from worker_kit import DISABLED, LANES, LENGTHS, NEXT, SAME, Telling, alone, in_threads, spread
 
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "10"))
 INSIDE = str(Path(package.__file__).parent)
@@ -152,20 +158,22 @@ def test_a_held_signal_waits_for_admitted_code() -> None:
         assert len(calls) == 2
 
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
 def test_at_the_end_every_signal_is_handled_and_its_handler_is_back() -> None:
     heard: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-    before = [signal.signal(number, lambda number, _: heard.append(number)) for number in numbers]
+    before = [signal.signal(number, lambda number, _: heard.append(number)) for number in NUMBERS]
     try:
-        ours = [signal.getsignal(number) for number in numbers]
+        ours = [signal.getsignal(number) for number in NUMBERS]
         with deferred(), deferred():
-            for number in numbers:
+            for number in NUMBERS:
                 signal.raise_signal(number)
             assert not heard
-        assert sorted(heard) == sorted(numbers)
-        assert [signal.getsignal(number) for number in numbers] == ours
+        assert sorted(heard) == sorted(NUMBERS)
+        assert [signal.getsignal(number) for number in NUMBERS] == ours
     finally:
-        for number, handle in zip(numbers, before, strict=True):
+        for number, handle in zip(NUMBERS, before, strict=True):
             signal.signal(number, handle)
 
 
@@ -294,3 +302,188 @@ def test_two_that_wait_are_both_handled_once() -> None:
             signal.raise_signal(signal.SIGINT)
             assert len(one) == 1
         assert len(one) == 2
+
+
+# --- between batches ------------------------------------------------------------------------------
+
+
+def short(total_frames: int = 60) -> Collector:
+    """Twenty batches."""
+    return alone(DISABLED, frames_per_batch=3, total_frames=total_frames)
+
+
+def test_handlers_are_put_in_place_once_a_run() -> None:
+    puts: list[int] = []
+
+    def put(number: int, handle: Any) -> None:
+        puts.append(number)
+        signal.signal(number, handle)
+
+    with (
+        handler(signal.SIGTERM, Interruption),
+        handler(signal.SIGALRM, Interruption),
+        handler(signal.SIGINT, Interruption),
+        patch.object(os_signals, "set_handler", put),
+    ):
+        mine = [signal.getsignal(number) for number in NUMBERS]
+        with short() as collector:
+            assert len([len(batch) for batch in collector]) == 20
+            assert sorted(puts) == sorted([*NUMBERS, *NUMBERS])
+        assert [signal.getsignal(number) for number in NUMBERS] == mine
+
+
+@pytest.mark.parametrize("end", ["over", "shut down", "dropped", "raised"])
+def test_at_the_end_of_a_run_handlers_are_back(end: str) -> None:
+    with handler(signal.SIGTERM, Interruption) as calls:
+        mine = signal.getsignal(signal.SIGTERM)
+        collector = short(total_frames=6)
+        batches = iter(collector)
+        next(batches)
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        if end == "over":
+            assert len(list(batches)) == 1
+        elif end == "shut down":
+            collector.shutdown()
+        elif end == "raised":
+            failing = patch.object(Block, "of", side_effect=ZeroDivisionError)
+            with failing, pytest.raises(ZeroDivisionError):
+                next(batches)
+        else:
+            del collector, batches
+            gc.collect()
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert not calls
+
+
+def test_one_that_was_dropped_in_another_thread_passes_a_signal_on_and_goes() -> None:
+    with handler(signal.SIGTERM, Interruption) as calls:
+        mine = signal.getsignal(signal.SIGTERM)
+        collectors = [short()]
+        next(iter(collectors[0]))
+        thread = threading.Thread(target=lambda: collectors.pop().shutdown())
+        thread.start()
+        thread.join()
+        with pytest.raises(Interruption):
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert len(calls) == 1
+
+
+def test_of_two_runs_the_last_puts_handlers_back() -> None:
+    with handler(signal.SIGTERM, Interruption):
+        mine = signal.getsignal(signal.SIGTERM)
+        with short() as one, short() as other:
+            first, second = iter(one), iter(other)
+            next(first)
+            next(second)
+            one.shutdown()
+            assert signal.getsignal(signal.SIGTERM) is not mine
+            with pytest.raises(Interruption):
+                signal.raise_signal(signal.SIGTERM)
+            next(second)
+        assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_between_batches_ctrl_c_is_as_python_has_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with short() as collector:
+            batches = iter(collector)
+            for _ in range(3):
+                next(batches)
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            asyncio.run(cancelled_by_ctrl_c())
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            next(batches)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def cancelled_by_ctrl_c() -> None:
+    """Ctrl-C cancels the main task, for the handler is Python's own, and asyncio puts its there."""
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.sleep(30)
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+
+
+def test_between_batches_a_handler_may_be_interrupted_by_itself() -> None:
+    depth: list[int] = []
+
+    def twice(number: int, _: Any) -> None:
+        depth.append(number)
+        if len(depth) == 1:
+            signal.raise_signal(number)
+            assert len(depth) == 2
+
+    before = signal.signal(signal.SIGTERM, twice)
+    try:
+        with short() as collector:
+            next(iter(collector))
+            signal.raise_signal(signal.SIGTERM)
+            assert len(depth) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_one_that_is_put_there_between_batches_counts_from_then_on() -> None:
+    """Also one that calls the one that it found, and the one that was found, put back."""
+    heard: list[str] = []
+
+    def first(*_: Any) -> None:
+        heard.append("first")
+
+    def act(td: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return Telling()(td)
+
+    before = signal.signal(signal.SIGTERM, first)
+    try:
+        with alone(DISABLED, act, frames_per_batch=LANES, total_frames=9 * LANES) as collector:
+            batches = iter(collector)
+            next(batches)
+            heard.clear()
+            found = signal.getsignal(signal.SIGTERM)
+            assert callable(found)
+
+            def chained(number: int, frame: Any) -> None:
+                heard.append("chained")
+                found(number, frame)
+
+            for handle, expected in (
+                (chained, ["chained", "first"]),
+                (found, ["first"]),
+                (first, ["first"]),
+                (lambda *_: heard.append("other"), ["other"]),
+                (found, ["first"]),
+            ):
+                signal.signal(signal.SIGTERM, handle)
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == expected, "between batches"
+                heard.clear()
+                next(batches)
+                assert heard == expected, "within one"
+                heard.clear()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            next(batches)
+            assert not heard
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_guard_costs_next_to_nothing() -> None:
+    """Handlers exchanged by ``signal.signal`` took 20 us."""
+
+    def guard() -> None:
+        with deferred():
+            pass
+
+    with short() as collector:
+        next(iter(collector))
+        seconds = min(timeit.repeat(guard, number=1000, repeat=20)) / 1000
+    assert seconds < 10e-6
