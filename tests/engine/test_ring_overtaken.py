@@ -114,8 +114,8 @@ def times(count: int, act: Callable[[], object]) -> Callable[[], None]:
 
 
 def engine_of(storage: DiskStorage) -> Engine:
-    assert storage._engine is not None
-    return storage._engine
+    assert storage.reader.engine is not None
+    return storage.reader.engine
 
 
 def assert_table(storage: DiskStorage, head: int) -> None:

@@ -177,7 +177,8 @@ def begun(case: Case, path: Path) -> Path:
 
 def drop(storage: DiskStorage) -> None:
     """Leave the files as a writer does that is killed."""
-    engine, storage._engine, storage._closed = storage._running(), None, True
+    engine = storage.reader.let_go()
+    assert engine is not None
     engine.abandon()
     assert engine._lock is not None
     engine._lock.release()

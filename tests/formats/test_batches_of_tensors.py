@@ -30,7 +30,7 @@ from tallyroll.storage.compat import tensor_guards
 from tallyroll.storage.engine import columns
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.row_store import RowStore
+from tallyroll.storage.row_writer import RowWriter
 from tallyroll.storage.rows import batch_check
 from tallyroll.storage.rows.dtypes import NUMPY
 
@@ -60,10 +60,10 @@ def storage(tmp_path: Path) -> Iterator[MemmapStorage]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on batches that take the longer way are an error."""
 
-    def slow(self: RowStore, rows: Any, without: Any = None) -> Any:
+    def slow(self: RowWriter, rows: Any, without: Any = None) -> Any:
         raise AssertionError("the longer way")
 
-    return lambda: monkeypatch.setattr(RowStore, "_arrays", slow)
+    return lambda: monkeypatch.setattr(RowWriter, "_arrays", slow)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -404,7 +404,7 @@ def test_several_threads_map_chunks(path: Path) -> None:
     for _ in range(5):
         with open_storage(path) as reader, ThreadPoolExecutor(8) as pool:
             counts = [32768 * chunks for chunks in range(1, 60)]
-            maps = pool.map(lambda count: reader._format.arrays(count, "private")[0], counts)
+            maps = pool.map(lambda count: reader.writer.files.arrays(count, "private")[0], counts)
             assert all((one == numbers[: len(one)]).all() for one in maps)
 
 

@@ -180,8 +180,8 @@ def write_for_ever(
 def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -> None:
     """Open for writing, fork, and wait: the fork tries to write and says what it got."""
     storage = kind(path, mode="append")
-    assert storage._engine is not None
-    storage._engine._look_at = float("inf")  # the next look at the lock file is not due yet
+    assert storage.reader.engine is not None
+    storage.reader.engine._look_at = float("inf")  # the next look at the lock file is not due yet
     child = os.fork()
     if child == 0:
         try:
@@ -494,7 +494,7 @@ class StorageContract:
         storage = self.make(five, mode="append")
         storage.extend(rows(5, 1))
         with pytest.warns(ResourceWarning, match="unclosed storage"):
-            storage.__del__()
+            storage.writer.__del__()
         del storage
         with self.make(five, mode="append") as storage:
             assert_rows(storage, 6)
@@ -677,7 +677,7 @@ class StorageContract:
     ) -> None:
         storage = self.make(five, mode="append")
         storage.extend(rows(5, 1), record=b"good")
-        engine = storage._engine
+        engine = storage.reader.engine
         assert engine is not None
 
         def interrupt(*args: object) -> None:
@@ -713,7 +713,7 @@ class StorageContract:
     ) -> None:
         with self.make(path, durability="power") as storage:
             storage.extend(rows(0, 1))
-            engine = storage._engine
+            engine = storage.reader.engine
             assert engine is not None
             done: list[tuple[str, int]] = []
             monkeypatch.setattr(
