@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tallyroll.storage.testing")
+
 torch.set_num_threads(1)
 
 # Shared machines are slow at times: pytest's own watchdog is the deadline.

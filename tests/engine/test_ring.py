@@ -28,8 +28,7 @@ from tallyroll.storage.errors import (
     UnsupportedPlatform,
 )
 from tallyroll.storage.files.commit_header import word_of
-
-from storage_contract import arrays, rows
+from tallyroll.storage.testing.storage_contract import arrays, rows
 
 # -- the arithmetic
 

@@ -26,6 +26,7 @@ from tallyroll.storage.errors import CopyOfOpenStorage
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.files.header_words import born_at
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import files_of
 
 from killed_storages_kit import (
     CASES,
@@ -41,7 +42,6 @@ from killed_storages_kit import (
     wait_until,
     write_for_ever,
 )
-from storage_contract import files_of
 from storage_damage import damage
 
 COPIES = int(os.environ.get("TALLYROLL_COPIES", "6"))

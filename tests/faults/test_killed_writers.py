@@ -38,6 +38,7 @@ from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import WAIT_SECONDS
 
 from killed_storages_kit import (
     CASES,
@@ -55,7 +56,6 @@ from killed_storages_kit import (
     oracle,
     record_of,
 )
-from storage_contract import WAIT_SECONDS
 from storage_damage import make_small_disk
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))

@@ -36,8 +36,8 @@ from tallyroll.storage.formats.hdf5.user_block import (
     write_manifest,
 )
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import files_of, rows
 
-from storage_contract import files_of, rows
 from storage_damage import damage
 
 OLD = Path(__file__).parent / "data" / "version-2.tar.xz"

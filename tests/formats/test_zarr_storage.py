@@ -35,8 +35,14 @@ from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import (
+    GrowingStorageContract,
+    arrays,
+    assert_rows,
+    files_of,
+    rows,
+)
 
-from storage_contract import GrowingStorageContract, arrays, assert_rows, files_of, rows
 from storage_damage import DamageContract, assert_refused, damage
 from storage_outsiders import Outsider, OutsiderContract
 
