@@ -114,14 +114,16 @@ def _read(reader: RowReader, rows: np.ndarray, n: int, gamma: float) -> TensorDi
     keys, index = reader.keys, reader.trajectory_index
     with index.lock:
         chain = index.links(reader).onward(rows, n)
-    reward = _tensor(reader, REWARD, chain)
-    flags = [reader.column(key) for key in _FLAGS if key in keys]
-    ended = [flags_of(column.take(chain.reshape(-1))) for column in flags]
+    rewards, *flags = reader.copies(chain, [REWARD, *(key for key in _FLAGS if key in keys)])
+    reward = torch.from_numpy(rewards)
+    if (dtype := reader.schema.columns[keys.index(REWARD)].dtype) is torch.bfloat16:
+        reward = reward.view(dtype)
+    ended = [flags_of(flag.reshape(chain.size, *flag.shape[2:])) for flag in flags]
     used = _used(chain, np.logical_or.reduce(ended).reshape(chain.shape))
     count = used.sum(axis=0)
 
     last = chain[count - 1, np.arange(len(rows))]
-    places = [last if key[0] == NEXT or key == NEXT_VALID else chain[0] for key in keys]
+    places = [last if key[0] == NEXT or key == NEXT_VALID else rows for key in keys]
     found = reader.nest(reader.gather(places), rows.shape)
     found.set(_ORIGINAL, reward[0])
     found.set(REWARD, _discounted(reward, torch.from_numpy(used), gamma))
@@ -129,12 +131,6 @@ def _read(reader: RowReader, rows: np.ndarray, n: int, gamma: float) -> TensorDi
     found.set(_STEPS, steps)
     found.set(_GAMMA, (gamma ** steps.double()).to(found.get(REWARD).dtype))
     return found
-
-
-def _tensor(reader: RowReader, key: Key, rows: np.ndarray) -> torch.Tensor:
-    found = torch.from_numpy(reader.column(key).take(rows))
-    dtype = reader.schema.columns[reader.keys.index(key)].dtype
-    return found.view(dtype) if dtype is torch.bfloat16 else found
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:

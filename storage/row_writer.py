@@ -289,6 +289,7 @@ class RowWriter:
         ids: Ids = "fresh",
     ) -> range:
         """Append and commit; ``without`` names a column that may be there and is left out."""
+        reader = self.reader
         with self.turn:
             if ids != "fresh":
                 self.require_no_run()
@@ -297,9 +298,9 @@ class RowWriter:
                 return self._write_as_a_run(rows, without, ids)
             if ids == "renumber":
                 rows = self._renumbered(rows)
-            if self.reader.ring:
-                self.reader.trajectory_index.make_way(self.reader, rows)
-            engine, span, kind = self.reader.engine, None, type(rows)
+            if reader.ring:
+                reader.trajectory_index.make_way(reader, rows)
+            engine, span, kind = reader.engine, None, type(rows)
             tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
             watch = None
             if engine is not None and ids != "fresh":
@@ -310,7 +311,7 @@ class RowWriter:
                 arrays = self._arrays(rows, without)
                 if engine is None and ids != "fresh":
                     watch = self._id_checks
-                span = self.reader.running().append(arrays, record, watch)
+                span = reader.running().append(arrays, record, watch)
             if watch is not None:
                 watch.settle(span.stop)
             self._staged = None

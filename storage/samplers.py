@@ -68,7 +68,8 @@ class TrajectorySliceSampler(Sampler):
         return torch.from_numpy(reader.index_of(rows)), self._info(reader, rows, num_slices)
 
     def _info(self, reader: RowReader, rows: np.ndarray, num_slices: int) -> dict[Key, Any]:
-        dones = {key: reader.column(key).take(rows) for key in done_keys(reader.schema)}
+        keys = done_keys(reader.schema)
+        dones = dict(zip(keys, reader.copies(rows, keys), strict=True))
         info: dict[Key, Any] = {**slice_marks(dones, num_slices, self.slice_len)}
         if _IS_INIT in reader.keys:
             is_init = reader.column(_IS_INIT).take(rows)

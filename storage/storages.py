@@ -235,7 +235,7 @@ class DiskStorage(RowStore, Storage):
     def __getstate__(self) -> NoReturn:
         raise NotPicklable(
             f"{self.path} cannot be sent to another process or copied: the files would have two "
-            f'owners. Open it there with {type(self).__name__}(path, mode="read").'
+            'owners. Open it there with tallyroll.storage.open_storage(path, mode="read").'
         )
 
 

@@ -221,11 +221,24 @@ class FileReader(RowReader):
             raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
         return _FileColumn(engine, engine.keys.index(key))
 
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        engine, slots = self.running(), self.slots_of(rows)
+        columns = engine.columns()
+        if keys is not None:
+            columns = [columns[engine.keys.index(key)] for key in keys]
+        return [column.take(slots, axis=0) for column in columns]
+
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         # From the pool, to which arrays return when nothing refers to them.
-        if ring := self.ring:
-            rows = rows % ring if isinstance(rows, np.ndarray) else [each % ring for each in rows]
-        return self.running().gather(rows)
+        if not self.ring:
+            return self.running().gather(rows)
+        if isinstance(rows, np.ndarray):
+            return self.running().gather(self.slots_of(rows))
+        slots: dict[int, np.ndarray] = {}  # many are the same
+        for each in rows:
+            if id(each) not in slots:
+                slots[id(each)] = each % self.ring
+        return self.running().gather([slots[id(each)] for each in rows])
 
     def get(self, index: Any) -> TensorDict:
         engine = self.running()

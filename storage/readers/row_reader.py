@@ -251,13 +251,18 @@ class RowReader(ABC):
             return slots
         return index_at(slots, span.stop, first + ring, ring)
 
-    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copies [*rows.shape, ...] of rows that are there, one a column.
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        """Copies [*rows.shape, ...] of rows that are there, of all columns or of some."""
+        return [self.column(key).take(rows) for key in (self.keys if keys is None else keys)]
 
-        ``rows`` may be one such array for every column.
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As `copies`, for batches, whose memory may be used again when nobody holds them.
+
+        ``rows`` may be one array for every column.
         """
-        places = [rows] * len(self.keys) if isinstance(rows, np.ndarray) else rows
-        return [self.column(key).take(at) for key, at in zip(self.keys, places, strict=True)]
+        if isinstance(rows, np.ndarray):
+            return self.copies(rows)
+        return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
     def take(self, rows: np.ndarray) -> TensorDict:
         """The rows of these numbers [*], copied: a TensorDict [*rows.shape].

@@ -232,9 +232,7 @@ class IdChecks:
             return f"its last row is of lane {last.lane[0]}"
         if int(last.steps[0]) + 1 != step:
             return f"its last step is {last.steps[0]}"
-        here = np.array([row])
-        values = [self._reader.column(key).take(here) for key in self._reader.keys]
-        ended = self._ended(values, _FIRST)[0]
+        ended = self._ended(self._reader.copies(np.array([row])), _FIRST)[0]
         return "it ended there" if ended else None
 
 

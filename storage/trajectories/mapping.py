@@ -156,7 +156,7 @@ class Trajectories(Mapping[int, TensorDict]):
     def _rows(self, rows: np.ndarray) -> TensorDict:
         """The rows of these numbers [n] that are left, copied."""
         reader = self._reader
-        arrays = [reader.column(key).take(rows) for key in reader.keys]
+        arrays = reader.copies(rows)
         # Overwritten while they were copied: the first ones.
         gone = int(np.searchsorted(rows, reader.span.start))
         return reader.nest([array[gone:] for array in arrays], (len(rows) - gone,))
@@ -193,8 +193,8 @@ class Trajectories(Mapping[int, TensorDict]):
             if time.monotonic() > deadline:
                 raise reader.overrun(f"{num_slices} slices of {slice_len}")
             rows[torn] = draw(reader, len(torn), slice_len, generator)
-            for key, array in zip(reader.keys, arrays, strict=True):
-                array[torn] = reader.column(key).take(rows[torn])
+            for array, again in zip(arrays, reader.copies(rows[torn]), strict=True):
+                array[torn] = again
         found = reader.nest(arrays, rows.shape)
         # In place: they are copies.
         dones = {key: arrays[reader.keys.index(key)] for key in done_keys(reader.schema)}

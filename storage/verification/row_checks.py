@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
@@ -157,10 +158,11 @@ class RowChecks:
                 yield run, rows
 
     def _chunks(self, rows: range) -> Iterator[range]:
-        """Pieces of ``rows`` that are read at once."""
+        """Pieces of ``rows`` that are read at once, and lie side by side."""
         size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // self._reader.schema.row_nbytes))
-        for at in range(0, len(rows), size):
-            yield rows[at : at + size]
+        for _, first, count in pieces(rows.start, rows.stop, self._reader.ring):
+            for at in range(0, count, size):
+                yield rows[first + at : first + min(at + size, count)]
 
     def _check(self, run: RunEntry, part: range, lanes: LaneChecks, findings: Findings) -> int:
         """Check rows; returns the oldest row that was looked at."""

@@ -277,7 +277,7 @@ def test_a_reader_that_comes_late_looks_at_no_row_that_is_gone(
     writer: Writer, reader: DiskStorage
 ) -> None:
     """However many there were: all that a long run ever wrote, one lap after the other."""
-    mine, links = engine_of(reader), RowLinks(RING)
+    mine, links = reader.reader, RowLinks(RING)
     for _ in range(2):
         writer.write(10 * RING)
         for start, stop in unread(mine, links):

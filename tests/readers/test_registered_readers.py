@@ -7,19 +7,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.errors import NotAStorage, StateMismatch
+from tallyroll.storage.errors import IndexOutOfRange, NotAStorage, Overrun, StateMismatch
+from tallyroll.storage.readers import row_reader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
-from tallyroll.storage.testing.reader_contract import collected
+from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
 
-from toy_reader import ChunkedColumn, ChunkedReader, write_chunks
+from toy_reader import ChunkedColumn, ChunkedReader, WithoutArrays, write_chunks
 
 ENTRY_POINTS = """
 [tallyroll.readers]
@@ -117,6 +121,76 @@ def test_the_command_finds_it_in_a_process_of_its_own(tmp_path: Path, installed:
     )
     assert done.returncode == 0, done.stderr
     assert "sound; 141 rows" in done.stdout
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[MemmapStorage]:
+    """A ring that went around once and a half, and has rows of three trajectories a lane."""
+    with MemmapStorage(tmp_path / "ring", max_size=60) as storage:
+        for rows in collected()[:99].split(11):
+            storage.extend(rows, ids="fresh")
+        yield storage
+
+
+def test_a_ring_without_arrays(ring: MemmapStorage, tmp_path: Path) -> None:
+    reader = WithoutArrays(ring.reader)
+    every = torch.arange(60)
+    assert_same_rows(reader.get(every), ring.get(every))
+    assert_same_rows(reader.get(slice(7, 50, 3)), ring.get(slice(7, 50, 3)))
+    numbers = np.arange(39, 99)
+    assert_same_rows(reader.take(numbers), ring.get(torch.from_numpy(ring.slots_of(numbers))))
+    assert (reader.trajectories.table == ring.trajectories.table).all()
+    for (id, rows), wanted in zip(
+        reader.trajectories.items(), ring.trajectories.items(), strict=True
+    ):
+        assert id == wanted[0]
+        assert_same_rows(rows, wanted[1])
+    drawn = [
+        each.trajectories.sample_slices(20, 3, torch.Generator().manual_seed(3))
+        for each in (reader, ring)
+    ]
+    assert_same_rows(*drawn)
+    for key in reader.keys:
+        assert (reader.in_slots(key, 0, 60) == ring.column(key)).all()
+    with pytest.raises(IndexOutOfRange, match="has those from 39 to 98"):
+        reader.take(np.array([38]))
+
+
+@pytest.mark.parametrize("laps", [1, 3])
+def test_rows_of_a_ring_without_arrays_that_are_overwritten_are_read_again(
+    ring: MemmapStorage, monkeypatch: pytest.MonkeyPatch, laps: int
+) -> None:
+    reader, left, written = WithoutArrays(ring.reader), laps, [*range(99)]
+    copies = WithoutArrays.copies
+
+    def overtaken(self: RowReader, rows: Any, keys: Any = None) -> Any:
+        nonlocal left
+        found = copies(self, rows, keys)
+        if left:
+            left -= 1
+            written.extend(range(20))
+            ring.extend(collected()[:20], ids="fresh")
+        return found
+
+    monkeypatch.setattr(WithoutArrays, "copies", overtaken)
+    found = reader.get(torch.arange(60))
+    assert not left
+    assert_same_rows(found, ring.get(torch.arange(60)))
+    assert ring.head == len(written)
+    left = 10**6
+    monkeypatch.setattr(row_reader, "_PATIENCE_SECONDS", 0.01)
+    with pytest.raises(Overrun, match="is a ring of 60 rows, and its writer overwrites them"):
+        reader.get(torch.arange(60))
+
+
+@pytest.mark.parametrize("name", ["pytest", "hypothesis"])
+def test_contracts_say_what_they_need(name: str) -> None:
+    code = f"import sys; sys.modules[{name!r}] = None\nimport tallyroll.storage.testing"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    wanted = f"tallyroll.storage.testing needs {name}: pip install 'tallyroll[test]'"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {wanted}"
 
 
 def test_a_reader_is_asked_after_our_own_formats(tmp_path: Path) -> None:

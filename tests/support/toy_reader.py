@@ -88,3 +88,40 @@ class ChunkedReader(RowReader):
             raise KeyError(key)
         place = self.keys.index(key)
         return ChunkedColumn(self.path, place, self.span.start, self.schema.columns[place])
+
+
+class WithoutArrays(RowReader):
+    """Gives what another reader gives, a ring's for one, and no arrays."""
+
+    def __init__(self, reader: RowReader) -> None:
+        self._reader, self.path, self.ring = reader, reader.path, reader.ring
+
+    @property
+    def schema(self) -> Schema:
+        return self._reader.schema
+
+    @property
+    def span(self) -> range:
+        return self._reader.span
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self._reader.manifest
+
+    @property
+    def is_written(self) -> bool:
+        return self._reader.is_written
+
+    def column(self, key: Key) -> ColumnReader:
+        return _NoArray(self._reader.column(key))
+
+
+class _NoArray(ColumnReader):
+    def __init__(self, column: ColumnReader) -> None:
+        self._column = column
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        return self._column.take(rows, out)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return self._column.slice(start, stop)
