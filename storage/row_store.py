@@ -258,8 +258,10 @@ class RowStore:
         """
         reader = self.reader
         column, span = reader.column(as_key(key)), reader.span
-        array = column.array
-        return column.slice(span.start, span.stop) if array is None else array
+        if (array := column.array) is None:
+            array = column.slice(span.start, span.stop).view()
+            array.flags.writeable = False
+        return array
 
     def get(self, index: Any) -> TensorDict:
         """Rows by number: int, slice, range, list, array or tensor of ints, or one bool a row.

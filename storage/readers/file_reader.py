@@ -23,6 +23,7 @@ from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episode_file import read_table
+from tallyroll.storage.trajectories.index import TrajectoryIndex
 
 __all__ = ["FileReader", "Mode"]
 
@@ -72,10 +73,12 @@ class FileReader(RowReader):
         self.copied_as = type(format)
         self._manifest: Manifest | None = None
         self._last_head = 0
+        self.trajectory_index = TrajectoryIndex()  # now, for threads of a writer share it
 
     # --- opened and closed ------------------------------------------------------------------------
 
-    def open(self, *, writable: bool = False, **options: Any) -> FileReader:
+    @told
+    def open(self, /, *, writable: bool = False, **options: Any) -> FileReader:
         """Open what is there; ``options`` are those of `open_existing`."""
         self.engine, self._manifest = open_existing(self.format, writable=writable, **options)
         self.ring = self.engine.ring
