@@ -314,12 +314,9 @@ class RowReader(ABC):
             f"than {what} can be read. Read fewer at a time, or make the ring larger."
         )
 
-    def nest(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
-        """Arrays [*batch, ...], one a column, as the TensorDict that they were."""
-        return self._put_together(arrays, batch)
-
     @cached_property
-    def _put_together(self) -> Nest:
+    def nest(self) -> Nest:
+        """Puts arrays [*batch, ...], one a column, together as the TensorDict that they were."""
         schema = self.schema
         columns = [(column.key, column.dtype) for column in schema.columns]
         return Nest(columns, schema.batch_shapes)
