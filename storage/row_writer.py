@@ -117,6 +117,7 @@ class RowWriter:
         """Whether space for more rows can be added while it is open."""
         return self.files.grows
 
+    @told
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         """As `DiskStorage.initialise`."""
         reader = self.reader
@@ -144,6 +145,7 @@ class RowWriter:
         """Replace the runs in the manifest."""
         self.reader.write_manifest({**self.reader.manifest, "runs": runs})
 
+    @told
     def reserve(self, rows: int) -> None:
         """As `DiskStorage.reserve`."""
         with self.turn:
@@ -208,6 +210,7 @@ class RowWriter:
         if (engine := self.reader.let_go()) is not None:
             engine.close(finish)
 
+    @told
     def flush(self) -> None:
         """As `DiskStorage.flush`."""
         with self.turn:
