@@ -76,7 +76,7 @@ class Capacity(Ours):
 
         So the formats can be compared with each other and with the floor.
         """
-        engine = self.storage._engine
+        engine = self.storage.reader.engine
         engine._header.head = engine._header.reserve = 0
         engine._columns.warm = True
 

@@ -71,7 +71,8 @@ _MOVED = {
     "manifest": "tallyroll.storage.files.manifest",
     "memmap": "tallyroll.storage.storages",
     "schema": "tallyroll.storage.rows.schema",
-    "store": "tallyroll.storage.row_store",
+    "row_store": "tallyroll.storage.stores.row_store",
+    "store": "tallyroll.storage.stores.row_store",
     "torchrl_face": "tallyroll.storage.replay.buffers",
     "zarr_store": "tallyroll.storage.storages",
 }

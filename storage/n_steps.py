@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.ring import rows_in, slots_at
-from tallyroll.storage.errors import ColumnsMissing, Overrun
+from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import (
     CUT,
@@ -25,8 +24,8 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.trajectories.columns import flags_of
 
 if TYPE_CHECKING:
-    from tallyroll.storage.engine.engine import Engine
-    from tallyroll.storage.row_store import RowStore
+    from tallyroll.storage.readers.row_reader import RowReader
+    from tallyroll.storage.stores.row_store import RowStore
 
 
 _ORIGINAL: Key = (NEXT, "original_reward")
@@ -67,7 +66,7 @@ def n_step(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
         IndexOutOfRange: a row that is not there.
         Overrun: a ring is overwritten by another process faster than it is read.
     """
-    _check(storage, n, gamma)
+    _check(storage.reader, n, gamma)
     batch = index if isinstance(index, TensorDictBase) else None
     if batch is not None:
         index = batch.get("index", None)
@@ -76,82 +75,61 @@ def n_step(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
                 'a batch needs "index", where its rows are, as TensorDictReplayBuffer gives it. '
                 "Give the index itself, or a batch of such a buffer."
             )
-    found = _rows(storage, index, n, gamma)
+    found = _rows(storage.reader, index, n, gamma)
     return found if batch is None else _put_into(batch, found)
 
 
-def _check(storage: RowStore, n: int, gamma: float) -> None:
+def _check(reader: RowReader, n: int, gamma: float) -> None:
     if type(n) is not int or n < 1:
         raise ValueError(f"n is a whole number of steps above 0, got {n!r}.")
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is a discount from 0 to 1, got {gamma!r}.")
-    missing = [spell(key) for key in (REWARD, TERMINATED) if key not in storage.schema]
+    missing = [spell(key) for key in (REWARD, TERMINATED) if key not in reader.keys]
     if missing:
         raise ColumnsMissing(
-            f"{storage.path} has no {', no '.join(missing)}, which n-step returns are made of."
+            f"{reader.path} has no {', no '.join(missing)}, which n-step returns are made of."
         )
 
 
-def _rows(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
+def _rows(reader: RowReader, index: Any, n: int, gamma: float) -> TensorDict:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        span = storage.span
+        span = reader.span
         where = resolve(index, len(span))
         if isinstance(where, slice):
             where = np.arange(where.start, where.stop, where.step)
-        rows = _numbers(storage, span, np.asarray(where))
-        found = _read(storage, rows.reshape(-1), n, gamma)
+        rows = reader.rows_at(np.asarray(where), span)
+        found = _read(reader, rows.reshape(-1), n, gamma)
         if rows.ndim != 1:
             found = found.reshape(*rows.shape, *found.batch_size[1:])
         # Overwritten while they were read: once more, with the rows that are there now.
-        if not rows.size or rows.min() >= storage.span.start:
+        if not rows.size or rows.min() >= reader.span.start:
             return found
         if time.monotonic() > deadline:
-            raise Overrun(
-                f"{storage.path} is a ring of {storage.ring} rows, and its writer overwrites them "
-                f"faster than {n} steps of these {rows.size} can be read. Read fewer at a time, or "
-                "make the ring larger."
-            )
+            raise reader.overrun(f"{n} steps of these {rows.size}")
 
 
-def _numbers(storage: RowStore, span: range, index: np.ndarray) -> np.ndarray:
-    """The numbers of rows that are counted from the first slot on."""
-    ring, head = storage.ring, span.stop
-    if not ring:
-        return index
-    reserve = span.start + ring if span.start else head
-    return rows_in(slots_at(index, head, reserve, ring), head, ring)
-
-
-def _read(storage: RowStore, rows: np.ndarray, n: int, gamma: float) -> TensorDict:
-    engine = storage._running()
-    keys = engine.schema.keys
-    with storage._index.lock:
-        chain = storage._index.links(storage).onward(rows, n)
-    slots = storage.slots_of(chain)
-    columns = engine.columns()
-    reward = _tensor(engine, REWARD, slots)
-    flags = [columns[keys.index(key)] for key in _FLAGS if key in keys]
-    ended = [flags_of(column.take(slots.reshape(-1), axis=0)) for column in flags]
+def _read(reader: RowReader, rows: np.ndarray, n: int, gamma: float) -> TensorDict:
+    keys, index = reader.keys, reader.trajectory_index
+    with index.lock:
+        chain = index.links(reader).onward(rows, n)
+    rewards, *flags = reader.copies(chain, [REWARD, *(key for key in _FLAGS if key in keys)])
+    reward = torch.from_numpy(rewards)
+    if (dtype := reader.schema.columns[keys.index(REWARD)].dtype) is torch.bfloat16:
+        reward = reward.view(dtype)
+    ended = [flags_of(flag.reshape(chain.size, *flag.shape[2:])) for flag in flags]
     used = _used(chain, np.logical_or.reduce(ended).reshape(chain.shape))
     count = used.sum(axis=0)
 
-    last = slots[count - 1, np.arange(len(rows))]
-    places = [last if key[0] == NEXT or key == NEXT_VALID else slots[0] for key in keys]
-    found = storage._nest(engine.gather(places), rows.shape)
+    last = chain[count - 1, np.arange(len(rows))]
+    places = [last if key[0] == NEXT or key == NEXT_VALID else rows for key in keys]
+    found = reader.nest(reader.gather(places), rows.shape)
     found.set(_ORIGINAL, reward[0])
     found.set(REWARD, _discounted(reward, torch.from_numpy(used), gamma))
     steps = torch.from_numpy(count)[:, None]
     found.set(_STEPS, steps)
     found.set(_GAMMA, (gamma ** steps.double()).to(found.get(REWARD).dtype))
     return found
-
-
-def _tensor(engine: Engine, key: Key, slots: np.ndarray) -> torch.Tensor:
-    place = engine.schema.keys.index(key)
-    found = torch.from_numpy(engine.columns()[place].take(slots, axis=0))
-    dtype = engine.schema.columns[place].dtype
-    return found.view(dtype) if dtype is torch.bfloat16 else found
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from tallyroll.storage.engine.ring import index_at
 from tallyroll.storage.errors import SlotsMayChange
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories.mapping import _check_positive, done_places, draw, slice_marks
+from tallyroll.storage.trajectories.mapping import check_positive, done_keys, draw, slice_marks
 
 _IS_INIT: Key = ("is_init",)
 
@@ -42,7 +42,7 @@ class TrajectorySliceSampler(Sampler):
     """
 
     def __init__(self, slice_len: int) -> None:
-        _check_positive("slice_len", slice_len)
+        check_positive("slice_len", slice_len)
         self.slice_len = slice_len
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Key, Any]]:
@@ -61,17 +61,16 @@ class TrajectorySliceSampler(Sampler):
                 f"batch_size={batch_size}. Use {self.slice_len} times the number of slices."
             )
         num_slices = batch_size // self.slice_len
-        rows = draw(storage, num_slices, self.slice_len, self._rng).reshape(-1)
-        slots = storage.slots_of(rows)
-        return torch.from_numpy(_index(storage, slots)), self._info(storage, slots, num_slices)
+        reader = storage.reader
+        rows = draw(reader, num_slices, self.slice_len, self._rng).reshape(-1)
+        return torch.from_numpy(reader.index_of(rows)), self._info(reader, rows, num_slices)
 
-    def _info(self, storage: DiskStorage, slots: np.ndarray, num_slices: int) -> dict[Key, Any]:
-        columns, keys = storage._running().columns(), storage.schema.keys
-        places = done_places(storage.schema)
-        dones = {key: columns[place].take(slots, axis=0) for key, place in places}
+    def _info(self, reader: RowReader, rows: np.ndarray, num_slices: int) -> dict[Key, Any]:
+        keys = done_keys(reader.schema)
+        dones = dict(zip(keys, reader.copies(rows, keys), strict=True))
         info: dict[Key, Any] = {**slice_marks(dones, num_slices, self.slice_len)}
-        if _IS_INIT in keys:
-            is_init = columns[keys.index(_IS_INIT)].take(slots, axis=0)
+        if _IS_INIT in reader.keys:
+            is_init = reader.column(_IS_INIT).take(rows)
             is_init[:: self.slice_len] = True
             info[_IS_INIT] = torch.from_numpy(is_init)
         return info
@@ -91,11 +90,12 @@ class TrajectorySliceSampler(Sampler):
 
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
         self._check(storage)
-        if not storage.head:
+        reader = storage.reader
+        if not reader.head:
             return 0
-        index = storage._index
+        index = reader.trajectory_index
         with index.lock:
-            count: int = index.links(storage).count_slices(self.slice_len, storage.span.start)
+            count: int = index.links(reader).count_slices(self.slice_len, reader.span.start)
             return count
 
     def _empty(self) -> None:
@@ -116,10 +116,3 @@ class TrajectorySliceSampler(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(slice_len={self.slice_len})"
-
-
-def _index(storage: DiskStorage, slots: np.ndarray) -> np.ndarray:
-    """The index by which `DiskStorage.get` finds slots."""
-    if not (ring := storage.ring) or not (first := storage.span.start):
-        return slots
-    return index_at(slots, storage.head, first + ring, ring)

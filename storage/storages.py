@@ -23,14 +23,19 @@ from tallyroll.storage.errors import (
     StorageMissing,
 )
 from tallyroll.storage.files.paths import refuse_impossible, translated
+from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.formats.zarr.format import ZarrFormat, refuse_newer_group
+from tallyroll.storage.readers.file_reader import Mode
+from tallyroll.storage.readers.registry import reader_at
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
-from tallyroll.storage.row_store import Mode, RowStore
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.stores.row_store import RowStore
+from tallyroll.storage.stores.row_writer import NoWriter
 from tallyroll.storage.trajectories.id_checks import Ids
 
 _IDS = ("check", "renumber", "fresh")
@@ -125,7 +130,7 @@ class DiskStorage(RowStore, Storage):
         """
         if ids not in _IDS:
             raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
-        span = self._write(rows, record, None, ids)
+        span = self.writer.write(rows, record, None, ids)
         if self._attached_entities_list:
             buffers.tell_buffers(self, span)
         return span
@@ -138,7 +143,7 @@ class DiskStorage(RowStore, Storage):
             TrajectoryIdTaken: as `extend`; to renumber, write with `extend`.
             WriteError: as `extend`.
         """
-        self._require_open()
+        self.reader.require_open()
         try:
             rows = consecutive(cursor, self.ring)
             buffers.check_cursor(self, rows, set_cursor)
@@ -146,7 +151,7 @@ class DiskStorage(RowStore, Storage):
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
             ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
-            self._write(data, None, buffers.writers_index(self), ids)
+            self.writer.write(data, None, buffers.writers_index(self), ids)
         except BaseException:
             # TorchRL's writers count before they write.
             buffers.seat_writers(self)
@@ -179,8 +184,7 @@ class DiskStorage(RowStore, Storage):
 
     def state_dict(self) -> dict[str, Any]:
         """Which rows these are. The rows themselves are on disk already."""
-        id = self._manifest["id"] if self._manifest is not None else None
-        return {"path": str(self.path), "id": id, "head": self.head}
+        return {"path": str(self.path), "id": self.reader.id, "head": self.head}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that the rows of a state are here. Rows that came later stay.
@@ -210,12 +214,8 @@ class DiskStorage(RowStore, Storage):
 
     @property
     def _mutation_revision(self) -> int:
-        # TorchRL's samplers drop what they remember when this changes, and want
-        # it to count writes one by one. A reader sees the writer's progress only.
-        engine = self._engine
-        if engine is None:
-            return 0
-        return engine.commits if engine.owns_lock else engine.head
+        # TorchRL's samplers drop what they remember when this changes.
+        return self.reader.revision
 
     @property
     def _last_cursor_index(self) -> int | None:
@@ -226,7 +226,7 @@ class DiskStorage(RowStore, Storage):
     def __getstate__(self) -> NoReturn:
         raise NotPicklable(
             f"{self.path} cannot be sent to another process or copied: the files would have two "
-            f'owners. Open it there with {type(self).__name__}(path, mode="read").'
+            'owners. Open it there with tallyroll.storage.open_storage(path, mode="read").'
         )
 
 
@@ -264,6 +264,18 @@ class ZarrStorage(DiskStorage):
     _format_class = ZarrFormat
 
 
+class _ReaderStorage(DiskStorage):
+    """Rows of a registered reader, which are none of ours: they are read, and never written."""
+
+    def __init__(self, reader: RowReader, mode: Mode) -> None:
+        if mode != "read":
+            NoWriter(reader).refuse()
+        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
+        self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
+        if self.ring:
+            self.max_size = self.ring
+
+
 FORMATS: Mapping[str, type[DiskStorage]] = {
     "memmap": MemmapStorage,
     "hdf5": H5Storage,
@@ -271,6 +283,11 @@ FORMATS: Mapping[str, type[DiskStorage]] = {
 }
 """The classes by the short names of their formats."""
 
+_FILES: Mapping[str, type[Format]] = {
+    "memmap": MemmapFormat,
+    "hdf5": H5Format,
+    "zarr": ZarrFormat,
+}
 _SUFFIXES = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
@@ -287,14 +304,20 @@ def open_storage(
 
     Raises:
         StorageMissing: nothing is there.
-        NotAStorage: something else is there.
+        NotAStorage: something else is there, and no package that is installed has a reader for it
+            (an entry point in the group ``tallyroll.readers``).
         FormatVersionMismatch: another version of the format is there.
         CopyOfOpenStorage: it is a copy of one that was open for writing.
         CorruptStorage: it is damaged.
     """
-    with translated(Path(path)):
-        name = _name_at(Path(path))
-    return FORMATS[name](path, mode=mode, **options)
+    try:
+        with translated(Path(path)):
+            name = _name_at(Path(path))
+        return FORMATS[name](path, mode=mode, **options)
+    except NotAStorage:
+        if (reader := reader_at(Path(path))) is None:
+            raise
+    return _ReaderStorage(reader, mode)
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
@@ -349,10 +372,10 @@ def _name_of_directory(place: Path) -> str:
                     "be a storage, create it again."
                 )
     manifest = (zarr if zarr.stands() else memmap).read_manifest()
-    for name, kind in FORMATS.items():
-        if kind._format_class.name == manifest["format"]:
+    for name, files in _FILES.items():
+        if files.name == manifest["format"]:
             return name
-    known = ", ".join(kind._format_class.name for kind in FORMATS.values())
+    known = ", ".join(files.name for files in _FILES.values())
     raise NotAStorage(
         f"{place} is of format {manifest['format']}, and this Tallyroll knows {known}. Use a newer "
         "Tallyroll."

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tallyroll.storage.testing")
+
 torch.set_num_threads(1)
 # The contracts that ship are no test modules, whose assertions pytest explains.
 pytest.register_assert_rewrite("tallyroll.collector.envs.testing")

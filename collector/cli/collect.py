@@ -187,7 +187,7 @@ class CollectRun:
             imported(module, plan.env)
         policy = load_policy(plan.policy)
         self._warn_of_repetition()
-        self.storage._provenance = {"command": plan.as_dict()}  # noqa: SLF001
+        self.storage.writer.provenance = {"command": plan.as_dict()}
         with self._collector(plan.env, policy) as collector:
             self.began, self.has_begun = collector.ledger.stored, True
             self._say_what_it_takes()

@@ -151,8 +151,8 @@ def _spread(values: np.ndarray[Any, Any]) -> dict[str, Any] | None:
 
 def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
     """Some rows, by name of column; of bfloat16 the bits."""
-    slots = storage.slots_of(np.arange(rows.start, rows.stop))
-    columns = {spell(key): storage.column(key)[slots].tolist() for key in storage.schema.keys}
+    reader, numbers = storage.reader, np.arange(rows.start, rows.stop)
+    columns = {spell(key): reader.column(key).take(numbers).tolist() for key in reader.keys}
     return [
         {name: _json(column[at]) for name, column in columns.items()} for at in range(len(rows))
     ]

@@ -185,7 +185,7 @@ class Engine:
         with self._mutex:
             arrays = self._batch_check.arrays(rows)
             if watch is not None:
-                watch.admit(self, arrays)
+                watch.admit(arrays)
             return self._append(arrays, record)
 
     def append_tensors(
@@ -213,7 +213,7 @@ class Engine:
                 and not (self._lent and self._lent.hold(addresses).any())
             ):
                 if watch is not None:
-                    watch.admit(self, leaves)
+                    watch.admit(leaves)
                 self._reserve(start, start + count)
                 self._columns.copy_memory(slot, count, addresses)
                 return self._commit(start, start + count, record)
@@ -221,7 +221,7 @@ class Engine:
             if arrays is None:
                 return None
             if watch is not None:
-                watch.admit(self, arrays)
+                watch.admit(arrays)
             return self._append(arrays, record)
 
     def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
@@ -480,12 +480,10 @@ class Engine:
                 )
             time.sleep(1e-5)
 
-    def replace(self, source: Engine) -> None:
-        """Take over all slots and counts of another ring of the same size and schema."""
+    def replace(self, columns: Sequence[np.ndarray], head: int, reserve: int) -> None:
+        """Take over all slots [slots, ...] and counts of another ring of the same size."""
         self.require_writer()
         with self._mutex:
-            head, reserve = source._header.head, source._header.reserve
-            columns = source.committed()
             self._make_room(len(columns[0]))
             # Until all are there none is.
             self._header.reserve = reserve + self.ring

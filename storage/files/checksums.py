@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,14 @@ _DIGITS = 8
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were read since the last call."""
+
+
+class SlotColumn(Protocol):
+    """Values of a column by their slots: an array, or what reads as one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, slots: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +64,12 @@ def checksums(
 
 
 def mismatches(
-    columns: Mapping[Key, np.ndarray], recorded: Any, progress: Progress | None = None
+    columns: Mapping[Key, SlotColumn], recorded: Any, progress: Progress | None = None
 ) -> Iterator[Mismatch]:
     """The blocks whose checksum is another than the ``recorded`` one, column by column.
 
     Args:
-        columns: arrays [rows, ...] by key, as they were given to `checksums`.
+        columns: values [rows, ...] by key, as they were given to `checksums`.
         recorded: what `checksums` returned.
         progress: told of the bytes that were read.
 
@@ -102,7 +110,7 @@ def rows_covered(recorded: Any) -> int:
     )
 
 
-def _require_same_columns(columns: Mapping[Key, np.ndarray], recorded: Mapping[str, str]) -> None:
+def _require_same_columns(columns: Iterable[Key], recorded: Mapping[str, str]) -> None:
     here = {spell(key) for key in columns}
     if different := sorted(here ^ set(recorded)):
         raise CorruptStorage(
@@ -116,7 +124,7 @@ def _block_rows(rows: int, columns: int) -> int:
     return max(_FEWEST_ROWS, -(-rows // blocks))
 
 
-def _blocks(column: np.ndarray, rows: int, size: int) -> Iterator[np.ndarray]:
+def _blocks(column: SlotColumn, rows: int, size: int) -> Iterator[np.ndarray]:
     for start in range(0, rows, size):
         yield column[start : min(start + size, rows)]
 

@@ -121,7 +121,8 @@ def writers_index(storage: DiskStorage) -> Key | None:
 
     It holds the row's own number, and the buffer adds it again to every sample.
     """
-    if storage._engine is not None and _INDEX in storage._engine.keys:
+    reader = storage.reader
+    if reader.initialised and _INDEX in reader.keys:
         return None
     adds = any(isinstance(writer, TensorDictRoundRobinWriter) for writer in _writers(storage))
     return _INDEX if adds else None

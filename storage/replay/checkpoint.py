@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from tallyroll.storage.errors import NotInitialised, StateMismatch
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.readers.file_reader import FileReader, Mode
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
 if TYPE_CHECKING:
     from tallyroll.storage.storages import DiskStorage
@@ -30,15 +35,14 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             NotInitialised: there is nothing to copy yet.
             StateMismatch: ``path`` holds a copy of another storage, or a newer one.
         """
-        if storage._engine is None:
-            raise NotInitialised(f"{storage.path} has no rows to dump yet. Write some first.")
-        copy_class, path = type(storage), Path(path)
-        exists = storage._format_class(path).stands()
-        room: dict[str, Any] = {"capacity": max(1, len(storage))}
-        if storage.ring and not exists:
-            room["max_size"] = storage.ring
-        with copy_class(path, mode="append" if exists else "create", **room) as copy:
-            _bring_up(copy, storage)
+        source = storage.reader
+        if not source.initialised:
+            raise NotInitialised(f"{source.path} has no rows to dump yet. Write some first.")
+        exists = _format_of(source, path).stands()
+        target = _copy_at(source, path, "append" if exists else "create")
+        ring = None if exists else source.ring or None
+        with RowWriter(target, capacity=max(1, len(source)), max_size=ring) as copy:
+            _bring_up(copy, source)
 
     def loads(self, storage: DiskStorage, path: Any) -> None:
         """Bring ``storage`` to the rows in ``path``: a new one gets them all.
@@ -49,20 +53,29 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             StateMismatch: ``storage`` holds other rows.
             RunUnderWay: a collector is writing to ``storage``.
         """
-        storage._require_no_run()
-        with type(storage)(path, mode="read") as copy:
-            if storage._engine is not None:
-                _require_same(storage, copy)
-            with storage._turn:
-                if storage._engine is None or _behind(storage, copy):
-                    _bring_up(storage, copy)
+        writer, target = storage.writer, storage.reader
+        writer.require_no_run()
+        with _copy_at(target, path, "read").open() as copy:
+            if target.initialised:
+                _require_same(target, copy)
+            with writer.turn:
+                if not target.initialised or _behind(target, copy):
+                    _bring_up(writer, copy)
 
 
-def _bring_up(target: DiskStorage, source: DiskStorage) -> None:
-    manifest = source.manifest
-    target.reserve(max(1, len(source)))
-    if target._engine is None:
-        target._create(source.schema, manifest["runs"], id=manifest["id"])
+def _format_of(reader: RowReader, path: Any) -> Format:
+    return reader.copied_as(Path(os.path.abspath(path)))
+
+
+def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:
+    return FileReader(_format_of(reader, path), Path(path), mode)
+
+
+def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
+    manifest, target = source.manifest, writer.reader
+    writer.reserve(max(1, len(source)))
+    if not target.initialised:
+        writer.create(source.schema, manifest["runs"], id=manifest["id"])
     else:
         _require_same(target, source)
     if target.head > source.head:
@@ -70,14 +83,14 @@ def _bring_up(target: DiskStorage, source: DiskStorage) -> None:
             f"{target.path} has {target.head} rows and {source.path} {source.head}: the target is "
             "newer. Dump to another folder."
         )
-    _copy_rows(target, source)
+    _copy_rows(writer, source)
     if (record := source.record) is not None and record[0] <= target.head:
-        target.put_record(record[1])
-    target._write_runs(manifest["runs"])
+        writer.put_record(record[1])
+    writer.write_runs(manifest["runs"])
 
 
-def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
-    engine, head = source._running(), source.head
+def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
+    target, span = writer.reader, source.span
     if target.ring != source.ring:
         raise StateMismatch(
             f"{target.path} has max_size={target.ring or None} and {source.path} "
@@ -85,24 +98,28 @@ def _copy_rows(target: DiskStorage, source: DiskStorage) -> None:
         )
     if source.ring:
         if _behind(target, source):
-            target._running().replace(engine)
-            target.__dict__.pop("_id_checks", None)  # it knew other rows
+            writer.replace(source)
         return
-    keys, columns = engine.schema.keys, engine.committed()
-    step = max(1, _CHUNK_NBYTES // engine.schema.row_nbytes)
-    for start in range(target.head, head, step):
-        stop = min(start + step, head)
-        target._running().append({k: c[start:stop] for k, c in zip(keys, columns, strict=True)})
+    if target.head < span.start:
+        raise StateMismatch(
+            f"{source.path} begins with row {span.start}, and a copy of it would begin with row "
+            f"{target.head}. Write its rows to a storage of their own."
+        )
+    columns = {key: source.column(key) for key in source.keys}
+    step = max(1, _CHUNK_NBYTES // source.schema.row_nbytes)
+    for start in range(target.head, span.stop, step):
+        stop = min(start + step, span.stop)
+        writer.copy({key: each.slice(start, stop) for key, each in columns.items()})
 
 
-def _behind(target: DiskStorage, source: DiskStorage) -> bool:
+def _behind(target: RowReader, source: RowReader) -> bool:
     """Whether rows of the source are missing, in a ring for a copy that was interrupted too."""
     return target.head < source.head or (
         target.head == source.head and target.span.start > source.span.start
     )
 
 
-def _require_same(one: DiskStorage, other: DiskStorage) -> None:
+def _require_same(one: RowReader, other: RowReader) -> None:
     if one.manifest["id"] != other.manifest["id"]:
         raise StateMismatch(
             f"{one.path} and {other.path} hold rows of different storages. Use a new path."

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.rows.keys import (
     LANE,
     POLICY_VERSION,
@@ -26,7 +25,7 @@ from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episodes import EpisodeRows, Episodes
 
 if TYPE_CHECKING:
-    from tallyroll.storage.engine.engine import Engine
+    from tallyroll.storage.readers.row_reader import RowReader
     from tallyroll.storage.trajectories.id_checks import IdChecks
     from tallyroll.storage.trajectories.row_links import RowLinks
 
@@ -41,76 +40,68 @@ _CHUNK_ROWS = 2**18
 _LOOKS = 8
 
 
-def unread(engine: Engine, reader: RowLinks | Episodes | IdChecks) -> Iterator[tuple[int, int]]:
-    """Rows that are there and that ``reader`` has not seen, in stretches that a ring holds at once.
+def unread(reader: RowReader, counted: RowLinks | Episodes | IdChecks) -> Iterator[tuple[int, int]]:
+    """Rows that are there and that are not ``counted``, in stretches that a ring holds at once.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is
     looked at again, a few times, for each takes a fraction of the time before.
     """
-    size = min(_CHUNK_ROWS, engine.ring or _CHUNK_ROWS)
-    for _ in range(_LOOKS if engine.ring else 1):
-        head = engine.head
-        while reader.seen < head:
-            start = max(reader.seen, engine.span.start) if engine.ring else reader.seen
+    size = min(_CHUNK_ROWS, reader.ring or _CHUNK_ROWS)
+    for _ in range(_LOOKS if reader.ring else 1):
+        head = reader.head
+        while counted.seen < head:
+            start = max(counted.seen, reader.span.start)
             if start >= head:
                 break
             yield start, min(start + size, head)
 
 
 class RowOrder:
-    """Reads stretches of rows, column by column, of a storage with this schema."""
+    """Reads stretches of rows, column by column, of a reader with this schema."""
 
     def __init__(self, schema: Schema) -> None:
-        self._places = {column.key: at for at, column in enumerate(schema.columns)}
+        self._keys = set(schema.keys)
         self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
         self._versions = not missing(schema, (POLICY_VERSION,))
 
-    def chunk(self, engine: Engine, start: int, stop: int) -> RowChunk:
+    def chunk(self, reader: RowReader, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
-        return _left(engine, RowChunk(start, *self._whose(engine, start, stop)))
+        return _left(reader, RowChunk(start, *self._whose(reader, start, stop)))
 
-    def episode_rows(self, engine: Engine, start: int, stop: int) -> EpisodeRows:
+    def episode_rows(self, reader: RowReader, start: int, stop: int) -> EpisodeRows:
         """The rows that episodes are counted from, as `chunk`."""
         count = stop - start
         terminated, truncated = (
-            flags_of(self._column(engine, key, start, stop))
-            if key in self._places
+            flags_of(self._column(reader, key, start, stop))
+            if key in self._keys
             else np.zeros(count, np.bool_)
             for key in (TERMINATED, TRUNCATED)
         )
         reward, version = np.full(count, np.nan), np.full(count, -1)
-        if REWARD in self._places:
-            reward = self._column(engine, REWARD, start, stop)
+        if REWARD in self._keys:
+            reward = self._column(reader, REWARD, start, stop)
             reward = reward.reshape(count) if reward.size == count else reward
         if self._versions:
-            version = numbers_of(self._column(engine, POLICY_VERSION, start, stop))
+            version = numbers_of(self._column(reader, POLICY_VERSION, start, stop))
         # Last, for what is overwritten until then is left out.
-        ids, steps, lane = self._whose(engine, start, stop)
+        ids, steps, lane = self._whose(reader, start, stop)
         rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version)
-        return _left(engine, rows)
+        return _left(reader, rows)
 
-    def ids_at(self, engine: Engine, slots: np.ndarray) -> np.ndarray:
-        """The trajectories of the rows in slots, [n]."""
-        ids = engine.columns()[self._places[TRAJ_IDS]]
-        return ids.reshape(len(ids)).take(slots)
+    def _whose(self, reader: RowReader, start: int, stop: int) -> list[np.ndarray]:
+        return [numbers_of(self._column(reader, key, start, stop)) for key in WHOSE]
 
-    def _whose(self, engine: Engine, start: int, stop: int) -> list[np.ndarray]:
-        return [numbers_of(self._column(engine, key, start, stop)) for key in WHOSE]
-
-    def _column(self, engine: Engine, key: Key, start: int, stop: int) -> np.ndarray:
+    def _column(self, reader: RowReader, key: Key, start: int, stop: int) -> np.ndarray:
         """Rows of one column, [stop - start, ...]."""
-        column = engine.columns()[self._places[key]]
-        if not engine.ring:
-            found = column[start:stop]
-        else:
-            parts = pieces(start, stop, engine.ring)
-            found = np.concatenate([column[slot : slot + count] for slot, _, count in parts])
+        found = reader.column(key).slice(start, stop)
+        if reader.ring:  # before anybody looks whether they were overwritten
+            found = found.copy()
         return floats_of(found) if key in self._sixteen_bits else found
 
 
-def _left(engine: Engine, rows: Chunk) -> Chunk:
+def _left(reader: RowReader, rows: Chunk) -> Chunk:
     """The rows without the first ones, if a writer overwrote them while they were copied."""
-    gone = min(max(0, engine.span.start - rows.start), len(rows.ids)) if engine.ring else 0
+    gone = min(max(0, reader.span.start - rows.start), len(rows.ids)) if reader.ring else 0
     return rows.part(gone) if gone else rows
 
 

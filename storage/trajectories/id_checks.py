@@ -7,7 +7,6 @@ trajectories.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.ring import slots_of
 from tallyroll.storage.errors import TrajectoryIdTaken
 from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.trajectories.by_lane import (
@@ -29,8 +27,7 @@ from tallyroll.storage.trajectories.columns import RowOrder, flags_of, numbers_o
 from tallyroll.storage.trajectories.episodes import Episodes
 
 if TYPE_CHECKING:
-    from tallyroll.storage.engine.engine import Engine
-    from tallyroll.storage.row_store import RowStore
+    from tallyroll.storage.readers.row_reader import RowReader
 
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
@@ -45,14 +42,13 @@ class IdChecks:
     lane goes on with its last trajectory.
     """
 
-    def __init__(self, store: RowStore) -> None:
-        keys = store.schema.keys
-        # The store has these checks, which are not to keep it.
-        self._store, self._path = weakref.proxy(store), store.path
+    def __init__(self, reader: RowReader) -> None:
+        keys = reader.keys
+        self._reader, self._path = reader, reader.path
         self._places = tuple(keys.index(key) for key in (TRAJ_IDS, STEP, LANE))
         ends = [keys.index(key) for key in (DONE, TERMINATED, TRUNCATED) if key in keys]
         self._ends = ends[:1] if DONE in keys else ends  # which says it for both
-        self._order = RowOrder(store.schema)
+        self._order = RowOrder(reader.schema)
         self.seen = 0
         """The rows up to this number are known."""
         self._largest: int = NOBODY
@@ -64,38 +60,36 @@ class IdChecks:
         """Their table, from the first batch on that asks for it."""
         self._admitted: tuple[int, Any, Any, Any] | None = None
 
-    def largest(self, engine: Engine) -> int:
+    def largest(self) -> int:
         """The largest id of the rows that are there, `NOBODY` without any."""
-        self._catch_up(engine)
+        self._catch_up()
         return self._largest
 
-    def admit(self, engine: Engine, values: Sequence[Any]) -> None:
+    def admit(self, values: Sequence[Any]) -> None:
         """Look at a batch, arrays or tensors [n, ...] by column, that is to be written next.
 
         Raises:
             TrajectoryIdTaken: its ids are not its own.
         """
-        if self.seen != engine.head:
-            self._catch_up(engine)
+        if self.seen != self._reader.head:
+            self._catch_up()
         self._admitted = None
         ids, steps, lane = (values[place] for place in self._places)
         if len(ids) == 1:
-            self._admit_one(engine, ids.item(), steps.item(), lane.item(), values)
+            self._admit_one(ids.item(), steps.item(), lane.item(), values)
         elif len(ids):
             ids, steps, lane = (numbers_of(_array(each)) for each in (ids, steps, lane))
             if not self._admit_slot(ids, steps, lane, values):
-                self._admit_many(engine, ids, steps, lane, values)
+                self._admit_many(ids, steps, lane, values)
 
-    def _admit_one(
-        self, engine: Engine, id: int, step: int, lane: int, values: Sequence[Any]
-    ) -> None:
+    def _admit_one(self, id: int, step: int, lane: int, values: Sequence[Any]) -> None:
         if not 0 <= lane < len(self._tail_id):
             _require_lanes(lane, lane, self._path)
             self._know_lane(lane)
         if id <= self._largest and not (
             self._tail_id.item(lane) == id and self._tail_next.item(lane) == step
         ):
-            self._admit_many(engine, np.array([id]), np.array([step]), np.array([lane]), values)
+            self._admit_many(np.array([id]), np.array([step]), np.array([lane]), values)
             return
         for place in self._ends:
             if values[place].any():
@@ -123,7 +117,6 @@ class IdChecks:
 
     def _admit_many(
         self,
-        engine: Engine,
         ids: np.ndarray,
         steps: np.ndarray,
         lane: np.ndarray,
@@ -142,7 +135,7 @@ class IdChecks:
             for run in np.flatnonzero(~goes_on.take(runs.at) & (begun <= self._largest)).tolist():
                 at = runs.at[run]
                 row, own, opens = int(order.at[at]), int(runs.lane[run]), at in order.first
-                self._require_own(engine, int(ids[at]), int(steps[at]), own, row, opens=opens)
+                self._require_own(int(ids[at]), int(steps[at]), own, row, opens=opens)
         last = order.last
         ended = self._ended(values, order.at.take(last))
         id = np.where(ended, NOBODY, ids.take(last))
@@ -192,26 +185,24 @@ class IdChecks:
             ended |= flags_of(_array(values[place])).take(at)
         return ended
 
-    def _catch_up(self, engine: Engine) -> None:
+    def _catch_up(self) -> None:
         """Rows were written that were not asked about."""
         self._tail_id = np.empty(0, np.int64)
-        for start, stop in unread(engine, self):
-            ids = self._order.chunk(engine, start, stop).ids
+        for start, stop in unread(self._reader, self):
+            ids = self._order.chunk(self._reader, start, stop).ids
             self._largest = max(self._largest, int(ids.max(initial=NOBODY)))
             self.seen = stop
 
-    def _require_own(
-        self, engine: Engine, id: int, step: int, lane: int, row: int, *, opens: bool
-    ) -> None:
+    def _require_own(self, id: int, step: int, lane: int, row: int, *, opens: bool) -> None:
         """Refuse an id that is stored, unless such a row goes on from that id's last row.
 
         It is ``row`` of the batch, and ``opens`` its lane there.
         """
-        episodes = self._counted(engine)
+        episodes = self._counted()
         last, current = episodes.last_row(id), episodes.last_id(lane)
-        if last is None or last < engine.span.start:
+        if last is None or last < self._reader.span.start:
             return
-        why = self._why_not(engine, last, step, lane)
+        why = self._why_not(last, step, lane)
         if why is None and current != id:
             why = f"lane {lane} is in trajectory {current} since"
         if why is None and not opens:
@@ -224,23 +215,23 @@ class IdChecks:
                 "trajectories numbers behind the stored ones."
             )
 
-    def _counted(self, engine: Engine) -> Episodes:
+    def _counted(self) -> Episodes:
         """The table of all rows, of our own: nobody else's is to depend on who was asked."""
+        reader = self._reader
         if self._episodes is None:
-            self._episodes = self._store._index.load(self._store)
-        for start, stop in unread(engine, self._episodes):
-            self._episodes.extend(self._order.episode_rows(engine, start, stop))
+            self._episodes = reader.trajectory_index.load(reader)
+        for start, stop in unread(reader, self._episodes):
+            self._episodes.extend(self._order.episode_rows(reader, start, stop))
         return self._episodes
 
-    def _why_not(self, engine: Engine, row: int, step: int, lane: int) -> str | None:
+    def _why_not(self, row: int, step: int, lane: int) -> str | None:
         """Why such a row cannot follow the stored row ``row`` in its trajectory."""
-        last = self._order.chunk(engine, row, row + 1)
+        last = self._order.chunk(self._reader, row, row + 1)
         if int(last.lane[0]) != lane:
             return f"its last row is of lane {last.lane[0]}"
         if int(last.steps[0]) + 1 != step:
             return f"its last step is {last.steps[0]}"
-        slot = slots_of(row, engine.ring)
-        ended = self._ended([column[slot : slot + 1] for column in engine.columns()], _FIRST)[0]
+        ended = self._ended(self._reader.copies(np.array([row])), _FIRST)[0]
         return "it ended there" if ended else None
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tallyroll.storage.errors import NoSlices, Overrun, UnknownTrajectory
+from tallyroll.storage.errors import NoSlices, UnknownTrajectory
 from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 
 if TYPE_CHECKING:
-    from tallyroll.storage.row_store import RowStore
+    from tallyroll.storage.readers.row_reader import RowReader
 
 
 _PATIENCE_SECONDS: Final = 1.0
@@ -33,6 +33,10 @@ class Trajectories(Mapping[int, TensorDict]):
     In a ring the first rows of a trajectory may be overwritten: then `whole` is False,
     and the rows are those that are left.
 
+    Args:
+        reader: of the rows.
+        owner: kept while these are in use: what closes the reader when it goes.
+
     Raises:
         ColumnsMissing: the rows do not say which trajectory they belong to.
     """
@@ -40,16 +44,16 @@ class Trajectories(Mapping[int, TensorDict]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def __init__(self, store: RowStore) -> None:
-        self._store, self._index = store, store._index
+    def __init__(self, reader: RowReader, owner: object = None) -> None:
+        self._reader, self._owner = reader, reader if owner is None else owner
+        self._index = reader.trajectory_index
 
     @property
     def table(self) -> np.ndarray:
         """One line a trajectory: a structured array [trajectories], see `episodes`."""
-        if self._store._engine is None:
-            self._store._require_open()
+        if not self._reader.initialised and not self._reader.head:
             return np.empty(0, table_dtype())
-        return self._index.table(self._store)
+        return self._index.table(self._reader)
 
     @property
     def ids(self) -> np.ndarray:
@@ -87,7 +91,7 @@ class Trajectories(Mapping[int, TensorDict]):
         # The rows first: what is overwritten meanwhile is then told.
         table = self.table
         whole: np.ndarray = (table["first_step"] == 0) & (
-            table["first_row"] >= self._store.span.start
+            table["first_row"] >= self._reader.span.start
         )
         return whole
 
@@ -98,7 +102,7 @@ class Trajectories(Mapping[int, TensorDict]):
         return len(self.table)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._store!r})"
+        return f"{type(self).__name__}({self._owner!r})"
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids.tolist())
@@ -116,47 +120,45 @@ class Trajectories(Mapping[int, TensorDict]):
             UnknownTrajectory: no row of it is stored.
         """
         with self._index.lock:
-            store, last = self._store, None
-            if store.head:
-                last = self._index.episodes(store).last_row(int(id))
-                first = store.span.start
+            reader, last = self._reader, None
+            if reader.head:
+                last = self._index.episodes(reader).last_row(int(id))
+                first = reader.span.start
             if last is None or last < first:
-                raise _unknown(store, id)
-            return self._index.links(store).back_from(last, first)
+                raise _unknown(reader, id)
+            return self._index.links(reader).back_from(last, first)
 
     def __getitem__(self, id: int) -> TensorDict:
         """The rows of a trajectory, batch size [rows]; raises as `rows_of`."""
         found = self._rows(self.rows_of(id))
         if not len(found):
-            raise _unknown(self._store, id)
+            raise _unknown(self._reader, id)
         return found
 
     def items(self) -> ItemsView[int, TensorDict]:
         """Pairs of id and rows; the storage is not asked again for what there is."""
-        return _Items(self)
+        return _Items(self, self._each)
 
     def values(self) -> ValuesView[TensorDict]:
         """The rows of one trajectory after the other."""
-        return _Values(self)
+        return _Values(self, self._each)
 
     def _each(self) -> Iterator[tuple[int, TensorDict]]:
-        store, table = self._store, self.table
+        reader, table = self._reader, self.table
         for id, last in zip(table["id"].tolist(), table["last_row"].tolist(), strict=True):
             with self._index.lock:
-                links, first = self._index.links(store), store.span.start
+                links, first = self._index.links(reader), reader.span.start
                 rows = links.back_from(last, first) if last >= first else np.empty(0, np.int64)
             if len(rows) and len(found := self._rows(rows)):
                 yield id, found
 
     def _rows(self, rows: np.ndarray) -> TensorDict:
         """The rows of these numbers [n] that are left, copied."""
-        store = self._store
-        columns = store._running().columns()
-        slots = store.slots_of(rows)
-        arrays = [column.take(slots, axis=0) for column in columns]
+        reader = self._reader
+        arrays = reader.copies(rows)
         # Overwritten while they were copied: the first ones.
-        gone = int(np.searchsorted(rows, store.span.start))
-        return store._nest([array[gone:] for array in arrays])
+        gone = int(np.searchsorted(rows, reader.span.start))
+        return reader.nest([array[gone:] for array in arrays], (len(rows) - gone,))
 
     def sample_slices(
         self, num_slices: int, slice_len: int, generator: torch.Generator | None = None
@@ -181,73 +183,73 @@ class Trajectories(Mapping[int, TensorDict]):
             NoSlices: no trajectory is that long.
             Overrun: the ring is overwritten faster than it is read.
         """
-        _check_positive("num_slices", num_slices)
-        _check_positive("slice_len", slice_len)
-        rows = draw(self._store, num_slices, slice_len, generator)
-        store, deadline = self._store, time.monotonic() + _PATIENCE_SECONDS
-        engine = store._running()
-        arrays = engine.gather(store.slots_of(rows))
-        while (torn := np.flatnonzero(rows[:, 0] < store.span.start)).size:
+        check_positive("num_slices", num_slices)
+        check_positive("slice_len", slice_len)
+        rows = draw(self._reader, num_slices, slice_len, generator)
+        reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
+        arrays = reader.gather(rows)
+        while (torn := np.flatnonzero(rows[:, 0] < reader.span.start)).size:
             if time.monotonic() > deadline:
-                raise Overrun(
-                    f"{store.path} is a ring of {store.ring} rows, and its writer overwrites them "
-                    f"faster than {num_slices} slices of {slice_len} can be read. Read fewer at a "
-                    "time, or make the ring larger."
-                )
-            rows[torn] = draw(store, len(torn), slice_len, generator)
-            slots = store.slots_of(rows[torn])
-            for column, array in zip(engine.columns(), arrays, strict=True):
-                array[torn] = column[slots]
-        found = store._nest(arrays, rows.shape)
+                raise reader.overrun(f"{num_slices} slices of {slice_len}")
+            rows[torn] = draw(reader, len(torn), slice_len, generator)
+            for array, again in zip(arrays, reader.copies(rows[torn]), strict=True):
+                array[torn] = again
+        found = reader.nest(arrays, rows.shape)
         # In place: they are copies.
-        dones = {key: arrays[place] for key, place in done_places(engine.schema)}
+        dones = {key: arrays[reader.keys.index(key)] for key in done_keys(reader.schema)}
         if marks := slice_marks(dones, *rows.shape):
             found.set(CUT, marks[CUT].reshape(found.batch_size))
         return found
 
 
+_Each: TypeAlias = Callable[[], Iterator[tuple[int, TensorDict]]]
+
+
 class _Items(ItemsView[int, TensorDict]):
-    _mapping: Trajectories
+    def __init__(self, mapping: Trajectories, each: _Each) -> None:
+        super().__init__(mapping)
+        self._each = each
 
     def __iter__(self) -> Iterator[tuple[int, TensorDict]]:
-        return self._mapping._each()
+        return self._each()
 
 
 class _Values(ValuesView[TensorDict]):
-    _mapping: Trajectories
+    def __init__(self, mapping: Trajectories, each: _Each) -> None:
+        super().__init__(mapping)
+        self._each = each
 
     def __iter__(self) -> Iterator[TensorDict]:
-        return (rows for _, rows in self._mapping._each())
+        return (rows for _, rows in self._each())
 
 
 def draw(
-    store: RowStore, num_slices: int, slice_len: int, generator: torch.Generator | None
+    reader: RowReader, num_slices: int, slice_len: int, generator: torch.Generator | None
 ) -> np.ndarray:
     """The row numbers of slices, [num_slices, slice_len]; see `Trajectories.sample_slices`."""
-    if not store.head:
-        raise NoSlices(f"{store.path} has no rows yet to draw slices from. Collect some first.")
-    index, deadline = store._index, time.monotonic() + _PATIENCE_SECONDS
+    if not reader.head:
+        raise NoSlices(f"{reader.path} has no rows yet to draw slices from. Collect some first.")
+    index, deadline = reader.trajectory_index, time.monotonic() + _PATIENCE_SECONDS
     while True:
         with index.lock:
-            links = index.links(store)
-            first = store.span.start if store.ring else 0
+            links = index.links(reader)
+            first = reader.span.start
             try:
                 return links.draw(num_slices, slice_len, first, _drawn_by(generator))
             except NoSlices:
                 # All that it knows of may be overwritten while this process slept.
-                if links.seen == store.head or time.monotonic() > deadline:
+                if links.seen == reader.head or time.monotonic() > deadline:
                     raise
 
 
-def done_places(schema: Schema) -> list[tuple[Key, int]]:
-    """Every done column, that of the root and those of groups, and its place in the schema.
+def done_keys(schema: Schema) -> list[Key]:
+    """Every done column, that of the root and those of groups.
 
     None where the root has none: then nothing says whether a trajectory goes on.
     """
     if DONE not in schema:
         return []
-    columns = enumerate(schema.columns)
-    return [(column.key, at) for at, column in columns if is_done(column.key, column.dtype)]
+    return [each.key for each in schema.columns if is_done(each.key, each.dtype)]
 
 
 def slice_marks(
@@ -283,13 +285,14 @@ def _drawn_by(generator: torch.Generator | None) -> Any:
     return pick
 
 
-def _check_positive(name: str, value: object) -> None:
+def check_positive(name: str, value: object) -> None:
+    """Raise `ValueError` unless ``value`` is a whole number above 0."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is a whole number above 0, got {value!r}.")
 
 
-def _unknown(store: RowStore, id: object) -> UnknownTrajectory:
+def _unknown(reader: RowReader, id: object) -> UnknownTrajectory:
     return UnknownTrajectory(
-        f"{store.path} has no rows of trajectory {id}. See storage.trajectories.ids for those that "
-        "there are."
+        f"{reader.path} has no rows of trajectory {id}. See storage.trajectories.ids for those "
+        "that there are."
     )

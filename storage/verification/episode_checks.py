@@ -21,7 +21,7 @@ from tallyroll.storage.trajectories.episodes import (
 from tallyroll.storage.verification.findings import Findings, Place
 
 if TYPE_CHECKING:
-    from tallyroll.storage.storages import DiskStorage
+    from tallyroll.storage.readers.row_reader import RowReader
 
 
 _EXACT = ("lane", "first_row", "first_step", "length", "version_first")
@@ -36,18 +36,18 @@ class EpisodeChecks:
     A table is written when a writer closes, so that later rows are not in it.
 
     Args:
-        storage: the storage.
+        reader: of the rows.
         table: the lines.
         first: the lowest row that is valid.
     """
 
-    def __init__(self, storage: DiskStorage, table: np.ndarray, first: int) -> None:
+    def __init__(self, reader: RowReader, table: np.ndarray, first: int) -> None:
         self._table, self._first = table, first
         self._stop = int(table["last_row"].max(initial=-1)) + 1
-        self._engine, self._order = storage._running(), RowOrder(storage.schema)
-        self._runs = runs_of(storage.manifest["runs"])
-        reward = next(each.shape for each in storage.schema.columns if each.key == REWARD)
-        self._episodes: Episodes | None = Episodes(storage.ring, reward)
+        self._reader, self._order = reader, RowOrder(reader.schema)
+        self._runs = runs_of(reader.runs)
+        reward = next(each.shape for each in reader.schema.columns if each.key == REWARD)
+        self._episodes: Episodes | None = Episodes(reader.ring, reward)
 
     def extend(self, start: int, stop: int) -> None:
         """Count the rows ``[start, stop)``, behind those that were counted."""
@@ -55,7 +55,7 @@ class EpisodeChecks:
         if self._episodes is None or start >= stop:
             return
         try:
-            rows = self._order.episode_rows(self._engine, start, stop)
+            rows = self._order.episode_rows(self._reader, start, stop)
             self._episodes.extend(rows, self._runs)
         except CorruptStorage:
             self._episodes = None  # a lane that cannot be, which another check names

@@ -28,6 +28,11 @@ class CheckedRows(NumberedRows):
     """Terminated or truncated."""
     version: np.ndarray
 
+    @property
+    def stop(self) -> int:
+        """One more than the last row's number."""
+        return self.start + len(self.ids)
+
     def place(self, at: int, what: str, column: str | None = None) -> Place:
         """The place of entry ``at``."""
         ids, lane, steps = int(self.ids[at]), int(self.lane[at]), int(self.steps[at])

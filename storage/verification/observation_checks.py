@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.ring import slots_of
+from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.verification.findings import Findings
@@ -33,12 +33,12 @@ def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
 
 
 class _Observation:
-    """One observation, as `words` [slots, k], and what is known of its zeros."""
+    """One observation, and what is known of its zeros."""
 
-    def __init__(self, column: Column, here: np.ndarray, next: np.ndarray) -> None:
+    def __init__(self, column: Column, here: ColumnReader, next: ColumnReader) -> None:
         self.dtype, self.values = column.dtype, math.prod(column.shape)
         self.name, self.next_name = spell(column.key), spell((NEXT, *column.key))
-        self.here, self.next, self._array = words(here), words(next), next
+        self.here, self.next, self._row_nbytes = here, next, column.row_nbytes
         whole = column.numpy_dtype.kind in "iu" and column.dtype != torch.bfloat16
         self.flags = whole
         """All values are 0 or 1, as far as the rows were looked at: a mask, perhaps."""
@@ -52,17 +52,17 @@ class _Observation:
         """Its zeros at ends, and those of them where all other observations are zero, too."""
 
     def differs(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Which slots ``after`` [n] do not begin with what came next in the slots ``before``."""
+        """Which rows ``after`` [n] do not begin with what came next in the rows ``before``."""
         return rows_with(
-            lambda part: self.next.take(before[part], 0) != self.here.take(after[part], 0),
+            lambda part: words(self.next.take(before[part])) != words(self.here.take(after[part])),
             len(before),
-            self.here.strides[0],
+            self._row_nbytes,
         )
 
-    def look_for_flags(self, rows: slice) -> None:
-        """Take notice of values in these slots that are neither 0 nor 1."""
-        for part in batches(rows.stop - rows.start, self._array.strides[0]) if self.flags else ():
-            if (self._array[rows][part] >> 1).any():
+    def look_for_flags(self, next: np.ndarray) -> None:
+        """Take notice of values that are neither 0 nor 1 in some of its next values [n, ...]."""
+        for part in batches(len(next), self._row_nbytes) if self.flags else ():
+            if (next[part] >> 1).any():
                 self.flags = False
                 return
 
@@ -79,16 +79,12 @@ class ObservationChecks:
 
     Args:
         observations: the observations of these rows.
-        arrays: all columns, slot by slot.
-        ring: slots of the ring, 0 without one.
+        values: of all columns.
     """
 
-    def __init__(
-        self, observations: Sequence[Column], arrays: Mapping[Key, np.ndarray], ring: int
-    ) -> None:
-        self._ring = ring
+    def __init__(self, observations: Sequence[Column], values: Mapping[Key, ColumnReader]) -> None:
         self._observations = [
-            _Observation(column, arrays[column.key], arrays[(NEXT, *column.key)])
+            _Observation(column, values[column.key], values[(NEXT, *column.key)])
             for column in observations
         ]
         self._rows = self._zero_rows = self._ends = 0
@@ -99,37 +95,37 @@ class ObservationChecks:
 
     def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> None:
         """Compare rows that follow one another; the later ones are in ``chunk``."""
-        slots = slots_of(links.before, self._ring), slots_of(links.after, self._ring)
         for each in self._observations:
             here, next = each.name, each.next_name
             message = f"{next} is not the {here} of the row that follows in the trajectory"
             chunk.report(
-                findings, "observations", message, each.differs(*slots),
+                findings, "observations", message, each.differs(links.before, links.after),
                 partial(_other_than, next, links.before), links.after - chunk.start, here,
             )  # fmt: skip
 
     def check_zeros(self, chunk: CheckedRows, links: RowPairs, valid: np.ndarray | None) -> None:
-        """Look for zeros in a chunk, whose rows lie in consecutive slots.
+        """Look for zeros in a chunk.
 
         Args:
             chunk: the rows.
             links: rows that follow one another.
             valid: which rows [n] hold their true next observation, None if all do.
         """
-        count, first = len(chunk.ids), slots_of(chunk.start, self._ring)
-        slots = slice(first, first + count)
+        count = len(chunk.ids)
         all_here, all_next = np.ones(count, np.bool_), np.ones(count, np.bool_)
         final = chunk.ended if valid is None else chunk.ended & valid
         turned: list[tuple[_Observation, np.ndarray]] = []
         for each in self._observations:
-            here, next = zero_rows(each.here[slots]), zero_rows(each.next[slots])
+            next_values = each.next.slice(chunk.start, chunk.stop)
+            here = zero_rows(words(each.here.slice(chunk.start, chunk.stop)))
+            next = zero_rows(words(next_values))
             turns = next & ~here
             if (turns & ~chunk.ended).any() or (here & ~next).any():
                 each.zero_midway = True
             if (turns := turns & final).any():
                 turned.append((each, turns))
                 each.turned += int(turns.sum())
-                each.look_for_flags(slots)
+                each.look_for_flags(next_values)
             all_here &= here
             all_next &= next
         for each, turns in turned:

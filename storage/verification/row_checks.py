@@ -33,11 +33,10 @@ from tallyroll.storage.verification.value_checks import (
     UnwrittenRows,
     holds_numbers,
     not_finite,
-    words,
 )
 
 if TYPE_CHECKING:
-    from tallyroll.storage.storages import DiskStorage
+    from tallyroll.storage.readers.row_reader import RowReader
 
 
 _NUMBERS = (TRAJ_IDS, STEP, LANE)
@@ -52,7 +51,7 @@ class RowChecks:
     """Checks the valid rows of a storage, as they are when it is made.
 
     Args:
-        storage: the storage.
+        reader: of the rows.
         runs: the runs that wrote its rows, by their first rows.
         nan: look for NaN, too.
         table: the table of episodes that the rows are to be compared with.
@@ -60,16 +59,16 @@ class RowChecks:
 
     def __init__(
         self,
-        storage: DiskStorage,
+        reader: RowReader,
         runs: Sequence[RunEntry],
         *,
         nan: bool = True,
         table: np.ndarray | None = None,
     ) -> None:
-        self._storage, self.span = storage, storage.span
+        self._reader, self.span = reader, reader.span
         self._runs = runs
-        self._columns = {column.key: column for column in storage.schema.columns}
-        self._arrays = {key: storage.column(key) for key in self._columns}
+        self._columns = {column.key: column for column in reader.schema.columns}
+        self._values = {key: reader.column(key) for key in self._columns}
         self.unavailable: dict[str, str] = {}
         """Checks that the storage does not allow, and why."""
         self.overtaken = False
@@ -82,14 +81,14 @@ class RowChecks:
         observed = observations_of(self._columns)
         self._observed = {key for each in observed for key in (each.key, (NEXT, *each.key))}
         self._followed = self._look_at_columns()
-        self._observations = ObservationChecks(observed, self._arrays, storage.ring)
-        self._resets = ResetChecks(observed, self._arrays, storage.ring)
+        self._observations = ObservationChecks(observed, self._values)
+        self._resets = ResetChecks(observed, self._values)
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
-        self._unwritten = UnwrittenRows(() if self._followed else map(words, self._arrays.values()))
+        self._unwritten = UnwrittenRows(() if self._followed else self._values.values())
         self._episodes: EpisodeChecks | None = None
         if table is not None:
             if self._followed and self._both_known and REWARD in self._columns:
-                self._episodes = EpisodeChecks(storage, table, self.span.start)
+                self._episodes = EpisodeChecks(reader, table, self.span.start)
             else:
                 why = "not all columns are there that the table is made of"
                 self.unavailable["episodes"] = why
@@ -127,15 +126,15 @@ class RowChecks:
         for run, rows in self._parts():
             late = run.first_row < rows.start
             lanes = LaneChecks(run.lanes, floor=self.largest_id, late=late)
-            for start, slots in self._chunks(rows):
+            for part in self._chunks(rows):
                 found = Findings()
-                oldest = self._check(run, start, slots, lanes, found)
-                if self._storage.span.start > oldest:
+                oldest = self._check(run, part, lanes, found)
+                if self._reader.span.start > oldest:
                     self.overtaken = True
                     lanes = LaneChecks(run.lanes, floor=self.largest_id, late=True)
                 else:
                     findings.merge(found)
-                tell((slots.stop - slots.start) * self._storage.schema.row_nbytes)
+                tell(len(part) * self._reader.schema.row_nbytes)
             lanes.finish(findings)
             self.largest_id = max(self.largest_id, lanes.largest)
         self._unwritten.finish(self.span.stop, findings)
@@ -157,28 +156,26 @@ class RowChecks:
             if rows:
                 yield run, rows
 
-    def _chunks(self, rows: range) -> Iterator[tuple[int, slice]]:
-        """Pieces of ``rows`` that are read at once: the first row, and consecutive slots."""
-        size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // self._storage.schema.row_nbytes))
-        for slot, first, count in pieces(rows.start, rows.stop, self._storage.ring):
+    def _chunks(self, rows: range) -> Iterator[range]:
+        """Pieces of ``rows`` that are read at once, and lie side by side."""
+        size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // self._reader.schema.row_nbytes))
+        for _, first, count in pieces(rows.start, rows.stop, self._reader.ring):
             for at in range(0, count, size):
-                slots = slice(slot + at, slot + min(at + size, count))
-                yield rows.start + first + at, slots
+                yield rows[first + at : first + min(at + size, count)]
 
-    def _check(
-        self, run: RunEntry, start: int, slots: slice, lanes: LaneChecks, findings: Findings
-    ) -> int:
+    def _check(self, run: RunEntry, part: range, lanes: LaneChecks, findings: Findings) -> int:
         """Check rows; returns the oldest row that was looked at."""
-        flags = {key: self._scalar(key, slots) for key in self._flags}
+        start = part.start
+        flags = {key: self._scalar(key, part) for key in self._flags}
         ended, valid = flags.get(DONE), flags.get(NEXT_VALID)
         if self._both_known:
             ended = flags[TERMINATED] | flags[TRUNCATED]
-        chunk = self._chunk(start, slots, ended)
+        chunk = self._chunk(part, ended)
         rows = chunk or NumberedRows(start)
         self._check_flags(rows, flags, ended, findings)
-        self._check_finite(rows, slots, valid, findings)
+        self._check_finite(rows, part, valid, findings)
         if chunk is None:
-            self._unwritten.advance(start, slots, findings)
+            self._unwritten.advance(part, findings)
             return start
         if run.origin is not None:
             self.ended[run.origin] = self.ended.get(run.origin, 0) + int(chunk.ended.sum())
@@ -192,17 +189,17 @@ class RowChecks:
             self._episodes.extend(start, start + len(chunk.ids))
         return min(start, int(links.before.min(initial=start)))
 
-    def _scalar(self, key: Key, slots: slice) -> np.ndarray:
-        return self._arrays[key][slots].reshape(-1)
+    def _scalar(self, key: Key, part: range) -> np.ndarray:
+        return self._values[key].slice(part.start, part.stop).reshape(-1)
 
-    def _chunk(self, start: int, slots: slice, ended: np.ndarray | None) -> CheckedRows | None:
+    def _chunk(self, part: range, ended: np.ndarray | None) -> CheckedRows | None:
         """The rows with what a collector says of them, None where not all of it is there."""
         if not self._followed or ended is None:
             return None
-        ids, steps, lane = (self._scalar(key, slots).astype(np.int64) for key in _NUMBERS)
+        ids, steps, lane = (self._scalar(key, part).astype(np.int64) for key in _NUMBERS)
         known = self._is_scalar(POLICY_VERSION)
-        version = self._scalar(POLICY_VERSION, slots) if known else np.full(len(ids), -1)
-        return CheckedRows(start, ids, steps, lane, ended, version)
+        version = self._scalar(POLICY_VERSION, part) if known else np.full(len(ids), -1)
+        return CheckedRows(part.start, ids, steps, lane, ended, version)
 
     def _check_flags(
         self,
@@ -220,12 +217,13 @@ class RowChecks:
         )  # fmt: skip
 
     def _check_finite(
-        self, rows: NumberedRows, slots: slice, valid: np.ndarray | None, findings: Findings
+        self, rows: NumberedRows, part: range, valid: np.ndarray | None, findings: Findings
     ) -> None:
         for column in self._finite:
             key, name = column.key, spell(column.key)
             infinity = key in self._observed or key == REWARD
-            wrong = not_finite(column, self._arrays[key][slots], infinity=infinity)
+            values = self._values[key].slice(part.start, part.stop)
+            wrong = not_finite(column, values, infinity=infinity)
             if valid is not None and key in self._observed and key[0] == NEXT:
                 wrong &= valid  # what was lost may be anything
             message = f"{'NaN or infinity' if infinity else 'NaN'} in {name}"

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from tallyroll.storage.engine.ring import slots_of
+from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import COUNTERS, NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
@@ -26,14 +26,11 @@ class ResetChecks:
 
     Args:
         observations: the observations of these rows.
-        arrays: all columns, slot by slot.
-        ring: slots of the ring, 0 without one.
+        values: of all columns.
     """
 
-    def __init__(
-        self, observations: Sequence[Column], arrays: Mapping[Key, np.ndarray], ring: int
-    ) -> None:
-        self._arrays, self._ring = arrays, ring
+    def __init__(self, observations: Sequence[Column], values: Mapping[Key, ColumnReader]) -> None:
+        self._values = values
         self._observations = [each for each in observations if each.key[-1] not in COUNTERS]
         self._runs: dict[int, SelfResets] = {}
         self._stop = -1
@@ -56,7 +53,7 @@ class ResetChecks:
         resets = self._of(run, chunk)
         if self._stop != chunk.start or run.first_row == chunk.start:
             resets.forget(np.ones(resets.lanes, np.bool_))
-        self._stop = chunk.start + len(chunk.ids)
+        self._stop = chunk.stop
         first, next = (
             [
                 (partial(self._take, (*under, *each.key), chunk.start), each.row_nbytes)
@@ -80,7 +77,7 @@ class ResetChecks:
         return known
 
     def _take(self, key: Key, start: int, rows: np.ndarray) -> np.ndarray:
-        return self._arrays[key].take(slots_of(start + rows, self._ring), axis=0)
+        return self._values[key].take(start + rows)
 
     def finish(self, findings: Findings) -> None:
         """Report what was decided."""

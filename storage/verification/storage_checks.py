@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.engine.ring import rows_in
 from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.paths import translated
-from tallyroll.storage.rows.keys import REWARD, spell
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import REWARD, Key, spell
 from tallyroll.storage.storages import open_storage
-from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
 from tallyroll.storage.verification.record_checks import check_ledger, check_record, check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
-
-if TYPE_CHECKING:
-    from tallyroll.storage.storages import DiskStorage
-
 
 CHECKS: Mapping[str, str] = {
     "files": "header, manifest and files can be opened and are long enough",
@@ -85,7 +80,7 @@ def verify(
         )
     try:
         with open_storage(path, accept_copy=accept_copy) as storage:
-            return _Verification(storage, skip, progress).report(str(path))
+            return _Verification(storage.reader, skip, progress).report(str(path))
     except CorruptStorage as error:
         found = Finding("files", str(error), 1, ())
         rest = {name: "the storage cannot be read" for name in CHECKS if name != "files"}
@@ -95,11 +90,9 @@ def verify(
 class _Verification:
     """One look at an open storage."""
 
-    def __init__(
-        self, storage: DiskStorage, skip: Collection[str], progress: Progress | None
-    ) -> None:
-        self._storage, self._progress = storage, progress
-        self._left_open = storage.left_open
+    def __init__(self, reader: RowReader, skip: Collection[str], progress: Progress | None) -> None:
+        self._reader, self._progress = reader, progress
+        self._left_open = reader.left_open
         self._findings, self._notes = Findings(), Findings()
         # What a cut short write leaves, and the next writer writes anew.
         self._cut_short = self._notes if self._left_open else self._findings
@@ -108,22 +101,22 @@ class _Verification:
 
     def report(self, path: str) -> Report:
         """Make all checks."""
-        storage, findings = self._storage, self._findings
+        reader, findings = self._reader, self._findings
         at, record = self._last_commit()
-        manifest = storage.manifest
+        manifest = reader.manifest
         if "metadata" not in self._skip:
             self._check_metadata()
         runs = check_runs(manifest["runs"], at, findings)
         table = None if "episodes" in self._skip else self._table()
-        rows = RowChecks(storage, runs, nan="nan" not in self._skip, table=table)
+        rows = RowChecks(reader, runs, nan="nan" not in self._skip, table=table)
         # A writer that is just writing one looks like that, once.
-        if all(storage.record_damaged for _ in range(3)):
+        if all(reader.record_damaged for _ in range(3)):
             what = "was cut short" if self._left_open else "is damaged"
             message = f"the newest commit record {what}; the previous one was used"
             self._cut_short.add("record", message)
         known = check_record(record, runs, at, findings)
         sums = self._sums(manifest)
-        self._total = len(rows.span) * storage.schema.row_nbytes * (2 if sums else 1)
+        self._total = len(rows.span) * reader.schema.row_nbytes * (2 if sums else 1)
         rows.run(findings, self._tell)
         if known is None:
             self._skipped.setdefault("record", "no collector wrote one")
@@ -135,7 +128,7 @@ class _Verification:
             check_ledger(known, ended, rows.largest_id if newest else -1, findings)
         self._skipped = rows.unavailable | self._skipped
         if sums is not None:
-            self._check_sums(sums, rows.span)
+            self._check_sums(sums)
         notes = self._listed(self._notes)
         return Report(
             path,
@@ -151,29 +144,28 @@ class _Verification:
     def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
         """The rows that are committed, and the record that was written with them."""
         for _ in range(_PATIENCE):
-            head, record = self._storage.head, self._storage.record
-            if self._storage.head == head:
+            head, record = self._reader.head, self._reader.record
+            if self._reader.head == head:
                 break
         return head, record
 
     def _check_metadata(self) -> None:
-        storage = self._storage
+        reader = self._reader
         try:
-            with translated(storage.path):
-                for wrong in storage._format.shown_wrongly(lambda: storage.head):
+            with translated(reader.path):
+                for wrong in reader.shown_wrongly():
                     self._cut_short.add("metadata", wrong)
-                for wrong in storage._format.made_wrongly(lambda: storage.head):
+                for wrong in reader.made_wrongly():
                     self._findings.add("metadata", wrong)
         except MissingLibrary as error:
             self._skipped.setdefault("metadata", str(error))
 
     def _table(self) -> np.ndarray | None:
         """The table of episodes, where there is one that can be read."""
-        storage = self._storage
-        reward = next((each.shape for each in storage.schema.columns if each.key == REWARD), ())
-        path, dtype = storage.episodes_path, table_dtype(reward)
+        columns = self._reader.schema.columns
+        reward = next((each.shape for each in columns if each.key == REWARD), ())
         try:
-            table = read_table(storage.inside, path, dtype, storage.head)
+            table = self._reader.episode_lines(table_dtype(reward))
         except DamagedTable as error:
             self._cut_short.add("episodes", str(error))
             return None
@@ -201,15 +193,30 @@ class _Verification:
             return done.get("checksums", {}) if isinstance(done, dict) else {}
         return None
 
-    def _check_sums(self, recorded: Any, span: range) -> None:
-        storage = self._storage
-        columns = {key: storage.column(key) for key in storage.schema.keys}
+    def _check_sums(self, recorded: Any) -> None:
+        reader = self._reader
+        columns = {key: _SlotColumn(reader, key) for key in reader.keys}
         message = "the bytes of a block of rows are not those that were finalized"
         try:
             for each in mismatches(columns, recorded, self._tell):
-                rows = rows_in(np.arange(each.start, each.stop), span.stop, storage.ring)
+                rows = reader.rows_in(np.arange(each.start, each.stop))
                 what = f"or one of the {len(rows) - 1:,} rows after it"
                 place = Place(row=int(rows.min()), column=spell(each.key), what=what)
                 self._findings.add("checksums", message, place)
         except CorruptStorage as error:
             self._findings.add("checksums", str(error))
+
+
+class _SlotColumn:
+    """A column by slots, for checksums."""
+
+    def __init__(self, reader: RowReader, key: Key) -> None:
+        self._reader, self._key, self._array = reader, key, reader.column(key).array
+
+    def __len__(self) -> int:
+        return len(self._reader.span) if self._array is None else len(self._array)
+
+    def __getitem__(self, slots: slice) -> np.ndarray:
+        if self._array is not None:
+            return self._array[slots]
+        return self._reader.in_slots(self._key, slots.start, slots.stop)

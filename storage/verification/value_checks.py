@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
+from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.verification.findings import Findings, Place
 
@@ -79,19 +80,19 @@ class UnwrittenRows:
     For storages without observations, whose rows say nothing else.
 
     Args:
-        columns: `words` [slots, k] of each.
+        columns: each of them.
     """
 
-    def __init__(self, columns: Iterable[np.ndarray]) -> None:
+    def __init__(self, columns: Iterable[ColumnReader]) -> None:
         self._columns = list(columns)
         self._began: int | None = None
 
-    def advance(self, start: int, slots: slice, findings: Findings) -> None:
-        """Look at the rows from number ``start`` on, which lie in ``slots``."""
-        zero = np.ones(slots.stop - slots.start, np.bool_)
+    def advance(self, part: range, findings: Findings) -> None:
+        """Look at the rows ``part``."""
+        start, zero = part.start, np.ones(len(part), np.bool_)
         for column in self._columns:
             if zero.any():
-                zero &= zero_rows(column[slots])
+                zero &= zero_rows(words(column.slice(part.start, part.stop)))
         for edge in np.flatnonzero(np.diff(zero, prepend=self._began is not None)).tolist():
             if zero[edge]:
                 self._began = start + edge

@@ -122,7 +122,7 @@ def test_ids_are_never_used_again_though_their_rows_are_gone(tmp_path: Path) -> 
         assert storage.record is not None
         assert json.loads(storage.record[1])["next_id"] == largest + 1
         # Rows without the largest id: as if its trajectory had been the first to go.
-        engine = storage._engine
+        engine = storage.reader.engine
         assert engine is not None
         column = engine._columns.arrays[engine.schema.keys.index(IDS)]
         column.flags.writeable = True

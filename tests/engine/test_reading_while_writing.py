@@ -20,6 +20,7 @@ from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.engine.engine import Engine
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
 
 from killed_storages_kit import (
     CASES,
@@ -33,7 +34,6 @@ from killed_storages_kit import (
     record_of,
     write_for_ever,
 )
-from storage_contract import WAIT_SECONDS, process, receive
 
 SECONDS = 0.4
 READS = 100

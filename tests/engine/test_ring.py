@@ -28,8 +28,7 @@ from tallyroll.storage.errors import (
     UnsupportedPlatform,
 )
 from tallyroll.storage.files.commit_header import word_of
-
-from storage_contract import arrays, rows
+from tallyroll.storage.testing.storage_contract import arrays, rows
 
 # -- the arithmetic
 
@@ -389,7 +388,7 @@ def test_power_durability_waits_for_the_reserve_before_a_row_is_overwritten(
     """And for nothing more than data and head where no row is."""
     with MemmapStorage(path, max_size=10, durability="power") as storage:
         storage.extend(form(0, 3))
-        engine, done = storage._engine, []
+        engine, done = storage.reader.engine, []
         assert engine is not None
         header = engine._header
 
@@ -437,7 +436,7 @@ def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -
         buffer.dumps(tmp_path / "dump")
     with MemmapStorage(tmp_path / "other", max_size=10) as other:
         ReplayBuffer(storage=other).loads(tmp_path / "dump")
-        header = other._engine._header  # type: ignore[union-attr]
+        header = other.reader.engine._header  # type: ignore[union-attr]
         header.reserve = header.head + 10  # as it is before the last word of a copy is stored
         assert len(other) == 0
         ReplayBuffer(storage=other).loads(tmp_path / "dump")

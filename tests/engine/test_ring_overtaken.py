@@ -114,8 +114,8 @@ def times(count: int, act: Callable[[], object]) -> Callable[[], None]:
 
 
 def engine_of(storage: DiskStorage) -> Engine:
-    assert storage._engine is not None
-    return storage._engine
+    assert storage.reader.engine is not None
+    return storage.reader.engine
 
 
 def assert_table(storage: DiskStorage, head: int) -> None:
@@ -277,7 +277,7 @@ def test_a_reader_that_comes_late_looks_at_no_row_that_is_gone(
     writer: Writer, reader: DiskStorage
 ) -> None:
     """However many there were: all that a long run ever wrote, one lap after the other."""
-    mine, links = engine_of(reader), RowLinks(RING)
+    mine, links = reader.reader, RowLinks(RING)
     for _ in range(2):
         writer.write(10 * RING)
         for start, stop in unread(mine, links):

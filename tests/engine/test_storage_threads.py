@@ -122,7 +122,7 @@ def test_views_of_a_ring_are_handed_out_between_writes(
     """Whoever writes looks whether rows lie in them."""
     with CASES["ring"].create(tmp_path / "rows") as storage:
         extend(storage, 0, 9)
-        engine, add = storage._engine, LentViews.add
+        engine, add = storage.reader.engine, LentViews.add
         assert engine is not None
         alone: list[bool] = []
 
@@ -142,7 +142,7 @@ def test_a_storage_that_cannot_be_enlarged_is_as_it_was_or_closed(
     """An interrupt used to leave an open storage that called itself new."""
     storage = H5Storage(tmp_path / "rows", capacity=20)
     extend(storage, 0, 9)
-    engine = storage._engine
+    engine = storage.reader.engine
     assert engine is not None
     close = engine.close
 
@@ -155,7 +155,9 @@ def test_a_storage_that_cannot_be_enlarged_is_as_it_was_or_closed(
         storage.reserve(1000)
     extend(storage, 9, 3)
     assert check(storage) == 12
-    monkeypatch.setattr("tallyroll.storage.row_store.open_existing", lambda *a, **b: 1 / 0)
+    monkeypatch.setattr(
+        "tallyroll.storage.readers.file_reader.open_existing", lambda *a, **b: 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         storage.reserve(1000)
     with pytest.raises(StorageClosed):

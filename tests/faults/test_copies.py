@@ -26,6 +26,7 @@ from tallyroll.storage.errors import CopyOfOpenStorage
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.files.header_words import born_at
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import files_of
 
 from killed_storages_kit import (
     CASES,
@@ -41,7 +42,6 @@ from killed_storages_kit import (
     wait_until,
     write_for_ever,
 )
-from storage_contract import files_of
 from storage_damage import damage
 
 COPIES = int(os.environ.get("TALLYROLL_COPIES", "6"))
@@ -177,7 +177,8 @@ def begun(case: Case, path: Path) -> Path:
 
 def drop(storage: DiskStorage) -> None:
     """Leave the files as a writer does that is killed."""
-    engine, storage._engine, storage._closed = storage._running(), None, True
+    engine = storage.reader.let_go()
+    assert engine is not None
     engine.abandon()
     assert engine._lock is not None
     engine._lock.release()

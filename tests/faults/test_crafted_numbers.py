@@ -204,7 +204,7 @@ def table(path: Path, draw: random.Random) -> None:
 def rows(path: Path, draw: random.Random) -> None:
     """Ids, steps, lanes, versions, flags and rewards that cannot be."""
     with open_storage(path, "append") as storage:
-        engine = storage._engine
+        engine = storage.reader.engine
         assert engine is not None
         for _ in range(draw.choice([1, 1, 4])):
             column = draw.choice(engine._columns.arrays)[: len(storage)].reshape(len(storage), -1)
@@ -319,7 +319,7 @@ def test_a_run_of_large_counts(bases: Path, tmp_path: Path) -> None:
     path = tmp_path / "work" / "rows"
     with open_storage(path, "append") as storage:
         run = storage.manifest["runs"][-1]
-        storage._write_runs([{**run, "incarnation": LARGE, "respawned": -LARGE}])
+        storage.writer.write_runs([{**run, "incarnation": LARGE, "respawned": -LARGE}])
     for way in WAYS:
         assert told_or_done(way, path) == ""
 
@@ -333,9 +333,9 @@ def test_no_ids_are_left(recorded: bool, bases: Path, tmp_path: Path) -> None:
         give_record(path, lambda value: value.update(next_id=2**63))
     else:
         with open_storage(path, "append") as storage:
-            assert storage._engine is not None
+            assert storage.reader.engine is not None
             keys = storage.schema.keys
-            ids = storage._engine._columns.arrays[keys.index(("collector", "traj_ids"))]
+            ids = storage.reader.engine._columns.arrays[keys.index(("collector", "traj_ids"))]
             ids[:ROWS] = 2**63 - 1
     with pytest.raises(StateError, match="no room for more behind it"):
         collect(path, 2 * ROWS, resume=True)

@@ -31,8 +31,7 @@ from tallyroll.storage.formats.hdf5 import replace as hdf5_replace
 from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
-
-from storage_contract import assert_rows, files_of, rows
+from tallyroll.storage.testing.storage_contract import assert_rows, files_of, rows
 
 CALLS = (
     "open", "mkdir", "listdir", "posix_fallocate", "ftruncate", "pread", "pwrite",

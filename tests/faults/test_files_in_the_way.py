@@ -131,7 +131,7 @@ def test_a_storage_without_rows_is_sound(name: str, tmp_path: Path) -> None:
 )
 def test_a_column_of_nothing_but_nonsense(path: Path, column: str, value: int) -> None:
     with open_storage(path, mode="append") as storage:
-        engine = storage._engine
+        engine = storage.reader.engine
         assert engine is not None
         table = storage.episodes_path
         before = table.read_bytes()

@@ -38,6 +38,7 @@ from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import WAIT_SECONDS
 
 from killed_storages_kit import (
     CASES,
@@ -55,7 +56,6 @@ from killed_storages_kit import (
     oracle,
     record_of,
 )
-from storage_contract import WAIT_SECONDS
 from storage_damage import make_small_disk
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
@@ -302,8 +302,8 @@ def test_metadata_for_others_fails_no_commit(
         with monkeypatch.context() as patch:
             patch.setattr("tallyroll.storage.engine.engine._REFRESH_SECONDS", 0.0)
             patch.setattr(case.kind._format_class, "publish", refuse)
-            assert storage._engine is not None
-            storage._engine._refresh_at = 0.0
+            assert storage.reader.engine is not None
+            storage.reader.engine._refresh_at = 0.0
             for _ in range(2):
                 head = storage.head
                 storage.extend(oracle(head, 5), record=record_of(head + 5))
@@ -321,7 +321,7 @@ def test_power_durability_syncs_in_order(
     """Reserve before rows are overwritten, rows before head, head before the call returns."""
     with case.create(tmp_path / "rows", durability="power") as storage:
         storage.extend(oracle(0, 500), record=record_of(500))
-        engine = storage._engine
+        engine = storage.reader.engine
         assert engine is not None
         header, names = engine._header, {}
         header_file = os.fstat(header._file).st_ino

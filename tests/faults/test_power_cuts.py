@@ -135,8 +135,8 @@ class Story:
 
     @property
     def engine(self) -> Engine:
-        assert self.storage._engine is not None
-        return self.storage._engine
+        assert self.storage.reader.engine is not None
+        return self.storage.reader.engine
 
     def promise(self, salts: list[int] | None = None, *, ends: bool = False) -> None:
         """From here on what is committed is promised, while rows of ``salts`` are written."""
@@ -163,7 +163,7 @@ class Story:
 
     @property
     def promising(self) -> bool:
-        return self.storage._durability == self.durability
+        return self.storage.writer._durability == self.durability
 
     def extend(self, count: int, *, record: bool = False, salt: int = 0) -> None:
         """Write rows and commit them, a record with them if wanted."""
@@ -191,7 +191,7 @@ class Story:
         engine.abandon()
         assert engine._lock is not None
         engine._lock.release()
-        self.storage._engine, self.storage._closed = None, True
+        self.storage.reader.let_go()
 
     def close(self) -> None:
         self.storage.close()
@@ -327,7 +327,7 @@ def loaded(story: Story) -> None:
     copy = story.path.parent.parent.parent.with_name("copy")
     with story.case.kind(copy, capacity=60, max_size=story.case.ring) as source:
         manifest = story.storage.manifest
-        source._create(story.storage.schema, manifest["runs"], id=manifest["id"])
+        source.writer.create(story.storage.schema, manifest["runs"], id=manifest["id"])
         for start in range(0, 60, 30):
             source.extend(rows_of(np.arange(start, start + 30)), ids="fresh")
     ring = story.case.ring
@@ -363,7 +363,7 @@ def told(case: str, name: str, folder: Path, durability: Durability = "power") -
             story.promise()
             STORIES[name](story)
         yield story
-        if not story.storage._closed:
+        if not story.storage.closed:
             story.close()
 
 

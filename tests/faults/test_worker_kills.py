@@ -31,7 +31,7 @@ from tallyroll.collector import Ledger, MultiprocessCollector
 from tallyroll.storage import open_storage
 from tallyroll.storage.engine.engine import Durability
 from tallyroll.storage.errors import NotAStorage, StorageMissing
-from tallyroll.storage.row_store import Mode
+from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 from collect_kit import balanced

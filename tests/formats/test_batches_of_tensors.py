@@ -30,9 +30,9 @@ from tallyroll.storage.compat import tensor_guards
 from tallyroll.storage.engine import columns
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.row_store import RowStore
 from tallyroll.storage.rows import batch_check
 from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.stores.row_writer import RowWriter
 
 BATCHES = 4
 """The third is the first that is copied by address, the second where the files are there."""
@@ -60,10 +60,10 @@ def storage(tmp_path: Path) -> Iterator[MemmapStorage]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on batches that take the longer way are an error."""
 
-    def slow(self: RowStore, rows: Any, without: Any = None) -> Any:
+    def slow(self: RowWriter, rows: Any, without: Any = None) -> Any:
         raise AssertionError("the longer way")
 
-    return lambda: monkeypatch.setattr(RowStore, "_arrays", slow)
+    return lambda: monkeypatch.setattr(RowWriter, "_arrays", slow)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

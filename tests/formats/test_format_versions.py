@@ -36,8 +36,8 @@ from tallyroll.storage.formats.hdf5.user_block import (
     write_manifest,
 )
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import files_of, rows
 
-from storage_contract import files_of, rows
 from storage_damage import damage
 
 OLD = Path(__file__).parent / "data" / "version-2.tar.xz"
@@ -84,7 +84,7 @@ def assert_holds(storage: DiskStorage, wanted: dict[str, Any], skip: int = 0) ->
 def versions_in(path: Path) -> tuple[int, int]:
     """Of the manifest and of the header."""
     with open_storage(path) as storage:
-        version, header = storage.manifest["format_version"], storage._format.header_path
+        version, header = storage.manifest["format_version"], storage.writer.files.header_path
     return version, int.from_bytes(header.read_bytes()[8:16], "little")
 
 
@@ -123,7 +123,7 @@ def test_a_storage_of_version_2_is_gone_on_with_and_stays_one(old: Old, name: st
     with open_storage(path) as storage:
         assert storage.head == frames
         assert_holds(storage, wanted, skip)
-        header = storage._format.header_path
+        header = storage.writer.files.header_path
         runs = storage.manifest["runs"]
         assert [run["incarnation"] for run in runs] == [0, 1]
     # A Tallyroll that knows nothing of the mark would leave it as it is.

@@ -46,8 +46,14 @@ from tallyroll.storage.formats.hdf5.user_block import (
     write_manifest,
 )
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.testing.storage_contract import (
+    StorageContract,
+    arrays,
+    assert_rows,
+    files_of,
+    rows,
+)
 
-from storage_contract import StorageContract, arrays, assert_rows, files_of, rows
 from storage_damage import DamageContract, assert_refused, assert_told_or_harmless, damage
 from storage_outsiders import Outsider, OutsiderContract
 

@@ -31,14 +31,14 @@ from tallyroll.storage.errors import (
     UnsupportedPlatform,
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
-
-from storage_contract import (
+from tallyroll.storage.testing.storage_contract import (
     GrowingStorageContract,
     arrays,
     assert_rows,
     files_of,
     rows,
 )
+
 from storage_damage import DamageContract, assert_refused
 
 HEADER = "tallyroll.header"

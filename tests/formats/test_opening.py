@@ -11,8 +11,7 @@ import pytest
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.errors import NotAStorage, StorageError, StorageMissing
 from tallyroll.storage.storages import FORMATS, DiskStorage, storage_class
-
-from storage_contract import assert_rows, files_of, rows
+from tallyroll.storage.testing.storage_contract import assert_rows, files_of, rows
 
 CLASSES = [MemmapStorage, H5Storage, ZarrStorage]
 

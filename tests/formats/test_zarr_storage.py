@@ -35,8 +35,14 @@ from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.storage_contract import (
+    GrowingStorageContract,
+    arrays,
+    assert_rows,
+    files_of,
+    rows,
+)
 
-from storage_contract import GrowingStorageContract, arrays, assert_rows, files_of, rows
 from storage_damage import DamageContract, assert_refused, damage
 from storage_outsiders import Outsider, OutsiderContract
 
@@ -404,7 +410,7 @@ def test_several_threads_map_chunks(path: Path) -> None:
     for _ in range(5):
         with open_storage(path) as reader, ThreadPoolExecutor(8) as pool:
             counts = [32768 * chunks for chunks in range(1, 60)]
-            maps = pool.map(lambda count: reader._format.arrays(count, "private")[0], counts)
+            maps = pool.map(lambda count: reader.writer.files.arrays(count, "private")[0], counts)
             assert all((one == numbers[: len(one)]).all() for one in maps)
 
 

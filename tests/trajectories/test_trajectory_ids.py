@@ -416,7 +416,7 @@ def test_a_write_that_failed_took_no_ids(tmp_path: Path, monkeypatch: pytest.Mon
             raise StorageFull("no space")
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(storage._format), "grow", full)
+            patch.setattr(type(storage.writer.files), "grow", full)
             with pytest.raises(StorageFull):
                 storage.extend(batch(many))
         storage.extend(batch(many[:3]))

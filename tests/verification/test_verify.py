@@ -440,7 +440,7 @@ def damage(path: Path, key: Any, row: Any, change: Any) -> None:
     """Write over a value behind the storage's back."""
     key = (key,) if isinstance(key, str) else key
     with open_storage(path, mode="append") as storage:
-        engine = storage._engine
+        engine = storage.reader.engine
         assert engine is not None
         table = storage.episodes_path
         before = table.read_bytes() if table.exists() else None
@@ -730,7 +730,7 @@ def test_a_record_with_a_flipped_bit_is_found(sound: dict[str, Path], tmp_path: 
 def write_runs(path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
     """Change the runs of a manifest, which stays as whole as it was."""
     with open_storage(path, mode="append") as storage:
-        storage._write_runs(change(storage.manifest["runs"]))
+        storage.writer.write_runs(change(storage.manifest["runs"]))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ from tallyroll.collector.errors import ArgumentError, SharedMemoryBusy, StateErr
 from tallyroll.collector.workers.shared.memory import Arena, Measure
 from tallyroll.collector.workers.shared.rwlock import FileLock, holders
 from tallyroll.collector.workers.shared.weights import SharedWeights
-
-from storage_contract import WAIT_SECONDS, process, receive
+from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
 
 SIZE = 50_000
 """Entries of each tensor: large enough that a copy takes time."""

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
+from torchrl.data import TensorSpec
 
 from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.envs.gymnasium.info_merge import install
@@ -21,6 +22,7 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import ResetSlots, one_of
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
+from tallyroll.storage.rows.keys import Key
 
 Rows = list[NDArray[Any]]
 
@@ -108,10 +110,14 @@ class GymnasiumSystem(System):
         self.declares = self._declared()
 
     def _declared(self) -> Declares:
-        observation = {leaf.key: leaf.spec[0] for leaf in self._leaves}
+        specs = [leaf.spec[0] for leaf in self._leaves]
         if self.infos.declared:
-            infos = zip(self.infos.columns, self.infos.specs(), strict=True)
-            observation |= {column.key: spec[0] for column, spec in infos}
+            specs += [spec[0] for spec in self.infos.specs()]
+        observation: dict[Key, TensorSpec] = {}
+        for index, (column, spec) in enumerate(zip(self.columns, specs, strict=False)):
+            # Two may have one name, until `rename` gives them others.
+            taken = column.key in observation
+            observation[(*column.key, str(index)) if taken else column.key] = spec
         return Declares(
             lanes=self._lanes,
             observation=observation,

@@ -32,8 +32,7 @@ from tallyroll.storage import H5Storage, MemmapStorage, StorageFull, ZarrStorage
 from tallyroll.storage.engine import engine
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.storages import DiskStorage
-
-from storage_contract import WAIT_SECONDS, process
+from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process
 
 WIDTH = 512
 STEPS = 12

@@ -22,8 +22,14 @@ from tallyroll.storage import CorruptStorage, StorageFull, open_storage, verify
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage, StorageError
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.storages import DiskStorage
-
-from storage_contract import arrays, assert_rows, files_of, process, receive, rows
+from tallyroll.storage.testing.storage_contract import (
+    arrays,
+    assert_rows,
+    files_of,
+    process,
+    receive,
+    rows,
+)
 
 SMALL_DISK = 12 * 2**20
 FILE_LIMIT = 6 * 2**20

@@ -17,8 +17,7 @@ from tallyroll.storage import StorageFull
 from tallyroll.storage.engine import engine as engine_module
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
-
-from storage_contract import DTYPES, arrays, process, receive
+from tallyroll.storage.testing.storage_contract import DTYPES, arrays, process, receive
 
 Outsider: TypeAlias = Callable[[Path, Iterable[Key]], tuple[int, dict[Key, np.ndarray]]]
 """Reads with another library: how many rows are shown, and the columns' values of them."""

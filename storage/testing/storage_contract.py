@@ -47,6 +47,7 @@ from tallyroll.storage import (
     StorageMissing,
     open_storage,
 )
+from tallyroll.storage.engine.engine import Engine
 from tallyroll.storage.errors import (
     CursorOverflow,
     IndexOutOfRange,
@@ -62,7 +63,9 @@ from tallyroll.storage.errors import (
     StorageClosed,
     WriterForked,
 )
-from tallyroll.storage.files.commit_header import FORMAT_VERSION, RECORD_LIMIT, Header
+from tallyroll.storage.files.commit_header import RECORD_LIMIT, Header
+from tallyroll.storage.files.versions import FORMAT_VERSION
+from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -177,11 +180,16 @@ def write_for_ever(
             storage = kind(path, mode="append", capacity=4 * head + size)
 
 
+def engine_of(storage: DiskStorage) -> Engine:
+    """What moves the rows of a storage that is open."""
+    assert isinstance(storage.reader, FileReader)
+    return storage.reader.running()
+
+
 def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -> None:
     """Open for writing, fork, and wait: the fork tries to write and says what it got."""
     storage = kind(path, mode="append")
-    assert storage._engine is not None
-    storage._engine._look_at = float("inf")  # the next look at the lock file is not due yet
+    engine_of(storage)._look_at = float("inf")  # the next look at the lock file is not due yet
     child = os.fork()
     if child == 0:
         try:
@@ -419,7 +427,7 @@ class StorageContract:
             assert_rows(early, 5)
 
     @pytest.mark.parametrize("mode", ["append", "read"])
-    def test_opening_nothing_is_refused(self, path: Path, mode: str) -> None:
+    def test_opening_nothing_is_refused(self, path: Path, mode: Any) -> None:
         with pytest.raises(StorageMissing, match="does not exist"):
             self.make(path, mode=mode)
         with pytest.raises(StorageMissing, match="does not exist"):
@@ -494,7 +502,7 @@ class StorageContract:
         storage = self.make(five, mode="append")
         storage.extend(rows(5, 1))
         with pytest.warns(ResourceWarning, match="unclosed storage"):
-            storage.__del__()
+            storage.writer.__del__()
         del storage
         with self.make(five, mode="append") as storage:
             assert_rows(storage, 6)
@@ -677,15 +685,14 @@ class StorageContract:
     ) -> None:
         storage = self.make(five, mode="append")
         storage.extend(rows(5, 1), record=b"good")
-        engine = storage._engine
-        assert engine is not None
+        engine = engine_of(storage)
 
         def interrupt(*args: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             if step == "head":  # the record is written, and its rows are not committed
-                patch.setattr(Header, "head", property(Header.head.fget, interrupt))
+                patch.setattr(Header, "head", property(vars(Header)["head"].fget, interrupt))
             elif step == "commit":
                 patch.setattr(engine, "_commit", interrupt)
             elif step == "record":
@@ -713,8 +720,7 @@ class StorageContract:
     ) -> None:
         with self.make(path, durability="power") as storage:
             storage.extend(rows(0, 1))
-            engine = storage._engine
-            assert engine is not None
+            engine = engine_of(storage)
             done: list[tuple[str, int]] = []
             monkeypatch.setattr(
                 engine._format, "sync", lambda start=0: done.append(("rows", engine.head))
@@ -851,7 +857,8 @@ class StorageContract:
         with self.make(path) as storage:
             storage.set(range(3), list(rows(0, 3)))
             storage.set(3, rows(3, 1)[0])
-            storage.set(range(4, 6), Rows.from_tensordict(rows(4, 2)))
+            made: Any = Rows.from_tensordict  # type: ignore[attr-defined]
+            storage.set(range(4, 6), made(rows(4, 2)))
             assert_rows(storage, 6)
             with pytest.raises(RowsMismatch, match="holds TensorDicts, got list"):
                 storage.set(range(6, 8), [1, 2])
@@ -927,6 +934,7 @@ class StorageContract:
 
     def test_rows_on_disk_are_only_added(self, five: Path) -> None:
         with self.make(five, mode="append") as storage:
+            cursor: Any
             for cursor, wording in (
                 (0, "behind the last one, at row 5, and this write is at row 0"),
                 (6, "at row 6"),

@@ -1,0 +1,1 @@
+"""Readers of rows: what everything that reads asks, and nothing behind it."""

@@ -1,0 +1,261 @@
+"""The reader of our own files, whatever their format: rows in memory maps."""
+# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from tensordict import TensorDict
+
+from tallyroll.storage.engine.creation import manifest_of, open_existing
+from tallyroll.storage.engine.engine import Engine
+from tallyroll.storage.engine.ring import pieces
+from tallyroll.storage.errors import IndexOutOfRange, NotInitialised
+from tallyroll.storage.files.lock import is_held
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.paths import told
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.rows.indexing import resolve
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.episode_file import read_table
+from tallyroll.storage.trajectories.index import TrajectoryIndex
+
+Mode: TypeAlias = Literal["create", "append", "read"]
+
+
+class _FileColumn(ColumnReader):
+    """A column that is one array, slot by slot."""
+
+    __slots__ = ("_engine", "_place")
+
+    def __init__(self, engine: Engine, place: int) -> None:
+        self._engine, self._place = engine, place
+
+    @property
+    def array(self) -> np.ndarray:
+        return self._engine.committed()[self._place]
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        engine = self._engine
+        slots = rows % engine.ring if engine.ring else rows
+        # Rows are there: "clip" is the mode in which NumPy writes to `out` directly.
+        return engine.columns()[self._place].take(slots, axis=0, out=out, mode="clip")
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        engine = self._engine
+        column, ring = engine.columns()[self._place], engine.ring
+        if not ring:
+            return column[start:stop]
+        parts = [column[slot : slot + n] for slot, _, n in pieces(start, stop, ring)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class FileReader(RowReader):
+    """Rows in files of ours, which a writer of this process may write, or another process.
+
+    Args:
+        format: the files.
+        mode: how they are opened.
+    """
+
+    engine: Engine | None = None
+    """What moves rows in and out; None before they are made or opened, and when it is closed."""
+
+    def __init__(self, format: Format, path: Path, mode: Mode) -> None:
+        self.format, self.path, self.mode = format, path, mode
+        self.copied_as = type(format)
+        self._manifest: Manifest | None = None
+        self._last_head = 0
+        self.trajectory_index = TrajectoryIndex()  # now, for threads of a writer share it
+
+    # --- opened and closed ------------------------------------------------------------------------
+
+    @told
+    def open(self, /, *, writable: bool = False, **options: Any) -> FileReader:
+        """Open what is there; ``options`` are those of `open_existing`."""
+        self.engine, self._manifest = open_existing(self.format, writable=writable, **options)
+        self.ring = self.engine.ring
+        return self
+
+    def use(self, engine: Engine, manifest: Manifest) -> None:
+        """Read what was just made."""
+        self.engine, self._manifest = engine, manifest
+
+    def let_go(self) -> Engine | None:
+        """Be closed, and give back what is to be closed behind it."""
+        engine, self.engine, self.closed = self.engine, None, True
+        if engine is not None and engine.owns_lock:
+            self._last_head = engine.head
+        return engine
+
+    def lose(self, head: int) -> None:
+        """Be closed, where ``head`` rows were and what moved them is closed already."""
+        self.engine, self.closed, self._last_head = None, True, head
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if (engine := self.let_go()) is not None:
+            engine.close()
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def running(self) -> Engine:
+        """What moves the rows.
+
+        Raises:
+            StorageClosed: it was closed.
+            NotInitialised: there are none yet.
+        """
+        engine = self.engine
+        if engine is None:
+            self.require_open()
+            raise NotInitialised(
+                f"{self.path} has no rows and no schema yet. Call initialise(schema), or write "
+                "rows first."
+            )
+        return engine
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    @property
+    def initialised(self) -> bool:
+        return self.engine is not None
+
+    @property
+    def schema(self) -> Schema:
+        return self.running().schema
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return self.running().keys
+
+    @property
+    def span(self) -> range:
+        if self.engine is None:
+            self.require_open()
+            return range(0)
+        return self.engine.span
+
+    @property
+    def head(self) -> int:
+        if self.engine is None:
+            self.require_open()
+            return 0
+        return self.engine.head
+
+    @property
+    def last_head(self) -> int:
+        return self._last_head if self.closed else self.head
+
+    @property
+    def revision(self) -> int:
+        # Of a writer it counts writes one by one. A reader sees the writer's progress only.
+        engine = self.engine
+        if engine is None:
+            return 0
+        return engine.commits if engine.owns_lock else engine.head
+
+    @property
+    @told
+    def manifest(self) -> Manifest:
+        self.running()
+        if self._manifest is None or self.mode == "read":
+            self._manifest = manifest_of(self.format)
+        return self._manifest
+
+    @told
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest."""
+        self.format.write_manifest(manifest)
+        self._manifest = manifest
+
+    @property
+    def id(self) -> str | None:
+        return self._manifest["id"] if self._manifest is not None else None
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        self.require_open()
+        return None if self.engine is None else self.engine.record
+
+    @property
+    def record_damaged(self) -> bool:
+        return self.running().record_damaged
+
+    @property
+    def left_open(self) -> bool:
+        return self.running().left_open
+
+    @property
+    def is_written(self) -> bool:
+        files = self.format
+        return self.running().owns_lock or is_held(files.inside, files.lock_path)
+
+    def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
+        files = self.format
+        return read_table(files.inside, files.episodes_path, dtype, self.running().head)
+
+    def shown_wrongly(self) -> Iterator[str]:
+        return self.format.shown_wrongly(lambda: self.head)
+
+    def made_wrongly(self) -> Iterator[str]:
+        return self.format.made_wrongly(lambda: self.head)
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def slots_of(self, rows: np.ndarray) -> np.ndarray:
+        return rows % self.ring if self.ring else rows
+
+    def column(self, key: Key) -> ColumnReader:
+        engine = self.running()
+        if key not in engine.keys:
+            names = ", ".join(map(spell, engine.keys))
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+        return _FileColumn(engine, engine.keys.index(key))
+
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        engine, slots = self.running(), self.slots_of(rows)
+        columns = engine.columns()
+        if keys is not None:
+            columns = [columns[engine.keys.index(key)] for key in keys]
+        return [column.take(slots, axis=0) for column in columns]
+
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        # From the pool, to which arrays return when nothing refers to them.
+        if not self.ring:
+            return self.running().gather(rows)
+        if isinstance(rows, np.ndarray):
+            return self.running().gather(self.slots_of(rows))
+        slots: dict[int, np.ndarray] = {}  # many are the same
+        for each in rows:
+            if id(each) not in slots:
+                slots[id(each)] = each % self.ring
+        return self.running().gather([slots[id(each)] for each in rows])
+
+    def get(self, index: Any) -> TensorDict:
+        engine = self.running()
+        span = engine.span
+        try:
+            where = resolve(index, len(span))
+        except IndexOutOfRange:
+            # There a moment ago, and again when a writer is done with a batch: take waits.
+            if (rows := engine.most_rows(span)) == len(span):
+                raise
+            where = resolve(index, rows)
+        if isinstance(where, slice):
+            if engine.shows_slots(span):
+                views = [view[where] for view in engine.views()]
+                return self.nest(views, (len(views[0]),))
+            where = np.arange(where.start, where.stop, where.step)
+        if isinstance(where, int):
+            return self.nest(engine.take(np.array([where])), (1,))[0]
+        return self.nest(engine.take(where), where.shape)

@@ -1,0 +1,326 @@
+"""The interface of a reader: rows by number, from wherever they lie."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from tensordict import TensorDict
+
+from tallyroll.storage.engine.ring import index_at, rows_in, slots_at
+from tallyroll.storage.engine.ring import slots_of as ring_slots
+from tallyroll.storage.errors import IndexOutOfRange, Overrun, StorageClosed
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.memmap import MemmapFormat
+from tallyroll.storage.rows.indexing import resolve
+from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.index import TrajectoryIndex
+from tallyroll.storage.trajectories.mapping import Trajectories
+
+_PATIENCE_SECONDS: Final = 1.0
+
+
+class ColumnReader(ABC):
+    """The values of one column, by the numbers of their rows.
+
+    Arrays have the column's ``numpy_dtype``, ``uint16`` for bfloat16. Rows that are asked for are
+    in the reader's span; in a ring they may be overwritten meanwhile, and then are any values.
+    """
+
+    @property
+    def array(self) -> np.ndarray | None:
+        """All values as one read-only array [rows, ...], where that is how they lie; else None.
+
+        Row r stands at ``slots_of(r)`` of the reader.
+        """
+        return None
+
+    @abstractmethod
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """A copy of the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
+
+        Args:
+            rows: numbers, int64.
+            out: where the copy goes, C-contiguous, of that shape and the column's dtype.
+        """
+
+    @abstractmethod
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """The values of the rows ``[start, stop)``, C-contiguous, which nobody writes to.
+
+        They may be those that are stored and no copy, and change as the rows of a ring do.
+        """
+
+
+class RowReader(ABC):
+    """Rows by their numbers, counted over all that were ever written.
+
+    Samplers, slices, n-step returns, `verify`, checkpoints, replay buffers and the command line
+    ask a reader, and nothing behind it. `schema`, `span`, `manifest` and `column` are to be given;
+    the rest follows from them, or says that there is no such thing.
+
+    One that is registered as an entry point in the group ``tallyroll.readers`` is found by
+    `open_storage`: see `at`. `tallyroll.storage.testing.ReaderContract` holds what it has to do.
+    """
+
+    path: Path
+    """Where the rows are, for messages."""
+
+    ring: int = 0
+    """Slots of a ring, in which new rows overwrite the oldest: row r lies in slot r % ring. 0
+    where rows stay, once they are there."""
+
+    closed = False
+
+    copied_as: type[Format] = MemmapFormat
+    """What a checkpoint of it is."""
+
+    @classmethod
+    def at(cls, path: Path) -> RowReader | None:
+        """A reader of what is at ``path``, which is no storage of ours; None if it cannot read it.
+
+        Every registered reader is asked in turn.
+        """
+        return None
+
+    @property
+    @abstractmethod
+    def schema(self) -> Schema:
+        """The columns."""
+
+    @property
+    @abstractmethod
+    def span(self) -> range:
+        """The numbers of the rows that are there."""
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """What it is: ``format``, ``id``, ``created``, and ``runs``, the runs that wrote the rows.
+
+        Each run is a mapping with its ``"first_row"``, in the order of these.
+        """
+
+    @abstractmethod
+    def column(self, key: Key) -> ColumnReader:
+        """The values of one column.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+
+    def require_open(self) -> None:
+        """Raise `StorageClosed` if it was closed."""
+        if self.closed:
+            raise StorageClosed(f"{self.path} was closed. Open it again.")
+
+    def close(self) -> None:
+        """Let go of everything. Twice is harmless."""
+        self.closed = True
+
+    # --- what there may be ------------------------------------------------------------------------
+
+    @property
+    def initialised(self) -> bool:
+        """Whether there is a schema yet."""
+        return True
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest intact record: the rows committed when it was written, and its payload."""
+        return None
+
+    @property
+    def record_damaged(self) -> bool:
+        """Whether the newest record was damaged, so that `record` is an older one or None."""
+        return False
+
+    @property
+    def left_open(self) -> bool:
+        """Whether a writer has the rows open, or did not close them: it was killed."""
+        return False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether some process may add rows now."""
+        return False
+
+    def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
+        """A table of episodes that is kept beside the rows, with lines of ``dtype``.
+
+        It may end before the last row. None where there is none.
+
+        Raises:
+            DamagedTable: there is one that cannot be.
+        """
+        return None
+
+    def shown_wrongly(self) -> Iterator[str]:
+        """Faults that other libraries would read, which go when a writer closes the rows."""
+        return iter(())
+
+    def made_wrongly(self) -> Iterator[str]:
+        """As `shown_wrongly`, of what was written once."""
+        return iter(())
+
+    # --- what follows -----------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The columns' keys, in order."""
+        return self.schema.keys
+
+    @property
+    def head(self) -> int:
+        """Rows ever committed."""
+        return self.span.stop
+
+    @property
+    def last_head(self) -> int:
+        """`head`, and once it is closed, what it was then."""
+        return self.head
+
+    @property
+    def revision(self) -> int:
+        """A number that changes when rows come."""
+        return self.head
+
+    @property
+    def id(self) -> str | None:
+        """Whose rows these are; copies have the same."""
+        found: str = self.manifest["id"]
+        return found
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The runs that wrote the rows."""
+        found: list[dict[str, Any]] = self.manifest["runs"]
+        return found
+
+    @property
+    def trajectories(self) -> Trajectories:
+        """The trajectories that the rows belong to, by id."""
+        return Trajectories(self)
+
+    @cached_property
+    def trajectory_index(self) -> TrajectoryIndex:
+        """Which rows make a trajectory, as far as somebody asked."""
+        return TrajectoryIndex()
+
+    def slots_of(self, rows: np.ndarray) -> np.ndarray:
+        """Where rows [*] stand in the array of a column."""
+        if self.ring:
+            return ring_slots(rows, self.ring)
+        first = self.span.start
+        return rows - first if first else rows
+
+    def in_slots(self, key: Key, start: int, stop: int) -> np.ndarray:
+        """The values of a column in the slots ``[start, stop)``, C-contiguous."""
+        column = self.column(key)
+        if (array := column.array) is not None:
+            return array[start:stop]
+        return column.take(self.rows_in(np.arange(start, stop)))
+
+    def rows_in(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers of the newest rows that stand in slots [*]."""
+        span = self.span
+        return rows_in(slots, span.stop, self.ring) if self.ring else slots + span.start
+
+    def rows_at(self, index: np.ndarray, span: range) -> np.ndarray:
+        """The numbers of rows that are counted from the first slot on, [*], while `span` is so."""
+        ring, first = self.ring, span.start
+        if not ring:
+            return index + first if first else index
+        reserve = first + ring if first else span.stop
+        return rows_in(slots_at(index, span.stop, reserve, ring), span.stop, ring)
+
+    def index_of(self, rows: np.ndarray) -> np.ndarray:
+        """The index by which `get` finds rows [*]."""
+        slots, ring = self.slots_of(rows), self.ring
+        if not ring or not (first := (span := self.span).start):
+            return slots
+        return index_at(slots, span.stop, first + ring, ring)
+
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        """Copies [*rows.shape, ...] of rows that are there, of all columns or of some."""
+        return [self.column(key).take(rows) for key in (self.keys if keys is None else keys)]
+
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As `copies`, for batches, whose memory may be used again when nobody holds them.
+
+        ``rows`` may be one array for every column.
+        """
+        if isinstance(rows, np.ndarray):
+            return self.copies(rows)
+        return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
+
+    def take(self, rows: np.ndarray) -> TensorDict:
+        """The rows of these numbers [*], copied: a TensorDict [*rows.shape].
+
+        Raises:
+            IndexOutOfRange: one is not there, or is overwritten while they are read.
+        """
+        least, most = (int(rows.min()), int(rows.max())) if rows.size else (self.head, -1)
+        if most >= self.head or least < self.span.start:
+            raise self._gone(least, most)
+        arrays = self.gather(rows)
+        if least < self.span.start:
+            raise self._gone(least, most)
+        return self.nest(arrays, rows.shape)
+
+    def _gone(self, least: int, most: int) -> IndexOutOfRange:
+        span = self.span
+        return IndexOutOfRange(
+            f"rows {least} to {most} were asked for, and {self.path} has those from {span.start} "
+            f"to {span.stop - 1}."
+        )
+
+    def get(self, index: Any) -> TensorDict:
+        """Rows counted from the first one, as `DiskStorage.get` takes and gives them.
+
+        Where a ring moves they are read again.
+
+        Raises:
+            IndexOutOfRange: a row that is not there.
+            Overrun: a ring is overwritten faster than it is read.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            span = self.span
+            where = resolve(index, len(span))
+            if isinstance(where, slice):
+                where = np.arange(where.start, where.stop, where.step)
+            rows = self.rows_at(np.asarray(where), span)
+            try:
+                return self.take(rows.reshape(1))[0] if rows.ndim == 0 else self.take(rows)
+            except IndexOutOfRange as error:
+                if time.monotonic() > deadline:
+                    raise self.overrun(f"these {rows.size}") from error
+
+    def overrun(self, what: str) -> Overrun:
+        """The error for rows that are overwritten before they are read."""
+        return Overrun(
+            f"{self.path} is a ring of {self.ring} rows, and its writer overwrites them faster "
+            f"than {what} can be read. Read fewer at a time, or make the ring larger."
+        )
+
+    @cached_property
+    def nest(self) -> Nest:
+        """Puts arrays [*batch, ...], one a column, together as the TensorDict that they were."""
+        schema = self.schema
+        columns = [(column.key, column.dtype) for column in schema.columns]
+        return Nest(columns, schema.batch_shapes)
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"

@@ -1,0 +1,1 @@
+"""A store of rows: what it reads with, what it writes with, and both as one object."""

@@ -1,0 +1,292 @@
+"""Rows as users have them: one face over a reader and a writer. Knows nothing of replay buffers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from tensordict import TensorDict
+
+from tallyroll.storage.engine.engine import Durability
+from tallyroll.storage.files.checksums import Progress
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.readers.file_reader import FileReader, Mode
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key, as_key
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+from tallyroll.storage.trajectories.mapping import Trajectories
+
+
+class RowStore:
+    """Rows on disk; the arguments are those of `DiskStorage`."""
+
+    _format_class: ClassVar[type[Format]]
+
+    @told
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: Mode,
+        capacity: int | None,
+        durability: Durability,
+        max_size: int | None = None,
+        accept_copy: bool = False,
+    ) -> None:
+        _check_choice("mode", mode, ("create", "append", "read"))
+        _check_choice("durability", durability, ("process", "power"))
+        _check_rows("capacity", capacity)
+        _check_rows("max_size", max_size)
+        self.path = Path(path)
+        self.mode: Mode = mode
+        if max_size is not None and not self._format_class.rings:
+            raise ValueError(
+                f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
+                "Use MemmapStorage(path, max_size=...), or leave it out."
+            )
+        files = FileReader(self._format_class(Path(os.path.abspath(path))), self.path, mode)
+        self.reader: RowReader = files
+        self.writer: RowWriter | NoWriter = RowWriter(
+            files,
+            capacity=capacity or 0,
+            max_size=max_size,
+            durability=durability,
+            accept_copy=accept_copy,
+        )
+
+    def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
+        """Make a new storage's files, or check that an existing one has these columns.
+
+        A run's entry, ``{**provenance, "first_row": rows so far}``, joins the
+        manifest. Nothing changes if this raises.
+
+        Raises:
+            SchemaMismatch: the storage has other columns; every difference is named.
+            InvalidSchema: the format cannot hold them.
+            InvalidProvenance: ``provenance`` is not JSON.
+            StorageFull: no room for ``capacity`` rows.
+        """
+        self.writer.initialise(schema, provenance)
+
+    def reserve(self, rows: int) -> None:
+        """Reserve space for ``rows`` rows in all, those that are there included.
+
+        A format that cannot grow in place is written anew, into a larger file.
+
+        Raises:
+            StorageFull: there is no space; nothing was changed.
+        """
+        _check_rows("rows", rows)
+        self.writer.reserve(rows)
+
+    def finalize(self, progress: Progress | None = None) -> None:
+        """Leave exactly the committed rows, with checksums in the manifest, and close.
+
+        HDF5 files are written anew without the space that was reserved, which takes
+        their size once more while it lasts. The storage can be opened again, to be
+        appended to as well.
+
+        Args:
+            progress: called with the number of bytes that were read since the last call.
+
+        Raises:
+            StorageFull: no space; the storage is closed as it was.
+        """
+        self.writer.finalize(progress)
+
+    def close(self) -> None:
+        """Trim the files to the committed rows and let the next writer in. Twice is harmless.
+
+        What another thread is writing is written first.
+        """
+        self.writer.close()
+
+    def flush(self) -> None:
+        """Show all committed rows to other libraries; with durability="power", sync them too."""
+        self.writer.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self.reader.closed
+
+    @property
+    def last_head(self) -> int:
+        """`head`, of a writer that was closed too: what it was then."""
+        return self.reader.last_head
+
+    @property
+    def head(self) -> int:
+        """Rows ever committed."""
+        return self.reader.head
+
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written.
+
+        It begins above 0 where a ring has overwritten rows.
+        """
+        return self.reader.span
+
+    @property
+    def ring(self) -> int:
+        """Slots of the ring, ``max_size``; 0 where every row is kept."""
+        return self.reader.ring
+
+    @property
+    def grows(self) -> bool:
+        """Whether space for more rows can be added to it while it is open."""
+        return self.writer.grows
+
+    @property
+    def inside(self) -> Inside:
+        """The way to its files."""
+        return self.writer.files.inside
+
+    @property
+    def lock_path(self) -> Path:
+        """The file on which its writer holds a lock."""
+        return self.writer.files.lock_path
+
+    @property
+    def trajectories(self) -> Trajectories:
+        """The trajectories that the rows belong to, by id."""
+        return Trajectories(self.reader, self)
+
+    @property
+    def episodes_path(self) -> Path:
+        """The file of the table of episodes, written when a writer closes the storage."""
+        return self.writer.files.episodes_path
+
+    def slots_of(self, rows: np.ndarray) -> np.ndarray:
+        """Slots of rows by number [*]: the index that `get` takes, and that of `column`."""
+        return self.reader.slots_of(rows)
+
+    def __len__(self) -> int:
+        return len(self.reader.span)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns."""
+        return self.reader.schema
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest: identity, schema, and the runs that wrote the rows."""
+        return self.reader.manifest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the committed rows."""
+        return len(self) * self.schema.row_nbytes if self.head else 0
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest intact record: the rows committed when it was written, and its payload."""
+        return self.reader.record
+
+    @property
+    def record_damaged(self) -> bool:
+        """Whether the newest record was damaged, so that `record` is an older one or None."""
+        return self.reader.record_damaged
+
+    @property
+    def left_open(self) -> bool:
+        """Whether a writer has the storage open, or did not close it: it was killed.
+
+        A storage of version 2 does not say, and this is False.
+        """
+        return self.reader.left_open
+
+    def put_record(self, payload: bytes) -> None:
+        """Commit a record without rows.
+
+        Raises:
+            RecordTooLarge: beyond its slot.
+            NotInitialised: a new storage without schema has no place for it yet.
+        """
+        self.writer.put_record(payload)
+
+    def stage_record(self, payload: bytes) -> None:
+        """Keep a record that the next commit writes, whoever makes it.
+
+        Raises:
+            RecordTooLarge: beyond its slot.
+        """
+        self.writer.stage_record(payload)
+
+    def claim(self, run: object) -> None:
+        """From here on rows are written with ``ids="fresh"`` alone, until :meth:`release`.
+
+        A collector's run numbers its trajectories and counts its rows: others in between would
+        be counted as its own. The claim ends with ``run`` itself, too.
+        """
+        self.writer.claim(run)
+
+    def release(self, run: object) -> None:
+        """End what :meth:`claim` began, unless another run has begun since."""
+        self.writer.release(run)
+
+    def column(self, key: str | Key) -> np.ndarray:
+        """The committed rows of one column, [rows, ...], read-only and without a copy.
+
+        In a ring slot by slot: row r at ``slots_of(r)``, and while another process writes
+        it may be overwritten as you look. bfloat16 comes as the ``uint16`` of its bits.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        reader = self.reader
+        column, span = reader.column(as_key(key)), reader.span
+        if (array := column.array) is None:
+            array = column.slice(span.start, span.stop).view()
+            array.flags.writeable = False
+        return array
+
+    def get(self, index: Any) -> TensorDict:
+        """Rows by number: int, slice, range, list, array or tensor of ints, or one bool a row.
+
+        An int gives one row, batch size []; row numbers of shape S give new
+        tensors, batch size S; a slice gives views of the files, batch size [n],
+        nothing read until it is used. What is written to such a view stays in
+        this process.
+
+        Nested TensorDicts, and the root where each row is an item with a time dimension, have the
+        further batch dimensions of the rows that made the storage, behind these.
+
+        Raises:
+            IndexOutOfRange: a row that is not there.
+        """
+        return self.reader.get(index)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.head} rows"
+        return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {state})"
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_rows(name: str, rows: object) -> None:
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise ValueError(f"{name} is a positive number of rows or None, got {rows!r}.")

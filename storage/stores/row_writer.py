@@ -1,0 +1,463 @@
+"""The writer of our own files: rows are checked, appended and committed, one writer at a time."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from tallyroll.storage.engine.creation import create_new
+from tallyroll.storage.engine.engine import Durability, Engine
+from tallyroll.storage.errors import (
+    ColumnsMissing,
+    InvalidSchema,
+    ReadOnlyStorage,
+    RowsMismatch,
+    RunUnderWay,
+    SchemaMismatch,
+    StorageFull,
+)
+from tallyroll.storage.files.checksums import Progress, checksums
+from tallyroll.storage.files.commit_header import check_record_size
+from tallyroll.storage.files.manifest import run_of
+from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.run_record import RunRecord, is_count
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.batch_dims import batch_dims_of
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.nesting import array_of, leaves, require_rows
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.trajectories.id_checks import IdChecks, Ids, renumbered
+from tallyroll.storage.trajectories.index import says_whose
+
+
+class RowWriter:
+    """Writes the rows that a `FileReader` reads, and closes both.
+
+    Args:
+        reader: of the files.
+        capacity: rows to reserve space for at once, 0 for none.
+        max_size: slots of a ring, None where every row is kept.
+        durability: what a commit survives.
+        accept_copy: open a copy of a storage that was open for writing.
+    """
+
+    # __del__ also runs after a constructor that raised.
+    _files: FileReader | None = None
+
+    @told
+    def __init__(
+        self,
+        reader: FileReader,
+        *,
+        capacity: int = 0,
+        max_size: int | None = None,
+        durability: Durability = "process",
+        accept_copy: bool = False,
+    ) -> None:
+        self.path, self.reader = reader.path, reader
+        self._capacity, self._durability = capacity, durability
+        self.turn = threading.RLock()
+        """Held while rows are written, and while what they are written to is made or replaced."""
+        self.provenance: Mapping[str, Any] = {}
+        """Joins the entry of every run: the command that writes it."""
+        self._staged: bytes | None = None
+        self._run: weakref.ref[object] | None = None
+        if reader.mode == "create":
+            self.files.refuse_existing()
+            reader.ring = max_size or 0
+        else:
+            reader.open(writable=reader.mode == "append", accept_copy=accept_copy, **self._options)
+            try:
+                self._make_ready(max_size)
+            except BaseException:
+                reader.close()
+                raise
+        self._files = reader
+        _open.add(self)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"capacity": self._capacity, "durability": self._durability}
+
+    def _make_ready(self, wanted: int | None) -> None:
+        reader = self.reader
+        if wanted and wanted != reader.ring:
+            raise ValueError(
+                f"max_size={wanted} was given, and {self.path} "
+                + (f"is a ring of {reader.ring} rows." if reader.ring else "keeps every row.")
+                + " Leave max_size out when opening."
+            )
+        if reader.ring and reader.mode == "append" and "finalized" in reader.manifest:
+            # Checksums of rows that are about to be overwritten.
+            kept = {k: v for k, v in reader.manifest.items() if k != "finalized"}
+            reader.write_manifest(kept)
+
+    @property
+    def files(self) -> Format:
+        """The files."""
+        return self.reader.format
+
+    @property
+    def grows(self) -> bool:
+        """Whether space for more rows can be added while it is open."""
+        return self.files.grows
+
+    @told
+    def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
+        """As `DiskStorage.initialise`."""
+        reader = self.reader
+        with self.turn:
+            reader.require_open()
+            run = run_of(reader.head, {**(provenance or {}), **self.provenance})
+            if reader.engine is None:
+                self.create(schema, [run])
+                return
+            reader.engine.require_writer()
+            if different := reader.schema.differences(schema):
+                raise SchemaMismatch(
+                    f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
+                    "was written; make the data fit, or create another storage."
+                )
+            self.write_runs([*reader.runs, run])
+
+    @told
+    def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
+        """Make the files, with the ``id`` of the storage that it is a copy of."""
+        ring = self.reader.ring
+        self.reader.use(*create_new(self.files, schema, runs, id=id, ring=ring, **self._options))
+
+    def write_runs(self, runs: list[Any]) -> None:
+        """Replace the runs in the manifest."""
+        self.reader.write_manifest({**self.reader.manifest, "runs": runs})
+
+    @told
+    def reserve(self, rows: int) -> None:
+        """As `DiskStorage.reserve`."""
+        with self.turn:
+            self.reader.require_open()
+            engine = self.reader.engine
+            if engine is None:
+                self._capacity = max(self._capacity, rows)
+                return
+            engine.require_writer()
+            if self.grows or rows <= engine.room:
+                engine.reserve_rows(rows)
+            else:
+                self._reopen(engine, rows)
+
+    def _reopen(self, engine: Engine, capacity: int) -> None:
+        reader, head = self.reader, engine.head
+        try:
+            engine.close()
+            reader.open(writable=True, **{**self._options, "capacity": capacity})
+        except BaseException:
+            try:
+                reader.open(writable=True, durability=self._durability)
+            except BaseException:
+                reader.lose(head)
+                raise
+            raise
+
+    def finalize(self, progress: Progress | None = None) -> None:
+        """As `DiskStorage.finalize`."""
+        reader = self.reader
+        with self.turn:
+            engine = reader.running()
+            engine.require_writer()
+            columns = dict(zip(engine.schema.keys, engine.committed(), strict=True))
+            rows = len(next(iter(columns.values())))
+            done = {
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "head": engine.head,
+                "checksums": checksums(columns, rows, progress),
+            }
+            try:
+                reader.write_manifest({**reader.manifest, "finalized": done})
+            except StorageFull:
+                self.close()
+                raise
+            schema = engine.schema
+            self.close(lambda: self.files.finish(schema, rows))
+
+    @told
+    def close(self, finish: Callable[[], None] | None = None) -> None:
+        """Trim the files and let the next writer in, when ``finish`` was called."""
+        reader = self.reader
+        with self.turn:
+            try:
+                if reader.engine is not None and reader.engine.owns_lock:
+                    reader.trajectory_index.save(reader, synced=self._durability == "power")
+            finally:
+                self._leave(finish)
+
+    @told
+    def _leave(self, finish: Callable[[], None] | None) -> None:
+        if (engine := self.reader.let_go()) is not None:
+            engine.close(finish)
+
+    @told
+    def flush(self) -> None:
+        """As `DiskStorage.flush`."""
+        with self.turn:
+            self.reader.require_open()
+            if self.reader.engine is not None:
+                self.reader.engine.flush()
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close what nobody closed, and say so."""
+        if self._files is None or (engine := self._files.engine) is None:
+            return
+        if engine.owns_lock:
+            warnings.warn(
+                f"unclosed storage {self.path}", ResourceWarning, stacklevel=3, source=self
+            )
+        self._leave(None)
+
+    def copy(self, rows: Mapping[Key, np.ndarray]) -> None:
+        """Append rows of a storage that this one is a copy of."""
+        self.reader.running().append(rows)
+
+    def replace(self, source: RowReader) -> None:
+        """Take over all rows of a ring of the same size and schema, and their numbers."""
+        span, ring = source.span, source.ring
+        slots = min(span.stop, ring)
+        columns = [source.in_slots(key, 0, slots) for key in source.keys]
+        reserve = span.start + ring if span.start else span.stop
+        self.reader.running().replace(columns, span.stop, reserve)
+        self.__dict__.pop("_id_checks", None)  # it knew other rows
+
+    def put_record(self, payload: bytes) -> None:
+        """As `DiskStorage.put_record`."""
+        with self.turn:
+            self.reader.running().put_record(payload)
+            self._staged = None
+
+    def stage_record(self, payload: bytes) -> None:
+        """As `DiskStorage.stage_record`."""
+        self.reader.require_open()
+        check_record_size(payload)
+        self._staged = bytes(payload)
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    def claim(self, run: object) -> None:
+        """As `DiskStorage.claim`."""
+        self._run = weakref.ref(run)
+
+    def release(self, run: object) -> None:
+        """As `DiskStorage.release`."""
+        if self._run is not None and self._run() is run:
+            self._run = None
+
+    def require_no_run(self) -> None:
+        """Raise `RunUnderWay` while a collector's run is written."""
+        if self._run is not None and self._run() is not None:
+            raise RunUnderWay(
+                f"a collector is writing a run to {self.path}, and rows from elsewhere in the "
+                "middle of it would be counted as its own. Nothing was written. Add them when the "
+                "run is over, or after the collector's shutdown()."
+            )
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        rows: Any,
+        record: bytes | None = None,
+        without: Key | None = None,
+        ids: Ids = "fresh",
+    ) -> range:
+        """Append and commit; ``without`` names a column that may be there and is left out."""
+        reader = self.reader
+        with self.turn:
+            if ids != "fresh":
+                self.require_no_run()
+            record = self._staged if record is None else record
+            if ids != "fresh" and record is None and self._last_is_collected():
+                return self._write_as_a_run(rows, without, ids)
+            if ids == "renumber":
+                rows = self._renumbered(rows)
+            if reader.ring:
+                reader.trajectory_index.make_way(reader, rows)
+            engine, span, kind = reader.engine, None, type(rows)
+            tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
+            watch = None
+            if engine is not None and ids != "fresh":
+                watch = self._id_checks
+            if tensors and engine is not None:
+                span = engine.append_tensors(rows, record, without, watch)
+            if span is None:
+                arrays = self._arrays(rows, without)
+                if engine is None and ids != "fresh":
+                    watch = self._id_checks
+                span = reader.running().append(arrays, record, watch)
+            if watch is not None:
+                watch.settle(span.stop)
+            self._staged = None
+            return span
+
+    def _last_is_collected(self) -> bool:
+        """The last run is a collector's, whose record counts its rows."""
+        return self.reader.engine is not None and "first_row_of_run" in self.reader.runs[-1]
+
+    def _write_as_a_run(self, rows: Any, without: Key | None, ids: Ids) -> range:
+        """Write behind a collector's run: these rows are none of it."""
+        runs = self.reader.runs
+        self.reader.running().require_writer()
+        self.write_runs([*runs, run_of(self.reader.head, {})])
+        try:
+            return self.write(rows, None, without, ids)
+        except BaseException:
+            self.write_runs(runs)
+            raise
+
+    @cached_property
+    def _id_checks(self) -> IdChecks | None:
+        """The checks of ids that are written; None if rows have no ids."""
+        return IdChecks(self.reader) if says_whose(self.reader.schema) else None
+
+    def _renumbered(self, rows: Any) -> Any:
+        """The rows with ids behind those that are stored or were given away."""
+        tensors = isinstance(rows, TensorDictBase)
+        found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
+        nobodys = self.reader.engine is not None and self._id_checks is None
+        if found is None or not _whole(found) or nobodys:
+            raise ColumnsMissing(
+                f'ids="renumber" changes whole numbers in the column {spell(TRAJ_IDS)}, which '
+                f"these rows or {self.path} do not have. Leave it out."
+            )
+        record = RunRecord.parse(self.reader.record)
+        base = max(0, record.next_id) if record is not None and is_count(record.next_id) else 0
+        if self.reader.engine is not None and self._id_checks is not None:
+            base = max(base, self._id_checks.largest() + 1)
+        ids = renumbered(found.numpy(force=True) if tensors else np.asarray(found), base)
+        if not tensors:
+            return {**rows, TRAJ_IDS: ids}
+        return rows.copy().set(TRAJ_IDS, torch.from_numpy(ids))
+
+    def _arrays(self, rows: Any, without: Key | None = None) -> Mapping[Key, np.ndarray]:
+        if type(rows) is not dict and isinstance(rows, TensorDictBase):
+            return self._arrays_of(rows, without)
+        if not isinstance(rows, Mapping):
+            raise RowsMismatch(
+                f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
+            )
+        if self.reader.engine is None:
+            schema = Schema.of(rows)
+            require_rows(rows, len(next(iter(rows.values()))))
+            self.initialise(schema)
+        return rows
+
+    def _arrays_of(self, rows: TensorDictBase, without: Key | None) -> dict[Key, np.ndarray]:
+        if not rows.batch_dims:
+            raise RowsMismatch("rows have a batch size [N], got []. Use unsqueeze(0) for one row.")
+        try:
+            found = leaves(rows)
+            if without is not None:
+                found.pop(without, None)
+            require_rows(found, rows.batch_size[0])
+            if self.reader.engine is None:
+                self.initialise(Schema.of_leaves(found, batch_dims_of(rows)))
+            arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
+        except InvalidSchema as error:
+            if self.reader.engine is None:
+                raise
+            raise RowsMismatch(f"these rows do not fit {self.path}: {error}") from error
+        if self._sixteen_bits:
+            self._check_sixteen_bits(found)
+        return arrays
+
+    @cached_property
+    def _sixteen_bits(self) -> list[Column]:
+        return [column for column in self.reader.schema.columns if column.numpy_dtype == np.uint16]
+
+    def _check_sixteen_bits(self, found: dict[Key, torch.Tensor]) -> None:
+        # bfloat16 and uint16 are the same array: tell them apart while they are tensors.
+        for column in self._sixteen_bits:
+            if column.key in found and (got := found[column.key].dtype) != column.dtype:
+                raise RowsMismatch(
+                    f"these rows do not fit {self.path}: {spell(column.key)} has {got}, expected "
+                    f"{column.dtype}. Nothing was written."
+                )
+
+
+class NoWriter:
+    """Stands in the place of a writer over a reader that is none of our own files.
+
+    Whatever would write raises `ReadOnlyStorage`.
+    """
+
+    grows = False
+    provenance: Mapping[str, Any] = {}
+
+    def __init__(self, reader: RowReader) -> None:
+        self.reader, self.turn = reader, threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise `ReadOnlyStorage`."""
+        reader = self.reader
+        raise ReadOnlyStorage(
+            f"{reader.path} is read by {type(reader).__name__}, and nothing writes to it here. "
+            "Write to another storage."
+        )
+
+    def require_no_run(self) -> None:
+        """No run writes here."""
+
+    def flush(self) -> None:
+        """Nothing is to be shown."""
+
+    def close(self) -> None:
+        """Close the reader."""
+        self.reader.close()
+
+
+# What is never closed is closed before the interpreter takes itself apart.
+_open: weakref.WeakSet[RowWriter] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for writer in list(_open):
+        with writer.turn:  # a thread may still write
+            writer.let_go()
+
+
+def _renew_turns() -> None:
+    # In a forked child, where a thread that held one may not exist.
+    for writer in list(_open):
+        writer.turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turns)
+
+
+def _whole(numbers: Any) -> bool:
+    if isinstance(numbers, torch.Tensor):
+        return not (numbers.is_floating_point() or numbers.is_complex())
+    return np.asarray(numbers).dtype.kind in "iu"

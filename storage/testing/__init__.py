@@ -1,0 +1,18 @@
+"""Contracts, for a test module to subclass: what a storage, and what a reader of rows has to do.
+
+Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
+``conftest.py`` makes pytest say what differs.
+"""
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+    import pytest as _pytest  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[test]'"
+    ) from error
+
+from tallyroll.storage.testing.reader_contract import ReaderContract
+from tallyroll.storage.testing.storage_contract import StorageContract
+
+__all__ = ["ReaderContract", "StorageContract"]
