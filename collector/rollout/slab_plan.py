@@ -68,7 +68,7 @@ class SlabPlan:
     """An environment that writes in place has reset slots."""
     marked: bool
     """The environment marks which slots are transitions."""
-    arrivals: int
+    arrivals: int = 0
     """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:

@@ -311,7 +311,7 @@ class TapeCollector(Collector):
 
     def _close_source(self) -> None: ...
 
-    def _seed_lanes(self, seed: int, incarnation: int) -> list[int]:
+    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         return []
 
     def _env_state(self) -> None: ...
