@@ -13,6 +13,7 @@ from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.envs.make import CreateEnv, make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.options import (
     Finals,
     Layout,
@@ -153,6 +154,11 @@ class SyncCollector(Collector):
         self._begin_run(self.env.batch_size.numel())
         first = first_reset(self.env)
         plan = plan_slab(self.env, self._policy, first, options)
+        if plan.arrivals and options.total_episodes is not None and options.init_random_frames:
+            raise EnvironmentRefused(
+                "init_random_frames: with total_episodes they are not exact where lanes come back "
+                "in any order; give total_frames, or leave init_random_frames out"
+            )
         slab = plan.slab(
             plan.slots(self.lanes, self.frames_per_batch),
             self.lanes,

@@ -118,11 +118,12 @@ def _by_name(name: str, options: Options) -> Made:
         def make(seeds: Sequence[int] | None) -> System:
             return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
 
-        env = SystemEnv(make(None), rename=options.rename, make=make)
+        system = make(None)
         try:
+            env = SystemEnv(system, rename=options.rename, make=make)
             _with_names(env, options.info_keys, {})
         except BaseException:
-            env.close()
+            system.close()
             raise
     return Made(env, True, {"id": name, "kwargs": _json(kwargs), "type": env.kind})
 

@@ -120,7 +120,8 @@ class System(ABC):
         """Start the next episode of ``lanes`` (None: of all), and return first observations.
 
         Args:
-            lanes: bool ``[lane]``; only their rows of what is returned are read.
+            lanes: bool ``[lane]``; only their rows of what is returned are read. With None, steps
+                that are under way are dropped: ``recv`` returns none of them.
             seeds: one a lane, with ``lanes=None`` only; None: go on with the generators there are.
             options: what a caller of TorchRL's ``env.reset`` added; none in a collector.
         """

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Composite, TensorSpec
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.counting.numbering import lane_seed, lane_seeds
 from tallyroll.collector.envs.system import (
     AgentFlags,
     Array,
@@ -80,7 +80,10 @@ class SystemEnv(EnvBase):
         self._seeds: list[int] | None = None
         self._rngs: list[np.random.Generator] = []
         self._started = False
+        self._last: list[int] = []
+        self._remade = 0
         self._pending = np.zeros(lanes, np.bool_)
+        self._tells_skips = False
         self._fresh: list[torch.Tensor] = []
         self._fresh_lanes = np.zeros(lanes, np.bool_)
         self._declare()
@@ -306,6 +309,7 @@ class SystemEnv(EnvBase):
         # Most systems have one column of each kind, and a list costs as much as a step of some.
         single = len(cursor.actions) == len(next_obs) == len(cursor.rewards) == 1
         action, first, payoff = cursor.actions[0], next_obs[0], cursor.rewards[0]
+        paid, lanes = payoff.shape[1:], terminated.shape[1:]
         for at in range(start, stop):
             cursor.at = at
             rows = (first[at],) if single else [column[at] for column in next_obs]
@@ -328,11 +332,17 @@ class SystemEnv(EnvBase):
                 write(rows, out.obs)
             try:
                 if single:
-                    payoff[at] = out.reward[0]
+                    (value,) = out.reward
+                    if type(value) is not np.ndarray or value.shape != paid:
+                        value = fitting(value, payoff[at])
+                    payoff[at] = value
                 else:
                     for column, value in zip(cursor.rewards, out.reward, strict=True):
-                        column[at] = value
-                terminated[at], truncated[at] = out.terminated, out.truncated
+                        column[at] = fitting(value, column[at])
+                for flags, value in ((terminated, out.terminated), (truncated, out.truncated)):
+                    if type(value) is not np.ndarray or value.shape != lanes:
+                        value = fitting(value, flags[at])
+                    flags[at] = value
             except (TypeError, ValueError) as error:
                 raise self._wrong_shapes(out) from error
             if finish is not None:
@@ -346,6 +356,7 @@ class SystemEnv(EnvBase):
                     finish(cursor, ended, out, rows)
             if looks_behind or out.skipped is not None:
                 self._after_step(cursor, out)
+                looks_behind = self._looks_behind
             board[FILLED] = at + 1
             if board[HALT]:
                 break
@@ -354,7 +365,7 @@ class SystemEnv(EnvBase):
     def _looks_behind(self) -> bool:
         """A step is more than observations, rewards and ends."""
         d = self._declares
-        return bool(d.groups) or (self.has_reset_slots and bool(d.context))
+        return bool(d.groups) or (self.has_reset_slots and (bool(d.context) or self._tells_skips))
 
     def _write(self, rows: Sequence[NDArray[Any]], values: Sequence[Array]) -> None:
         for index, (row, value) in enumerate(zip(rows, values, strict=True)):
@@ -404,7 +415,8 @@ class SystemEnv(EnvBase):
         roots = [column[cursor.at] for column in cursor.root_obs]
         if self.system.lends:
             self.system.lend(roots)
-        for index, value in enumerate(self.system.reset(ended, None)):
+        first = self.system.reset(ended, None)
+        for index, (_, value) in enumerate(zip(roots, first, strict=True)):
             if value is not roots[index]:
                 roots[index][ended] = self._array(index, value)[ended]
         self._draw_contexts(ended)
@@ -423,25 +435,36 @@ class SystemEnv(EnvBase):
             for index, row in enumerate(rows):
                 row[ended] = self._array(index, out.final[index], len(ended))[ended]
         elif self._declares.finals == "extra" and ended.any():
-            raise TransitionError(
-                f"{self.kind} declares that final observations come beside the first ones, and "
-                "gave none at the end of an episode of lane "
-                f"{self.first_lane + int(np.argmax(ended))}, so they are lost; let a wrapper hand "
-                "them out, or use a mode that does not reset within the step"
-            )
+            raise self._lost_finals(ended)
         if cursor.next_valid is not None:
             valid = np.zeros_like(ended) if out.final_valid is None else as_flags(out.final_valid)
             cursor.next_valid[cursor.at] = ~ended | valid
 
-    def _after_step(self, cursor: Cursor, out: Step) -> None:
+    def _lost_finals(self, ended: Mask) -> TransitionError:
+        return TransitionError(
+            f"{self.kind} declares that final observations come beside the first ones, and "
+            "gave none at the end of an episode of lane "
+            f"{self.first_lane + int(np.argmax(ended))}, so they are lost; let a wrapper hand "
+            "them out, or use a mode that does not reset within the step"
+        )
+
+    def _after_step(self, cursor: Cursor, out: Step, stepped: Mask | None = None) -> None:
         """Agents' flags, and what a reset slot does."""
         at = cursor.at
         for group, flags in cursor.agents.items():
             _put_flags(flags, at, out.agents[group])
-        self._require_skipped(out.skipped, self._pending)
+        pending, skipped = self._pending, out.skipped
+        ended = cursor.terminated[at] | cursor.truncated[at]
+        if stepped is not None:  # the others are as they were
+            pending, ended = pending & stepped, np.where(stepped, ended, pending)
+            skipped = None if skipped is None else as_flags(skipped) & stepped
+        if self._looks_behind or not self.has_reset_slots:
+            self._require_skipped(skipped, pending)
+        # Which lanes wait for a reset slot is followed from the first time that it speaks of it.
+        self._tells_skips |= skipped is not None
         if self.has_reset_slots:
-            self._draw_contexts(self._pending)
-            self._pending = cursor.terminated[at] | cursor.truncated[at]
+            self._draw_contexts(pending)
+            self._pending = ended
 
     def _require_skipped(
         self, skipped: Array | None, pending: Mask, lanes: Array | None = None
@@ -476,10 +499,16 @@ class SystemEnv(EnvBase):
         if lanes:
             some = np.arange(self.batch_size[0]) < lanes
             out = self.system.step([column[at].copy() for column in cursor.actions], some)
-            for column, value in zip(cursor.rewards, out.reward, strict=True):
-                column[at, :lanes] = np.asarray(value)[:lanes]
-            cursor.terminated[at, :lanes] = np.asarray(out.terminated)[:lanes]
-            cursor.truncated[at, :lanes] = np.asarray(out.truncated)[:lanes]
+            try:
+                for column, value in zip(cursor.rewards, out.reward, strict=True):
+                    column[at, :lanes] = fitting(value, column[at])[:lanes]
+                for flags, value in (
+                    (cursor.terminated, out.terminated),
+                    (cursor.truncated, out.truncated),
+                ):
+                    flags[at, :lanes] = fitting(value, flags[at])[:lanes]
+            except (TypeError, ValueError) as error:
+                raise self._wrong_shapes(out) from error
             for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
                 row[:lanes] = self._array(index, value)[:lanes]
             for root, row in zip(roots, rows, strict=bool(roots)):
@@ -490,7 +519,7 @@ class SystemEnv(EnvBase):
             if self._finish is not None and ended.any():
                 self._finish(cursor, ended, out, rows)
             if self._looks_behind or out.skipped is not None:
-                self._after_step(cursor, out)
+                self._after_step(cursor, out, some)
         cursor.board[FILLED] = at + 1
 
     # --- in place, in any order -------------------------------------------------------------------
@@ -506,8 +535,9 @@ class SystemEnv(EnvBase):
             row[...] = self._array(index, value, len(pending))
         try:
             for column, value in zip(cursor.rewards, out.reward, strict=True):
-                column[at] = value
-            cursor.terminated[at], cursor.truncated[at] = out.terminated, out.truncated
+                column[at] = fitting(value, column[at])
+            cursor.terminated[at] = fitting(out.terminated, cursor.terminated[at])
+            cursor.truncated[at] = fitting(out.truncated, cursor.truncated[at])
         except (TypeError, ValueError) as error:
             raise self._wrong_shapes(out) from error
         ended: Mask = cursor.terminated[at] | cursor.truncated[at]
@@ -516,6 +546,8 @@ class SystemEnv(EnvBase):
         if self._declares.at_end == "first":
             self._put_finals(cursor, ended, out, rows)
         self._require_skipped(out.skipped, pending, out.lanes)
+        if self.has_reset_slots:
+            self._draw_contexts_of(np.asarray(out.lanes)[pending])
         return ended
 
     def following(self, lanes: NDArray[np.int32], ended: Mask, out: Step) -> list[NDArray[Any]]:
@@ -527,7 +559,7 @@ class SystemEnv(EnvBase):
             asked[lanes[ended]] = True
             first = self.system.reset(asked, None)
             seen = [value.copy() for value in seen]
-            for index, value in enumerate(first):
+            for index, (_, value) in enumerate(zip(seen, first, strict=True)):
                 seen[index][ended] = self._array(index, value)[lanes[ended]]
         if at_end != "reset_slot":
             self._draw_contexts_of(lanes[ended])
@@ -556,8 +588,11 @@ class SystemEnv(EnvBase):
             for index, value in enumerate(values):
                 if out.final is not None:
                     value[at] = self._tensor(index, out.final[index])[at]
-            if out.final_valid is not None:
-                valid[ended] = as_flags(out.final_valid)[ended]
+            if out.final is None and d.finals == "extra":
+                raise self._lost_finals(ended)
+            if d.finals == "some":
+                given = out.final is not None and out.final_valid is not None
+                valid[ended] = as_flags(out.final_valid)[ended] if given else False
             self._draw_contexts(ended)
         self._require_skipped(out.skipped, self._pending)
         transitions = ~self._pending
@@ -586,6 +621,11 @@ class SystemEnv(EnvBase):
         d = self._declares
         if not d.arrivals:
             return self.system.step(action)
+        if d.lanes % d.arrivals:
+            raise EnvironmentRefused(
+                f"{self.kind}: {d.lanes} lanes that are stepped together, as through a transform, "
+                f"have to be a multiple of the {d.arrivals} that come a call; make more or fewer"
+            )
         lanes = np.arange(d.lanes, dtype=np.int32)
         for part in np.split(lanes, range(d.arrivals, d.lanes, d.arrivals)):
             self.system.send([each[part] for each in action], part)
@@ -627,6 +667,11 @@ class SystemEnv(EnvBase):
         self._seeds = None
         how = self._declares.seeds
         again = self._declares.resets == "none" and self._started
+        if seeds is not None:
+            self._last, self._remade = list(seeds), 0
+        elif again and self._last:
+            self._remade += 1
+            seeds = [lane_seed(each, 0, self._remade) for each in self._last]
         if (how == "make" and seeds is not None) or again:
             if self._make is not None:
                 first_lane = self.first_lane
@@ -636,7 +681,7 @@ class SystemEnv(EnvBase):
             elif again:
                 raise EnvironmentRefused(
                     f"{self.kind} cannot be reset, and nothing says how it is made again; pass a "
-                    "factory of it"
+                    "factory that takes seeds (def make(seeds): …)"
                 )
         self._seed_contexts(seeds)
         observation = self.system.reset(None, seeds if how == "reset" else None, **kwargs)
@@ -700,7 +745,10 @@ def whole(system: System, lanes: int) -> Step:
     parts: list[Step] = []
     while sum(len(part.terminated) for part in parts) < lanes:
         parts.append(system.recv())
-    order = np.argsort(np.concatenate([np.asarray(part.lanes) for part in parts]), kind="stable")
+    came = np.concatenate([np.asarray(part.lanes) for part in parts])
+    order = np.argsort(came, kind="stable")
+    if not np.array_equal(came[order], np.arange(lanes)):
+        raise TransitionError(f"expected each of {lanes} lanes once, got {came.tolist()!r:.200}")
 
     def joined(values: Sequence[Array]) -> Array:
         return np.concatenate([np.asarray(value) for value in values])[order]
@@ -709,7 +757,12 @@ def whole(system: System, lanes: int) -> Step:
         return [joined(each) for each in zip(*values, strict=True)]
 
     def flags(values: Sequence[Array | None]) -> Array | None:
-        return None if values[0] is None else joined(values)
+        if all(each is None for each in values):
+            return None
+        sizes = [len(part.terminated) for part in parts]
+        return joined(
+            [np.zeros(n, np.bool_) if v is None else v for v, n in zip(values, sizes, strict=True)]
+        )
 
     finals = None
     if any(part.final is not None for part in parts):
@@ -723,7 +776,25 @@ def whole(system: System, lanes: int) -> Step:
         flags([part.final_valid for part in parts]),
         None,
         flags([part.skipped for part in parts]),
+        {
+            group: AgentFlags(*columns([part.agents[group] for part in parts]))
+            for group in parts[0].agents
+        },
     )
+
+
+def fitting(value: Array, row: NDArray[Any]) -> NDArray[Any]:
+    """``value``, of the shape of ``row``: NumPy would spread fewer values over all lanes."""
+    if type(value) is np.ndarray and value.shape == row.shape:
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach().numpy()
+    elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+        value = np.from_dlpack(value)
+    found = np.asarray(value)
+    if found.shape != row.shape or found.dtype.kind not in "biuf":
+        raise ValueError(f"expected the shape {row.shape}, got {found.shape} of {found.dtype}")
+    return found
 
 
 def _put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> None:

@@ -103,6 +103,7 @@ def _stepped(system: System, action: Values, lanes: Mask | None = None) -> Step:
         given = [torch.from_numpy(each).to(d.device) for each in action]
     if not d.arrivals:
         return system.step(given) if lanes is None else system.step(given, lanes)
+    assert d.lanes % d.arrivals == 0, f"lanes: choose a multiple of the {d.arrivals} arrivals"
     everyone = np.arange(d.lanes, dtype=np.int32)
     for part in np.split(everyone, range(d.arrivals, d.lanes, d.arrivals)):
         system.send([each[part] for each in given], part)
@@ -387,6 +388,22 @@ class SystemContract:
                 mask[lanes[ended]] = True
                 system.reset(mask, None)
             system.send([each[lanes] for each in action], lanes.astype(np.int32))
+        return self.close(system)
+
+    def test_a_reset_drops_the_steps_under_way(self) -> None:
+        """With ``arrivals``: what was sent before a reset of all lanes does not come back."""
+        hand = self.hand()
+        d, system = hand.d, hand.system
+        if not d.arrivals or d.resets == "none":
+            return self.close(system)
+        for action in self.actions(system, 4):
+            everyone = np.arange(d.lanes, dtype=np.int32)
+            for part in np.split(everyone, range(d.arrivals, d.lanes, d.arrivals)):
+                system.send([each[part] for each in action], part)
+            system.recv()
+            system.reset(None, None)
+            assert as_flags(_stepped(system, action).terminated).shape == (d.lanes,)
+            system.reset(None, None)
         return self.close(system)
 
     def test_agents_that_are_dead_stay_dead(self) -> None:

@@ -135,7 +135,8 @@ class ArrivingLanes(Lanes):
         self._ready = lanes
 
     def _require_away(self, lanes: NDArray[np.int32]) -> None:
-        if len(lanes) != self.lanes or not self._away[lanes].all():
+        known = len(lanes) == self.lanes and lanes.min() >= 0 and lanes.max() < len(self._away)
+        if not known or len(np.unique(lanes)) < self.lanes or not self._away[lanes].all():
             raise self.env.wrong_arrivals(lanes)
 
     def ended(self, start: int, stop: int) -> Mask:

@@ -66,7 +66,7 @@ class TestParts(ToyContract):
 
 class TestArrivals(ToyContract):
     kind = Arrivals
-    lanes = 5
+    lanes = 4
 
 
 class TestArrivalsWithResetSlots(ToyContract):

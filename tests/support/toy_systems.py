@@ -144,10 +144,16 @@ class Arrivals(Toy):
         self.away: deque[tuple[int, int]] = deque()
         self.order = np.random.default_rng(3)
 
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        if lanes is None:
+            self.away.clear()
+        return super().reset(lanes, seeds)
+
     def send(self, action: Sequence[Any], lanes: Any) -> None:
         self.away.extend(zip(lanes.tolist(), action[0].tolist(), strict=True))
 
     def recv(self) -> Step:
+        assert len(self.away) >= self.declares.arrivals, "this would wait for ever"
         picked = self.order.permutation(len(self.away))[: self.declares.arrivals]
         chosen = [self.away[index] for index in picked]
         for each in chosen:
