@@ -12,8 +12,8 @@ import torch
 
 from tallyroll.collector.counting.ledger import Ledger, post
 from tallyroll.collector.rollout.driver import Account, Driver
+from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import admitted, deferred, keep_for
-from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRUNCATED
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tallyroll.collector.multiprocess import MultiprocessCollector
     from tallyroll.collector.slab.info import Info
     from tallyroll.collector.sync import SyncCollector
-    from tallyroll.collector.workers.supervision import Supervision
+    from tallyroll.collector.workers.supervision_options import Supervision
 
 __all__ = [
     "CollectorError",
@@ -39,7 +39,7 @@ _HOMES = {
     "Info": "slab.info",
     "Ledger": "counting.ledger",
     "MultiprocessCollector": "multiprocess",
-    "Supervision": "workers.supervision",
+    "Supervision": "workers.supervision_options",
     "SyncCollector": "sync",
     "evaluate": "evaluation",
     "split_trajectories": "batches.layouts",

@@ -42,8 +42,8 @@ from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.processes import WorkerPool
 from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
-from tallyroll.collector.workers.startup import WorkerStartup
-from tallyroll.collector.workers.supervision import OnDeath, Supervision, supervision_of
+from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.supervision_options import OnDeath, Supervision, supervision_of
 
 Factory = Callable[[], EnvBase | VectorEnv]
 Mode = Literal["sync", "async"]

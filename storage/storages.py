@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
-from tallyroll.storage.engine.engine import Durability
+from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.errors import (
     NotAnAppend,
     NotAStorage,

@@ -27,8 +27,8 @@ from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
-from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.slab.names import spelled_rename

@@ -3,7 +3,7 @@
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.rollout.rollout import SLOTS_AT_ONCE, Rollout
+from tallyroll.collector.rollout.fill_and_carry import SLOTS_AT_ONCE, Rollout
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.messages import Lease
 

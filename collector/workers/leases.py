@@ -19,7 +19,7 @@ from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.processes import Event, Member, WorkerPool
 from tallyroll.collector.workers.shared.placement import Blocks, Share
-from tallyroll.collector.workers.startup import WorkerStartup
+from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 

@@ -24,7 +24,7 @@ from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.lifetime import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.shared.memory import Arena
-from tallyroll.collector.workers.supervision import Supervision
+from tallyroll.collector.workers.supervision_options import Supervision
 from tallyroll.collector.workers.worker import main
 
 _LOOK_SECONDS = 0.25

@@ -2,4 +2,4 @@
 
 from tallyroll.storage.moved_paths import moved_names
 
-__getattr__ = moved_names(__name__, "tallyroll.storage.engine.engine", "Durability")
+__getattr__ = moved_names(__name__, "tallyroll.storage.engine.commit_engine", "Durability")

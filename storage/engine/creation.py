@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from tallyroll.storage.engine.engine import LOOK_SECONDS, Durability, Engine
+from tallyroll.storage.engine.commit_engine import LOOK_SECONDS, Durability, Engine
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.files.commit_header import Header, header_bytes
 from tallyroll.storage.files.lock import WriterLock

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
+from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.creation import manifest_of, open_existing
-from tallyroll.storage.engine.engine import Engine
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.lock import is_held

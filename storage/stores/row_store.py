@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from tensordict import TensorDict
 
-from tallyroll.storage.engine.engine import Durability
+from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
-from tallyroll.storage.engine.engine import Durability, Engine
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidSchema,

@@ -47,7 +47,7 @@ from tallyroll.storage import (
     StorageMissing,
     open_storage,
 )
-from tallyroll.storage.engine.engine import Engine
+from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.errors import (
     CursorOverflow,
     IndexOutOfRange,

@@ -18,7 +18,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.engine.engine import Engine
+from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
 

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, n_step, n_steps, open_storage
-from tallyroll.storage.engine import engine
-from tallyroll.storage.engine.engine import Engine
+from tallyroll.storage.engine import commit_engine as engine
+from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.storages import DiskStorage
@@ -241,7 +241,7 @@ def test_rows_that_a_writer_began_to_overwrite_give_way_to_others(
 def test_a_writer_that_is_always_faster_is_told_in_time(
     writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.storage.engine.engine._PATIENCE_SECONDS", 0.001)
+    monkeypatch.setattr("tallyroll.storage.engine.commit_engine._PATIENCE_SECONDS", 0.001)
     lap = times(60, lambda: writer.write(RING, size=RING))
     wording = rf"is a ring of {RING} rows, and its writer overwrites them faster than these 30 can"
     with after(engine, "rows_in", lap), pytest.raises(Overrun, match=wording):

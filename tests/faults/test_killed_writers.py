@@ -31,7 +31,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.engine import LOOK_SECONDS
+from tallyroll.storage.engine.commit_engine import LOOK_SECONDS
 from tallyroll.storage.errors import DiskFailed, WriterForked
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
@@ -300,7 +300,7 @@ def test_metadata_for_others_fails_no_commit(
     with case.create(path) as storage:
         storage.extend(oracle(0, 3), record=record_of(3))
         with monkeypatch.context() as patch:
-            patch.setattr("tallyroll.storage.engine.engine._REFRESH_SECONDS", 0.0)
+            patch.setattr("tallyroll.storage.engine.commit_engine._REFRESH_SECONDS", 0.0)
             patch.setattr(case.kind._format_class, "publish", refuse)
             assert storage.reader.engine is not None
             storage.reader.engine._refresh_at = 0.0

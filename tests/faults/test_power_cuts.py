@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import H5Storage, MemmapStorage, Schema, StorageMissing, ZarrStorage, verify
-from tallyroll.storage.engine import engine
-from tallyroll.storage.engine.engine import Durability, Engine
+from tallyroll.storage.engine import commit_engine as engine
+from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
 from tallyroll.storage.files.commit_header import header_bytes
 from tallyroll.storage.formats.zarr import metadata as zarr_metadata

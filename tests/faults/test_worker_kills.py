@@ -29,7 +29,7 @@ from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import Ledger, MultiprocessCollector
 from tallyroll.storage import open_storage
-from tallyroll.storage.engine.engine import Durability
+from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.storages import DiskStorage, storage_class

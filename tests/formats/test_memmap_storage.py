@@ -99,7 +99,7 @@ def test_metadata_is_refreshed_at_most_once_a_second(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("tallyroll.storage.engine.engine.time.monotonic", lambda: now)
+    monkeypatch.setattr("tallyroll.storage.engine.commit_engine.time.monotonic", lambda: now)
 
     def shown() -> int:
         shape: list[int] = json.loads((path / "next" / "meta.json").read_text())["shape"]
@@ -125,7 +125,7 @@ def test_a_refresh_without_disk_space_does_not_fail_the_commit(
 
         with monkeypatch.context() as patch:
             patch.setattr("tallyroll.storage.files.safe_files.Inside.write_aside", full)
-            patch.setattr("tallyroll.storage.engine.engine.time.monotonic", lambda: 1e12)
+            patch.setattr("tallyroll.storage.engine.commit_engine.time.monotonic", lambda: 1e12)
             storage.extend(rows(1, 1))
             with pytest.raises(StorageFull, match="more bytes"):
                 storage.flush()
@@ -147,8 +147,8 @@ def test_closing_trims_the_files_to_the_rows(path: Path) -> None:
 
 
 def test_space_grows_by_doubling_up_to_a_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tallyroll.storage.engine.engine._FIRST_ROOM_NBYTES", 29 * 16)
-    monkeypatch.setattr("tallyroll.storage.engine.engine._LARGEST_STEP_NBYTES", 29 * 64)
+    monkeypatch.setattr("tallyroll.storage.engine.commit_engine._FIRST_ROOM_NBYTES", 29 * 16)
+    monkeypatch.setattr("tallyroll.storage.engine.commit_engine._LARGEST_STEP_NBYTES", 29 * 64)
     rooms = []
     with MemmapStorage(path) as storage:
         for row in range(300):

@@ -27,7 +27,7 @@ from tallyroll.collector.counting.transitions import (
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.driver import Account, Driver
-from tallyroll.collector.rollout.rollout import Rollout
+from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.slab.slab import Slab, SlabColumn

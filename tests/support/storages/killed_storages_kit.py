@@ -29,7 +29,7 @@ from tensordict import TensorDict
 
 import tallyroll.storage
 from tallyroll.storage import H5Storage, MemmapStorage, StorageFull, ZarrStorage
-from tallyroll.storage.engine import engine
+from tallyroll.storage.engine import commit_engine as engine
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process

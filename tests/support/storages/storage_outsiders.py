@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import StorageFull
-from tallyroll.storage.engine import engine as engine_module
+from tallyroll.storage.engine import commit_engine as engine_module
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import DTYPES, arrays, process, receive
