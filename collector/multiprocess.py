@@ -32,6 +32,7 @@ from tallyroll.collector.options import (
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
+from tallyroll.collector.policies.slot_rng import width_of
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
@@ -207,6 +208,7 @@ class MultiprocessCollector(Collector):
             blocks.slab_of_all(),
             plan,
             draws=draws,
+            width=width_of(planned.actions.values(), self.lanes),
             rng=self._rng,
             startup=self._startup,
         )

@@ -96,7 +96,7 @@ class SyncCollector(Collector):
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
-        SilentReset: while iterating; the batch that shows it is not stored.
+        SilentReset: while collecting; the batch, or the commit, that shows it is not stored.
     """
 
     def __init__(

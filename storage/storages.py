@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
 from tallyroll.storage.engine.commit_engine import Durability
+from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.errors import (
     NotAnAppend,
     NotAStorage,
@@ -131,6 +132,24 @@ class DiskStorage(RowStore, Storage):
         if ids not in _IDS:
             raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
         span = self.writer.write(rows, record, None, ids)
+        if self._attached_entities_list:
+            buffers.tell_buffers(self, span)
+        return span
+
+    def extend_fixed(
+        self, rows: FixedRows, index: RowIndex, *, record: bytes | None = None
+    ) -> range:
+        """As ``extend(..., ids="fresh")``, of some rows of memory that was looked at before.
+
+        Args:
+            rows: made of this storage's schema.
+            index: which of them, in their order.
+            record: as :meth:`extend`.
+
+        Raises:
+            WriteError: refused, with nothing written.
+        """
+        span = self.writer.write_fixed(rows, index, record)
         if self._attached_entities_list:
             buffers.tell_buffers(self, span)
         return span

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from tallyroll.collector.batches.rows import (
     behind_rows,
     merge,
 )
+from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Budget, Ledger, LedgerEntry, post
-from tallyroll.collector.counting.numbering import LaneState, Numbers
+from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry, post
+from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.rollout.os_signals import admitted
@@ -45,7 +47,6 @@ from tallyroll.storage.rows.keys import (
     POLICY_VERSION,
     RANDOM_VERSION,
     STEP,
-    TERMINATED,
     TRAJ_IDS,
     Key,
     as_key,
@@ -86,7 +87,10 @@ class Assembly:
     ) -> None:
         self._options, self._writer, self._source = options, writer, source
         self._rollout, self._ledger, self.state = rollout, ledger, state
-        self.provenance, self._count_random = provenance, count_random
+        self.provenance = provenance
+        self._draws = count_random and options.init_random_frames > 0
+        self._without_gradients = torch.no_grad()
+        self._exploring = set_exploration_type(options.exploration_type)
         self._everywhere = np.ones(len(state.step), np.bool_)
         self._budget = Budget(options.total_frames)
         self._ticks = _ticks(options, source.plan)
@@ -99,14 +103,22 @@ class Assembly:
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
-        self._parts: list[Part] = []
+        self._straight = options.postproc is None and writer.replay_buffer is None
+        """Rows may go to the storage from where they lie in a slab."""
+        self._tables: dict[Slab, SlabRows | None] = {}
+        """Of the slabs that there are; None of those that NumPy has no columns of."""
+        hidden = () if options.yield_large else source.large
+        self._laid_out = [key for key in source.no_rows if key not in hidden]
+        self._lays_out = True
+        """Batches are yielded, and not only stored."""
+        self._parts: list[Part | SlabPart] = []
         """Of the batch under way."""
         self._kept: list[Block] = []
         """Those whose large rows lie where they are until the batch is delivered."""
         self._in_hand = 0
         """Transitions that were taken from the source and are in no batch yet."""
-        self._batches = 0
-        self.over = False
+        self._iterations = 0
+        self.busy = self.over = False
         if options.postproc is None:
             writer.open(source.no_rows, provenance, source.behind)
 
@@ -114,24 +126,60 @@ class Assembly:
 
     def batch(self) -> TensorDictBase | None:
         """The next batch; None where the run ended without one. The last one ends it."""
-        self._writer.require_open()
+        self._lays_out = True
         size = self._budget.batch(self._ledger.stored, self._options.frames_per_batch)
+        self._begin(size)
+        with self._without_gradients, self._exploring:
+            self._gather(size)
+        batch = self._deliver() if self._in_hand else None
+        self._end()
+        return batch
+
+    def collect(self, want: int) -> int:
+        """Store ``want`` more transitions, fewer where the run ends before; returns how many."""
+        ledger, self._lays_out = self._ledger, False
+        before = ledger.stored
+        most = self._writer.most if self._straight else self._options.frames_per_batch
+        goal = before + self._budget.batch(before, want)
+        self._begin(min(most, goal - before))
+        if self._straight:
+            with self._without_gradients, self._exploring:
+                while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
+                    if not self._in_hand:
+                        self._take(min(most, goal - ledger.stored), 0)
+                    if self._in_hand:
+                        self._deliver()
+        while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
+            with self._without_gradients, self._exploring:
+                self._gather(min(most, goal - ledger.stored))
+            if self._in_hand:
+                self._deliver()
+        self._end()
+        return ledger.stored - before
+
+    def _begin(self, size: int) -> None:
+        """Begin an iteration whose first batch has ``size`` rows."""
+        self._writer.require_open()
         rollout = self._rollout
-        if self._options.reset_at_each_iter and self._batches:
+        if self._options.reset_at_each_iter and self._iterations:
             # What was carried belongs to the trajectories that the reset cuts: it comes first.
             self._take(min(size, rollout.held), size)
             if not rollout.held:
                 self.restart_lanes()
-        with torch.no_grad(), set_exploration_type(self._options.exploration_type):
-            while self._in_hand < size and not rollout.dry:
-                self._take(size - self._in_hand, size)
-        batch = self._deliver() if self._parts else None
+        self._iterations += 1
+
+    def _gather(self, size: int) -> None:
+        """Take blocks until ``size`` rows are in hand."""
+        while self._in_hand < size and not self._rollout.dry:
+            self._take(size - self._in_hand, size)
+
+    def _end(self) -> None:
+        """End an iteration, and the run with it where nothing more will come."""
         if self._options.surplus == "discard":
             self.discard()
-        if self._budget.remaining(self._ledger.stored) == 0 or rollout.dry:
+        if self._budget.remaining(self._ledger.stored) == 0 or self._rollout.dry:
             self.finish()
             self._finals.warn_at_end(self._committed)
-        return batch
 
     def _take(self, want: int, size: int) -> None:
         """Add at most ``want`` rows to a batch that is to have ``size`` of them.
@@ -164,15 +212,20 @@ class Assembly:
     def _add(self, block: Block, more: bool) -> None:
         """Number the rows of ``block``, and add them to the batch; cuts come behind them.
 
-        Large ones stay in the slab until they are delivered, if they can. ``more``: another block
-        will be asked for before.
+        Large ones stay in the slab until they are delivered, if they can; so do all where they
+        need not be put together. ``more``: another block will be asked for before.
         """
         with block:
             if len(block):
-                part, numbers = self._source.rows(block, self.state)
+                table = None if more or self._parts else self._table_of(block)
+                part: Part | SlabPart
+                if table is not None and block.keep(more):
+                    part = table.part(block, self.state, by_lane=self._lays_out)
+                else:
+                    part = self._source.part(block, self.state)
                 self._finals.look(part)
-                self._log(part.rows, numbers, block)
-                if part.large and block.keep(more):
+                self._log(part)
+                if isinstance(part, SlabPart) or (part.large and block.keep(more)):
                     self._kept.append(block)
                 else:
                     part.settle()
@@ -182,27 +235,32 @@ class Assembly:
             self._begin_anew(block.cuts)
             self._finals.forget(block.cuts)
 
-    def _log(self, rows: Rows, numbers: Numbers, block: Block) -> None:
+    def _table_of(self, block: Block) -> SlabRows | None:
+        """What rows of the block's slab can be stored from, where they lie, and would be."""
+        if not self._straight or (self._lays_out and not self._is_small(block)):
+            return None
+        try:
+            return self._tables[block.slab]
+        except KeyError:
+            fits = SlabRows.fits(block.slab, self._source.plan)
+            table = SlabRows(block.slab, self._source.plan) if fits else None
+            return self._tables.setdefault(block.slab, table)
+
+    def _is_small(self, block: Block) -> bool:
+        """Its rows are stored as they lie, and gathered when they are laid out."""
+        return block.used <= FEW_SLOTS and not (self._source.large and self._options.yield_large)
+
+    def _log(self, part: Part | SlabPart) -> None:
         if isinstance(self._ticks, tuple):
-            before = rows[self._ticks].reshape(-1)
-            ticks = int(before[torch.from_numpy(numbers.start_row)].sum())
+            ticks = sum(int(part.at(self._ticks, begun).sum()) for begun in part.begun)
             post(self._ledger, LedgerEntry(reset_ticks=ticks))
-        at = numbers.end_row
-        if len(at):
-            version = rows[POLICY_VERSION].numpy()
-            self.episodes.extend(
-                numbers.traj_ids[at],
-                block.lane[at],
-                numbers.returns,
-                numbers.lengths,
-                rows[TERMINATED].reshape(-1).cpu().numpy()[at],
-                (numbers.first_versions, version[at]),
-            )
+        if part.episodes is not None and len(part.episodes):
+            self.episodes.extend(part.episodes)
 
     # --- from rows to a batch ---------------------------------------------------------------------
 
-    def _deliver(self) -> TensorDictBase:
-        """Store what is in hand, and lay it out.
+    def _deliver(self) -> TensorDictBase | None:
+        """Store what is in hand, and lay it out, where that is wanted.
 
         Where storing fails, only rows that were committed before it did are counted.
 
@@ -210,31 +268,47 @@ class Assembly:
             LedgerError: before anything is stored: transitions were lost or doubled on their way.
         """
         self._finals.require_true(self._committed)
-        rows, large = self._parted(merge(self._parts))
-        count, open_lanes = len(rows[STEP]), int(self.state.open.sum())
-        before, head = self._ledger.counts(), self._writer.head
+        part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
+        count, open_lanes = len(part), int(np.count_nonzero(self.state.step))
+        entry, head, batch = self._entry_of(part), self._writer.head, None
+        post(self._ledger, entry)
         try:
-            post(self._ledger, self._entry_of(rows))
             self._ledger.balance(self._rollout.held)
-            if self._options.postproc is None:
-                self._writer.write(rows, count, self._ledger, open_lanes, large)
-                batch: TensorDictBase = self._as_batch(rows)
+            if isinstance(part, SlabPart):
+                self._store_slots(part, open_lanes)
+                if self._lays_out:
+                    batch = self._as_batch(part.rows(self._laid_out))
             else:
-                batch = self._postprocessed(rows, self._options.postproc, open_lanes)
+                batch = self._store_rows(part, open_lanes)
         except BaseException:
             committed = self._writer.head - head
             if committed < count:  # else it was raised behind the commit
-                self._ledger.load(before)
-                stored = {key: column[:committed] for key, column in rows.items()}
-                post(self._ledger, self._entry_of(stored))
+                post(self._ledger, entry.undone())
+                entry = NOTHING
+                if committed and isinstance(part, Part):
+                    entry = self._entry_of(part.first(committed))
+                post(self._ledger, entry)
             raise
         finally:
-            self._in_hand -= self._ledger.stored - before["stored"]
-        self._parts = []
-        self._batches += 1
-        kept, self._kept = self._kept, []
-        for block in kept:
-            block.release()
+            self._in_hand -= entry.stored
+        self._parts.clear()
+        while self._kept:
+            self._kept.pop().release()
+        return None if batch is None else self._arranged(batch)
+
+    def _store_slots(self, part: SlabPart, open_lanes: int) -> None:
+        if (schema := self._writer.schema) is not None:
+            rows = part.table.fixed(schema)
+            self._writer.write_fixed(rows, part.index, part.next_id, self._ledger, open_lanes)
+
+    def _store_rows(self, part: Part, open_lanes: int) -> TensorDictBase | None:
+        rows, large = self._parted(part)
+        if self._options.postproc is not None:
+            return self._postprocessed(rows, self._options.postproc, open_lanes)
+        self._writer.write(rows, len(part), self._ledger, open_lanes, large)
+        return self._as_batch(rows) if self._lays_out else None
+
+    def _arranged(self, batch: TensorDictBase) -> TensorDictBase:
         if self._options.layout == "lanes":
             return by_lane(batch, len(self._everywhere))
         return split_trajectories(batch) if self._options.layout == "trajectories" else batch
@@ -284,18 +358,18 @@ class Assembly:
         self._writer.write(stored, count, self._ledger, open_lanes, {})
         return batch
 
-    def _entry_of(self, rows: Rows) -> LedgerEntry:
-        """What it means that ``rows`` are delivered."""
-        count, drawn = len(rows[STEP]), 0
-        if self._count_random:
-            drawn = int((rows[POLICY_VERSION] == RANDOM_VERSION).sum())
+    def _entry_of(self, part: Part | SlabPart) -> LedgerEntry:
+        """What it means that ``part`` is delivered."""
+        count, drawn = len(part), 0
+        if self._draws:
+            version = part.array(POLICY_VERSION)
+            drawn = int(np.count_nonzero(version == RANDOM_VERSION))
         if isinstance(self._ticks, int):
             ticks = count * self._ticks
         else:
-            before, after = rows[self._ticks], rows[(NEXT, *self._ticks)]
+            before, after = part.array(self._ticks), part.array((NEXT, *self._ticks))
             ticks = int((after - before).sum())
-        ends = int(rows[DONE].sum())
-        return LedgerEntry(stored=count, random=drawn, ticks=ticks, episodes_complete=ends)
+        return _delivered(count, drawn, ticks, part.ends)
 
     # --- ends, cuts and errors --------------------------------------------------------------------
 
@@ -330,6 +404,7 @@ class Assembly:
         and that is a note: ``error`` is raised.
         """
         try:
+            self._lays_out = False
             if self._writer.stores:  # else nobody would get it
                 remaining = self._budget.remaining(self._ledger.stored)
                 most = sys.maxsize if remaining is None else remaining - self._in_hand
@@ -361,6 +436,11 @@ class Assembly:
         self._in_hand, self._parts, self._kept = 0, [], []
         ledger.balance(self._rollout.held)
         self._writer.finish(ledger, ledger.discarded - before)
+
+
+@lru_cache(maxsize=256)
+def _delivered(count: int, drawn: int, ticks: int, ends: int) -> LedgerEntry:
+    return LedgerEntry(stored=count, random=drawn, ticks=ticks, episodes_complete=ends)
 
 
 def _ticks(options: Options, plan: SlabPlan) -> int | Key:

@@ -2,17 +2,15 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.batches.slab_rows import SlabPart
 from tallyroll.collector.errors import SilentReset
 from tallyroll.storage.rows.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
-from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.verification.self_reset_detection import (
     Ends,
     SelfResets,
@@ -38,21 +36,22 @@ class FinalsWatch:
         self._resets = SelfResets(lanes) if keys else None
         self._warned = False
 
-    def look(self, part: Part) -> None:
+    def look(self, part: Part | SlabPart) -> None:
         """Compare the rows of ``part``, which follow those of the call before."""
         if self._resets is None:
             return
-        rows = part.rows
-        valid = rows.get(NEXT_VALID)
+        step, ended = _flat(part, STEP), _flat(part, DONE)
+        if not self._resets.curious and step.all() and not ended.any():
+            return
         self._resets.look(
             Ends(
-                lane=rows[LANE].numpy(),
-                step=rows[STEP].numpy(),
-                ended=_flags(rows[DONE]),
-                terminated=_flags(rows[TERMINATED]),
-                first=[_column(part, key) for key in self._keys],
-                next=[_column(part, (NEXT, *key)) for key in self._keys],
-                valid=None if valid is None else valid.numpy(),
+                lane=_flat(part, LANE),
+                step=step,
+                ended=ended,
+                terminated=_flat(part, TERMINATED),
+                first=[part.taker(key) for key in self._keys],
+                next=[part.taker((NEXT, *key)) for key in self._keys],
+                valid=part.array(NEXT_VALID) if NEXT_VALID in part else None,
             )
         )
         if self._resets.verdict is Verdict.FINE:
@@ -114,23 +113,5 @@ _UNCERTAIN = (
 )
 
 
-def _flags(column: torch.Tensor) -> NDArray[Any]:
-    flags: NDArray[Any] = column.reshape(-1).cpu().numpy()
-    return flags
-
-
-def _column(part: Part, key: Key) -> tuple[Callable[[NDArray[Any]], NDArray[Any]], int]:
-    """What takes rows of a column of ``part``, and the bytes of one."""
-    column = part.large[key] if key in part.large else part.rows[key]
-    return partial(_taken, column), column.nbytes // max(1, len(column))
-
-
-def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[Any]:
-    if isinstance(column, RowRefs):
-        return np.asarray(column[rows])
-    if column.device.type == "cpu" and column.dtype is not torch.bfloat16:
-        taken: NDArray[Any] = column.numpy().take(rows, axis=0)
-        return taken
-    some = column.index_select(0, torch.from_numpy(rows).to(column.device)).cpu().contiguous()
-    octets: NDArray[Any] = some.reshape(len(rows), -1).view(torch.uint8).numpy()
-    return octets
+def _flat(part: Part | SlabPart, key: Key) -> NDArray[Any]:
+    return part.array(key).reshape(-1)

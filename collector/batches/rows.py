@@ -1,9 +1,9 @@
 """From a filled slab to rows: gather, number, check, mark the cuts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tallyroll.collector.counting.numbering import LaneState, Numbers, number
+from tallyroll.collector.counting.episode_log import episodes_of
+from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import SlabColumn
+from tallyroll.storage.compat import new_tensordict
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -40,9 +42,38 @@ class Part:
 
     rows: Rows
     large: dict[Key, RowRefs]
+    begun: Sequence[NDArray[np.intp]] = ()
+    """First rows of episodes."""
+    episodes: NDArray[np.void] | None = None
+    """Those that ended, as the log has them."""
 
     def __len__(self) -> int:
         return len(self.rows[STEP])
+
+    @property
+    def ends(self) -> int:
+        """Number of episodes that ended."""
+        return int(np.count_nonzero(self.array(DONE)))
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.rows or key in self.large
+
+    def array(self, key: Key) -> NDArray[Any]:
+        """A small column ``[row, ...]``, for a look."""
+        return np.asarray(self.rows[key].cpu().numpy())
+
+    def at(self, key: Key, where: NDArray[np.intp]) -> NDArray[Any]:
+        """Entries of a column that has one number a row."""
+        return self.array(key).reshape(-1).take(where)
+
+    def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], NDArray[Any]], int]:
+        """What takes rows of a column, and the bytes of one."""
+        column = self.large[key] if key in self.large else self.rows[key]
+        return partial(_taken, column), column.nbytes // max(1, len(column))
+
+    def first(self, count: int) -> "Part":
+        """The first rows of the small columns."""
+        return Part({key: column[:count] for key, column in self.rows.items()}, {})
 
     def settle(self) -> None:
         """Copy what lies in the slab, which will be written over."""
@@ -94,7 +125,7 @@ class RowSource:
         """The batch size behind the rows of each nested TensorDict that has one."""
         return behind_rows(self.no_rows, self.plan.batch_dims)
 
-    def rows(self, block: Block, state: LaneState) -> tuple[Part, Numbers]:
+    def part(self, block: Block, state: LaneState) -> Part:
         """Gather the rows of ``block``, number them, and move ``state`` past them."""
         slab = block.slab
         large = {
@@ -111,7 +142,17 @@ class RowSource:
         rows[LANE] = torch.from_numpy(block.lane)
         if self.plan.lost_finals:
             rows[NEXT_VALID] = ~done.reshape(-1).cpu()
-        return Part(rows, large), numbers
+        at, returns, lengths, first = numbers.ended
+        episodes = episodes_of(
+            numbers.traj_ids[at],
+            block.lane[at],
+            returns,
+            lengths,
+            rows[TERMINATED].reshape(-1).cpu().numpy()[at],
+            first,
+            version[at],
+        )
+        return Part(rows, large, [numbers.begun], episodes)
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
         """One number a row: the sum over agents and objectives where there are several."""
@@ -142,6 +183,17 @@ def take(block: Block, key: Key) -> torch.Tensor:
     return column.index_select(0, torch.from_numpy(block.index).to(column.device))
 
 
+def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[Any]:
+    if isinstance(column, RowRefs):
+        return np.asarray(column[rows])
+    if column.device.type == "cpu" and column.dtype is not torch.bfloat16:
+        taken: NDArray[Any] = column.numpy().take(rows, axis=0)
+        return taken
+    some = column.index_select(0, torch.from_numpy(rows).to(column.device)).cpu().contiguous()
+    octets: NDArray[Any] = some.reshape(len(rows), -1).view(torch.uint8).numpy()
+    return octets
+
+
 def merge(parts: Sequence[Part]) -> Part:
     """Parts that follow one another in time as one, lane by lane again."""
     if len(parts) == 1:
@@ -168,17 +220,21 @@ def as_tensordict(
 
     ``behind`` are further batch dimensions of nested ones, parents first.
     """
-    nested: dict[str, Any] = {}
-    count = 0
+    levels: dict[Key, dict[str, Any]] = {(): {}}
     for key, column in rows.items():
-        inner = nested
-        for name in key[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[key[-1]] = column
-        count = len(column)
-    td = TensorDict(nested, batch_size=[count])
-    for level, size in behind.items():
-        group = td.get(level, None)
-        if group is not None:
-            group.batch_size = (count, *size)
-    return td if device is None else td.to(device)
+        for depth in range(1, len(key)):
+            if key[:depth] not in levels:
+                # Its place among the others; the TensorDict comes once all is there.
+                levels[key[: depth - 1]][key[depth - 1]] = levels[key[:depth]] = {}
+        levels[key[:-1]][key[-1]] = column
+    count = len(next(iter(rows.values()), ()))
+    for level in sorted(levels, key=len, reverse=True):
+        made = new_tensordict(
+            source=levels[level],
+            batch_size=torch.Size([count, *behind.get(level, ())]),
+            nested=False,
+        )
+        if not level:
+            return made if device is None else made.to(device)
+        levels[level[:-1]][level[-1]] = made
+    raise AssertionError("there is always a root")

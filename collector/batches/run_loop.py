@@ -3,13 +3,11 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
@@ -26,6 +24,7 @@ from tallyroll.collector.counting.numbering import LaneState, driver_seed, lane_
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
+from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
@@ -52,6 +51,11 @@ class Collector(ABC):
     episodes: EpisodeLog
     """Finished episodes."""
     lanes: int
+    last_rows: range | None = None
+    """Numbers, over all rows ever stored, of those of the last :meth:`collect`.
+
+    None before it, and where only a replay buffer over another storage knows.
+    """
     _policy: Policy | None
     _rollout: TransitionSource
 
@@ -90,7 +94,7 @@ class Collector(ABC):
         if self._options.total_episodes is not None:
             self._gate = EpisodeBudget(self._options.total_episodes, lanes)
             self._gate.restart(self.ledger.episodes_complete)
-        self._rng = np.random.default_rng()
+        self._rng = SlotRng()
         self._seed_everything(self.ledger.seed)
 
     @property
@@ -160,10 +164,49 @@ class Collector(ABC):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called."""
         while not self._assembly.over:
-            with self._undivided():
+            with _Undivided(self, self._assembly):
                 batch = self._assembly.batch()
             if batch is not None:
                 yield batch
+
+    def collect(self, n: int) -> int:
+        """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
+
+        The way of off-policy loops, for ``n`` as small as one step of all lanes. With
+        ``surplus="carry"`` the rows are those that iterating would store, each lane's in the order
+        of time; both can be mixed. One call is what a batch is to the other kinds of ``surplus``
+        and to ``reset_at_each_iter``. What the last step made beyond ``n`` waits for the next call.
+        ``n`` may be more than a ring holds. A replay buffer or a postproc gets batches of at most
+        ``frames_per_batch``. With ``durability="power"`` each call waits for the disk.
+
+        Args:
+            n: transitions, 1 or more.
+
+        Returns:
+            How many were stored: ``n``, or fewer where the run ended, 0 when it is over.
+            :attr:`last_rows` are their numbers, also after an error, before which whatever was
+            complete and as declared is stored.
+
+        Raises:
+            ArgumentError: there is neither a storage nor a replay buffer.
+            StateError: from within a call, as of the policy.
+            As iterating does.
+        """
+        writer, assembly = self._writer, self._assembly
+        if not writer.stores:
+            raise ArgumentError(
+                "collect(n) stores transitions: give the collector a storage=, or iterate over it"
+            )
+        if type(n) is not int or n < 1:
+            n = positive("n", n)
+        head, stored = writer.head, 0
+        try:
+            if not assembly.over:
+                with _Undivided(self, assembly):
+                    stored = assembly.collect(n)
+        finally:
+            self.last_rows = None if writer.storage is None else range(head, writer.head)
+        return stored
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""
@@ -188,24 +231,6 @@ class Collector(ABC):
             if error is None:
                 raise
             _add_end_note(error, again)
-
-    @contextmanager
-    def _undivided(self) -> Iterator[None]:
-        """Do all that is inside, or end the run and store nothing of it."""
-        with deferred():
-            keep_for(self)
-            try:
-                yield
-            except BaseException as error:
-                if not self._assembly.over:
-                    try:
-                        self._assembly.finish()
-                    except Exception as again:  # noqa: BLE001  `error` is raised
-                        _add_end_note(error, again)
-                raise
-            finally:
-                if self._assembly.over:
-                    let_go(self)
 
     def stop(self) -> None:
         """End the run after the step under way; what is complete makes a last, shorter batch.
@@ -279,9 +304,7 @@ class Collector(ABC):
         else:
             seed = int(torch.randint(2**31 - 1, ()))
         self.ledger.seed = seed
-        # The driver holds this generator: replace its state, not the object.
-        fresh = np.random.default_rng(driver_seed(seed, incarnation))
-        self._rng.bit_generator.state = fresh.bit_generator.state
+        self._rng.seed(driver_seed(seed, incarnation))
         self._lane_seeds = self._seed_lanes(seed, incarnation, asked)
 
     @abstractmethod
@@ -297,7 +320,7 @@ class Collector(ABC):
         Transitions that wait for the next batch are discarded.
         """
         checked = or_none(not_negative)("seed", seed)
-        with self._undivided():
+        with _Undivided(self, self._assembly):
             self._assembly.discard()
             self._assembly.restart_lanes()
             self._seed_everything(checked)
@@ -326,7 +349,7 @@ class Collector(ABC):
             "env": self._env_state(),
             "generators": {
                 "torch": torch.get_rng_state(),
-                "actions": self._rng.bit_generator.state,
+                "actions": self._rng.state,
             },
         }
 
@@ -364,12 +387,51 @@ class Collector(ABC):
         if self._policy is not None:
             self._policy.load_state_dict(state["policy"])
         torch.set_rng_state(state["generators"]["torch"])
-        self._rng.bit_generator.state = state["generators"]["actions"]
+        self._rng.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes(ledger)
         self._assembly.provenance = self._provenance(self._lane_seeds)
         self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
         self._assembly.over = self._budget.remaining(ledger.stored) == 0
+
+
+class _Undivided(deferred):
+    """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
+
+    __slots__ = ("_assembly", "_run")
+
+    def __init__(self, run: object, assembly: Assembly) -> None:
+        self._run, self._assembly = run, assembly
+
+    def __enter__(self) -> None:
+        """Let handlers wait, and stay where they are until the run is over."""
+        if self._assembly.busy:
+            raise StateError(
+                "the collector is collecting already: it was called from within, by its policy or "
+                "its environment, or from another thread; let the call under way return before"
+            )
+        super().__enter__()
+        self._assembly.busy = True
+        keep_for(self._run)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the run where there was an error, and call the handlers."""
+        self._assembly.busy = False
+        try:
+            if error is not None and not self._assembly.over:
+                try:
+                    self._assembly.finish()
+                except Exception as again:  # noqa: BLE001  `error` is raised
+                    _add_end_note(error, again)
+            if self._assembly.over:
+                let_go(self._run)
+        finally:
+            super().__exit__(kind, error, trace)
 
 
 def _add_end_note(error: BaseException, again: Exception) -> None:

@@ -1,5 +1,6 @@
 """Write batches to a storage, a TorchRL replay buffer, both, or nowhere."""
 
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,10 +13,11 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.resume import LastRun, last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
-from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.ledger import COUNTS, Ledger
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
+from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.errors import (
     InvalidSchema,
     NotInitialised,
@@ -23,7 +25,7 @@ from tallyroll.storage.errors import (
     StorageExists,
     StorageMissing,
 )
-from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.files.run_record import RunRecord, record_bytes
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.row_refs import RowRefs
@@ -264,6 +266,27 @@ class BatchWriter:
                 written = direct.extend(arrays, ids="fresh")
                 _require("the storage", len(written), len(piece[TRAJ_IDS]))
 
+    @property
+    def schema(self) -> Schema | None:
+        """Of the storage, where rows of a slab may go straight to it; None: nowhere so."""
+        direct = self.ready and self._direct is not None and self.replay_buffer is None
+        return self._direct.schema if direct and self._direct is not None else None
+
+    @property
+    def most(self) -> int:
+        """Rows that can be written at once."""
+        return (self.storage is not None and self.storage.ring) or sys.maxsize
+
+    def write_fixed(
+        self, rows: FixedRows, index: RowIndex, next_id: int, ledger: Ledger, open_lanes: int
+    ) -> None:
+        """As :meth:`write`, of rows in fixed memory; their ids are below ``next_id``."""
+        direct = self._direct
+        assert direct is not None
+        self._next_id = max(self._next_id, next_id)
+        written = direct.extend_fixed(rows, index, record=self._record(ledger, open_lanes))
+        _require("the storage", len(written), len(index))
+
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run.
 
@@ -306,16 +329,15 @@ class BatchWriter:
             self._direct.close()
 
     def _record(self, ledger: Ledger, open_lanes: int) -> bytes:
-        return RunRecord(
-            at=self.head,
-            first_row=self._first_row,
-            stored_before=self._stored_before,
-            seed=-1 if ledger.seed is None else ledger.seed,
-            incarnation=ledger.incarnation,
-            ledger=ledger.counts(),
-            open=open_lanes,
-            next_id=self._next_id,
-        ).payload()
+        return record_bytes(COUNTS) % (
+            self._first_row,
+            self._stored_before,
+            -1 if ledger.seed is None else ledger.seed,
+            ledger.incarnation,
+            *ledger.values,
+            open_lanes,
+            self._next_id,
+        )
 
 
 def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tallyroll.storage.trajectories.by_lane import grown
 
 ENDS = ("truncated", "terminated")
-_DTYPE = np.dtype(
+EPISODE = np.dtype(
     [
         ("traj_id", np.int64),
         ("lane", np.int32),
@@ -39,6 +39,14 @@ class Episode:
     policy_versions: tuple[int, int]
 
 
+def episodes_of(*columns: NDArray[Any]) -> NDArray[np.void]:
+    """Records of columns, which are those of `EPISODE`."""
+    records = np.empty(len(columns[0]), EPISODE)
+    for name, column in zip(EPISODE.names or (), columns, strict=True):
+        records[name] = column
+    return records
+
+
 class EpisodeLog(Sequence[Episode]):
     """The finished episodes in the order in which they were delivered; 45 bytes each.
 
@@ -48,30 +56,19 @@ class EpisodeLog(Sequence[Episode]):
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self._rows: NDArray[np.void] = np.zeros(64, _DTYPE)
+        self._rows: NDArray[np.void] = np.zeros(64, EPISODE)
         self._count = 0
         self._limit = limit
         self.total = 0
         """Episodes ever added, those that are no longer kept included."""
 
-    def extend(
-        self,
-        traj_id: NDArray[np.int64],
-        lane: NDArray[np.int32],
-        returns: NDArray[np.float64],
-        lengths: NDArray[np.int64],
-        terminated: NDArray[np.bool_],
-        versions: tuple[NDArray[np.int64], NDArray[np.int64]],
-    ) -> None:
-        """Add episodes; one entry of each array an episode."""
-        stop = self._count + len(traj_id)
+    def extend(self, episodes: NDArray[np.void]) -> None:
+        """Add `EPISODE` records."""
+        stop = self._count + len(episodes)
         self._rows = grown(self._rows, stop)
-        new = self._rows[self._count : stop]
-        columns = (traj_id, lane, returns, lengths, terminated, *versions)
-        for name, column in zip(_DTYPE.names or (), columns, strict=True):
-            new[name] = column
+        self._rows[self._count : stop] = episodes
         self._count = stop
-        self.total += len(traj_id)
+        self.total += len(episodes)
         if self._limit is not None and stop >= 2 * self._limit:
             self._rows[: self._limit] = self._rows[stop - self._limit : stop].copy()
             self._count = self._limit

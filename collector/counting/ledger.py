@@ -1,8 +1,9 @@
 """The balanced count of a run. Pure: no environment, no tensor, no file."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from operator import add
+from functools import lru_cache
+from operator import add, attrgetter, neg
 from typing import Any, NamedTuple
 
 from tallyroll.collector.errors import LedgerError
@@ -27,6 +28,10 @@ class LedgerEntry(NamedTuple):
     def plus(self, other: "LedgerEntry") -> "LedgerEntry":
         """Both as one."""
         return LedgerEntry(*map(add, self, other))
+
+    def undone(self) -> "LedgerEntry":
+        """What takes it back."""
+        return LedgerEntry(*map(neg, self))
 
 
 NOTHING = LedgerEntry()
@@ -93,8 +98,8 @@ class Ledger:
                 f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + "
                 f"{self.lost}"
             )
-        negative = {name: count for name, count in self.counts().items() if count < 0}
-        if negative:
+        if min(_counts_of(self)) < 0:
+            negative = {name: count for name, count in self.counts().items() if count < 0}
             raise LedgerError(f"negative counts: {negative}")
 
     def balance(self, held: int) -> None:
@@ -108,7 +113,12 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Every count by name."""
-        return {name: count for name, count in vars(self).items() if name not in _NOT_COUNTS}
+        return dict(zip(COUNTS, _counts_of(self), strict=True))
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Every count, in the order of `COUNTS`."""
+        return _counts_of(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The counts, the seed and the versions: what a report of the run needs."""
@@ -116,24 +126,30 @@ class Ledger:
 
     def load(self, counts: Mapping[str, int]) -> None:
         """Take over what :meth:`counts` returned; unknown names are an error."""
-        known = {each.name for each in fields(self)} - _NOT_COUNTS
-        unknown = sorted(set(counts) - known)
+        unknown = sorted(set(counts) - set(COUNTS))
         if unknown:
-            raise LedgerError(f"unknown counts {unknown}; known are {sorted(known)}")
+            raise LedgerError(f"unknown counts {unknown}; known are {sorted(COUNTS)}")
         for name, count in counts.items():
             setattr(self, name, int(count))
 
 
-_NOT_COUNTS = {"seed", "versions"}
+COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in ("seed", "versions"))
+"""The names of the counts."""
+_counts_of: Callable[[Ledger], tuple[int, ...]] = attrgetter(*COUNTS)
 
 
 def post(ledger: Ledger, entry: LedgerEntry) -> None:
     """Add what happened. While a run collects, nothing else changes counts of transitions."""
     if entry is not NOTHING:
         counts = vars(ledger)
-        for name, count in zip(LedgerEntry._fields, entry, strict=True):
-            if count:
-                counts[name] += count
+        for name, count in _changes(entry):
+            counts[name] += count
+
+
+@lru_cache(maxsize=256)
+def _changes(entry: LedgerEntry) -> list[tuple[str, int]]:
+    """What is not 0: most entries are those of a step like the one before."""
+    return [change for change in zip(LedgerEntry._fields, entry, strict=True) if change[1]]
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tallyroll.collector.counting.transitions import Mask
 from tallyroll.storage.trajectories.by_lane import LaneOrder
 
 Int64 = NDArray[np.int64]
@@ -60,9 +62,10 @@ class LaneState:
     Lane ``l``'s ``k``-th trajectory has the id ``base + k * lanes + l``.
     """
 
-    base: int
-    trajectory: Int64
-    """``k`` of the trajectory that the lane's next row belongs to."""
+    lanes: int
+    """Of the run, by which the ids of a lane's trajectories differ."""
+    traj_id: Int64
+    """Id of the trajectory that the lane's next row belongs to."""
     step: Int64
     """Step of the lane's next row within that trajectory; 0 where it has no row yet."""
     returns: NDArray[np.float64]
@@ -76,7 +79,22 @@ class LaneState:
     def fresh(cls, lanes: int, base: int = 0) -> "LaneState":
         """State of ``lanes`` lanes before their first row."""
         zeros = np.zeros(lanes, np.int64)
-        return cls(base, zeros, zeros.copy(), np.zeros(lanes), zeros.copy(), zeros.copy())
+        ids = base + np.arange(lanes)
+        return cls(lanes, ids, zeros, np.zeros(lanes), zeros.copy(), zeros.copy())
+
+    def part(self, first: int, lanes: int) -> "LaneState":
+        """Views of the state of some lanes that follow one another."""
+        if lanes == len(self.step):
+            return self
+        own = slice(first, first + lanes)
+        return LaneState(
+            self.lanes,
+            self.traj_id[own],
+            self.step[own],
+            self.returns[own],
+            self.first_version[own],
+            self.length[own],
+        )
 
     @property
     def open(self) -> NDArray[np.bool_]:
@@ -86,7 +104,7 @@ class LaneState:
     def cut(self, lanes: NDArray[np.bool_]) -> int:
         """Leave the open trajectories of ``lanes`` unfinished; returns how many there were."""
         cut = lanes & self.open
-        self.trajectory[cut] += 1
+        self.traj_id[cut] += self.lanes
         self.step[cut] = 0
         return int(cut.sum())
 
@@ -98,24 +116,79 @@ class LaneState:
     @property
     def next_id(self) -> int:
         """An id larger than any that was or is in use."""
-        return self.base + (int(self.trajectory.max(initial=0)) + 1) * len(self.trajectory)
+        return int((self.traj_id - np.arange(self.lanes)).max()) + self.lanes
+
+
+class Ended(NamedTuple):
+    """Episodes that ended, one entry each."""
+
+    at: NDArray[np.intp]
+    """Where their last rows stand."""
+    returns: NDArray[np.float64]
+    lengths: Int64
+    first_versions: Int64
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of a block of rows, and the episodes that ended in it.
-
-    ``traj_ids`` and ``step`` are ``[row]``; the rest has one entry an ended episode, in the
-    order of the rows; ``start_row`` has one an episode that began.
-    """
+    """Numbers ``[row]`` of a block of rows, and the episodes that began and ended in it."""
 
     traj_ids: Int64
     step: Int64
-    start_row: Int64
-    end_row: Int64
-    returns: NDArray[np.float64]
-    lengths: Int64
-    first_versions: Int64
+    begun: NDArray[np.intp]
+    """First rows of episodes."""
+    ended: Ended
+
+
+def number_slot(
+    state: LaneState,
+    taken: Mask | None,
+    ended: Mask,
+    reward: NDArray[Any],
+    version: Int64,
+    traj_ids: Int64,
+    step: Int64,
+) -> tuple[Mask | None, Ended | None]:
+    """Number the rows of one slot, and move ``state`` past them. All arrays are ``[lane]``.
+
+    Args:
+        state: where each lane stands; updated in place.
+        taken: lanes whose slot is a row; None: that of every lane is.
+        ended: terminated or truncated.
+        reward: one number a lane.
+        version: policy version.
+        traj_ids, step: are written, of lanes without a row with whatever they have.
+
+    Returns:
+        Lanes that began an episode, and the episodes that ended, ``at`` their lanes; None where
+        there are none.
+    """
+    traj_ids[:] = state.traj_id
+    step[:] = state.step
+    begins: Mask = state.length == 0
+    if taken is not None:
+        begins &= taken
+    begun = begins if np.count_nonzero(begins) else None
+    if begun is not None:
+        np.copyto(state.first_version, version, where=begins)
+    if taken is None:
+        state.step += 1
+        state.length += 1
+        state.returns += reward
+    else:
+        state.step += taken
+        state.length += taken
+        np.add(state.returns, reward, out=state.returns, where=taken)
+        ended = ended & taken
+    if not np.count_nonzero(ended):
+        return begun, None
+    at = ended.nonzero()[0]
+    over = Ended(at, state.returns[at], state.length[at], state.first_version[at])
+    state.traj_id[at] += state.lanes
+    state.step[at] = 0
+    state.returns[at] = 0.0
+    state.length[at] = 0
+    return begun, over
 
 
 def number(
@@ -137,7 +210,7 @@ def number(
     rows = len(lane)
     if not rows:
         none = np.zeros(0, np.int64)
-        return Numbers(none, none, none, none, np.zeros(0), none, none)
+        return Numbers(none, none, none, Ended(none, np.zeros(0), none, none))
     # A trajectory's part begins at a lane's first row, and after each row that ended one.
     begins = np.empty(rows, np.bool_)
     begins[1:] = ended[:-1]
@@ -150,25 +223,20 @@ def number(
     carries_on = ordinal == 0
     closes = ended[parts.until]
     # Sums over a part, to which the first of a lane adds what earlier blocks had.
-    trajectory = state.trajectory[own] + ordinal
+    ids = state.traj_id[own] + ordinal * state.lanes
     offset = np.where(carries_on, state.step[own], 0)
     returns = np.add.reduceat(reward, begin) + np.where(carries_on, state.returns[own], 0.0)
     before = np.where(carries_on, state.length[own], 0)
     lengths = size + before
     first_version = np.where(before > 0, state.first_version[own], version[begin])
-    # Lane l's k-th trajectory is base + k * lanes + l, whichever process steps the lane.
-    ids = state.base + trajectory * len(state.step) + own
     numbers = Numbers(
         np.repeat(ids, size),
         row + np.repeat(offset - begin, size),
         begin[before == 0],
-        parts.until[closes],
-        returns[closes],
-        lengths[closes],
-        first_version[closes],
+        Ended(parts.until[closes], returns[closes], lengths[closes], first_version[closes]),
     )
     # The last part of each lane is what the next block continues, unless it ended.
-    parts.keep(trajectory + closes, state.trajectory)
+    parts.keep(ids + closes * state.lanes, state.traj_id)
     parts.keep(np.where(closes, 0, offset + size), state.step)
     parts.keep(np.where(closes, 0.0, returns), state.returns)
     parts.keep(np.where(closes, 0, lengths), state.length)

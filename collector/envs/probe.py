@@ -28,6 +28,7 @@ from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.envs.traits import chain, loses_finals
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.random_actions import MASK_NAME, RandomActions
+from tallyroll.collector.policies.slot_rng import SlotRng
 
 MOST_STEPS = 32
 MOST_SECONDS = 0.1
@@ -180,7 +181,7 @@ def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
 
 def torchrl(env: EnvBase) -> Child:
     """A TorchRL environment."""
-    act = RandomActions(env, np.random.default_rng(0))
+    act = RandomActions(env, SlotRng(0))
     observed = list(env.observation_spec.keys(True, True))
     flags = list(env.done_spec.keys(True, True))
     td: TensorDictBase

@@ -352,7 +352,7 @@ class SystemEnv(EnvBase):
                     for root, row in zip(root_obs, rows, strict=True):
                         root[at] = row
                 ended = terminated[at] | truncated[at]
-                if ended.any():
+                if np.count_nonzero(ended):
                     finish(cursor, ended, out, rows)
             if looks_behind or out.skipped is not None:
                 self._after_step(cursor, out)

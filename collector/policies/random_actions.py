@@ -1,6 +1,6 @@
 """Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from torchrl.data import (
 from torchrl.envs import ActionMask, Compose, EnvBase, TransformedEnv
 
 from tallyroll.collector.policies.masked_actions import pick, uniforms
+from tallyroll.collector.policies.slot_rng import Draw, SlotRng, width_of
 from tallyroll.storage.rows.keys import Key, as_key
 
 Array = NDArray[Any]
-Draw = Callable[[np.random.Generator, int], Array]
 
 MASK_NAME = "action_mask"
 
@@ -136,7 +136,7 @@ class RandomActions:
     def __init__(
         self,
         env: EnvBase,
-        rng: np.random.Generator,
+        rng: SlotRng,
         lanes: int | None = None,
         first: int = 0,
         columns: int | None = None,
@@ -149,7 +149,12 @@ class RandomActions:
         self._alike = lanes_alike(env) and not _masks_by_spec(env)
         specs = ((key, env.full_action_spec[key]) for key in self._masks)
         self._specs = {key: spec if columns is None else spec[:columns] for key, spec in specs}
-        self._draws = {key: self._draw(key, spec) for key, spec in lane_actions(env).items()}
+        draws = {key: self._draw(key, spec) for key, spec in lane_actions(env).items()}
+        self._draws = {key: draw for key, draw in draws.items() if draw is not None}
+        self._drawers = list(self._draws.values())
+        self._width = width_of(lane_actions(env).values(), self._lanes)
+        self.block_drawn = not any(self._masks.values()) and len(self._draws) == len(draws)
+        """No action depends on what is seen: all can be drawn elsewhere, by :func:`all_drawn`."""
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
         """Draws actions, or the numbers that choose them where a mask is looked at."""
@@ -162,19 +167,16 @@ class RandomActions:
             return None
         return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
-    @property
-    def block_drawn(self) -> bool:
-        """No action depends on what is seen: all can be drawn elsewhere, by :func:`all_drawn`."""
-        return not any(self._masks.values()) and None not in self._draws.values()
+    def arrays(self, slots: int) -> dict[Key, Array]:
+        """What is drawn ahead ``[slot, lane, ...]`` for so many slots, by action; read only."""
+        drawn = self._rng.take(self._drawers, slots, self._width)
+        own = self._own
+        return {key: array[:, own] for key, array in zip(self._draws, drawn, strict=True)}
 
     def ahead(self, slots: int) -> Ahead:
         """Draw what can be drawn for so many slots before they are stepped."""
-        drawn = {
-            key: torch.from_numpy(draw(self._rng, slots)[:, self._own])
-            for key, draw in self._draws.items()
-            if draw is not None
-        }
-        return self.of_lanes(drawn)
+        drawn = self.arrays(slots)
+        return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn.items()})
 
     def of_lanes(self, actions: Ahead) -> Ahead:
         """``actions`` as the environment takes them: of one lane without its axis, moved."""

@@ -34,7 +34,10 @@ class CopiedLanes(Lanes):
         super().__init__(env, slab)
         self._board = board
         self._squeeze = not env.batch_size
-        self._views = {key: self.block(key, 0, slab.slots).unbind(0) for key in slab.columns}
+        self._views = {
+            key: (column[:, 0] if self._squeeze else column).unbind(0)
+            for key, column in slab.columns.items()
+        }
         self._actions = action_keys(env)
         items = [(key, key, v) for key, v in self._views.items() if key not in self._actions]
         items = [item for item in items if item[0] not in extra and item[0] != NEXT_VALID]
@@ -44,16 +47,12 @@ class CopiedLanes(Lanes):
             self._after.append(((NEXT, *NEXT_VALID), NEXT_VALID, self._views[NEXT_VALID]))
         self._way = way_of(env)
         self._has_valid = VALID in map(as_key, env.observation_spec.keys(True, True))
+        self.all_are_transitions = not self._has_valid
         self._td: TensorDictBase | None = None
 
     def rows(self, key: Key) -> Sequence[torch.Tensor]:
         """The slots of a column; of one lane without its axis."""
         return self._views[key]
-
-    def block(self, key: Key, start: int, stop: int) -> torch.Tensor:
-        """Slots ``[start, stop)`` of a column, in the same form."""
-        column = self.slab.columns[key][start:stop]
-        return column[:, 0] if self._squeeze else column
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""

@@ -28,6 +28,8 @@ class Driver(ABC):
     slab: Slab
     run_lanes: int
     """Lanes of the environment; the slab's columns are as many, but where lanes arrive."""
+    all_are_transitions = False
+    """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
 
     @property
     @abstractmethod
@@ -121,6 +123,7 @@ class LocalDriver(Driver):
     ) -> None:
         self.stepped, self.policy, self.slab = lanes, policy, lanes.slab
         self.lanes = self.slab.lanes
+        self.all_are_transitions = lanes.all_are_transitions
         self.run_lanes = lanes.env.batch_size.numel()
         self.board = board
         self._extra = tuple(extra)
@@ -172,12 +175,11 @@ class LocalDriver(Driver):
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
-        ahead = self._random.ahead(stop - start)
         if self._random.block_drawn:
-            for key, drawn in ahead.items():
-                self.stepped.block(key, start, stop).copy_(drawn)
+            self._put_at_random(start, stop)
             self.stepped.step(start, stop)
             return
+        ahead = self._random.ahead(stop - start)
         for at in range(start, stop):
             self._act_at_random(at, ahead, at - start)
             self.stepped.step(at, at + 1)
@@ -216,6 +218,14 @@ class LocalDriver(Driver):
             self._refresh(at, at + 1)
             self._act(at)
         self.given_steps(at, at + 1, lanes)
+
+    def _put_at_random(self, start: int, stop: int) -> None:
+        arrays = self.slab.arrays
+        for key, drawn in self._random.arrays(stop - start).items():
+            if key in arrays:
+                arrays[key][start:stop] = drawn
+            else:
+                self.slab.columns[key][start:stop].copy_(torch.from_numpy(drawn.copy()))
 
     # --- actions ----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
-from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes
+from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes, whole_slots
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
@@ -61,6 +61,8 @@ class Rollout:
         self._cuts: NDArray[np.bool_] | None = None
         self._restarting = True
         self._limit = self.slab.slots
+        self._all_taken = driver.all_are_transitions and gate is None
+        self._of_one_slot = LedgerEntry(slots=self.lanes, executed=self.lanes)
 
     # --- filling ----------------------------------------------------------------------------------
 
@@ -75,12 +77,46 @@ class Rollout:
             self._restarting = False
             with self.driver.interruptible():
                 self.driver.begin()
+        if want == self.lanes and self._is_plain:
+            return self._one_slot()
         have = self.held
         while have < want and self.driver.used < self.slab.slots and not self._over:
             have += self._advance(want - have)
             if self._cuts is not None:
                 break
         return self._take(want)
+
+    @property
+    def _is_plain(self) -> bool:
+        """One slot is as many transitions as there are lanes, and nothing else is to be counted."""
+        return (
+            self._all_taken
+            and self._held is None
+            and (self.policy is None or self.random_frames <= 0)
+            and not self.driver.stopping
+        )
+
+    def _one_slot(self) -> Block:
+        """The block of one slot of all lanes, where that is plain: what small batches ask for."""
+        driver, slab, policy = self.driver, self.slab, self.policy
+        try:
+            with driver.interruptible():
+                if policy is None:
+                    slab.version[0] = RANDOM_VERSION
+                    driver.random_steps(0, 1)
+                else:
+                    slab.version[0] = policy.version
+                    driver.policy_steps(0, 1)
+        except BaseException:
+            self._count(0, driver.used, self.lanes)
+            raise
+        slab.transitions[0] = True
+        self._happened(self._of_one_slot)
+        taken = slab.transitions[:1]
+        index, lane = whole_slots(1, self.lanes)
+        if slab.first_lane:
+            lane += np.int32(slab.first_lane)
+        return Block(slab, 1, taken, index, lane, self._take_entry(), None, self)
 
     def keeps(self, more: bool) -> bool:
         """The slab stays as it is until the next :meth:`block`."""

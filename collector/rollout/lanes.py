@@ -51,6 +51,7 @@ class Lanes(ABC):
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
         self.lanes = slab.lanes
+        self.all_are_transitions = False
 
     @abstractmethod
     def begin(self, at: int, first: TensorDictBase) -> None:
@@ -109,10 +110,6 @@ class Lanes(ABC):
         """The slots of a column, as the policy and the environment have them."""
         return self.slab.columns[key].unbind(0)
 
-    def block(self, key: Key, start: int, stop: int) -> torch.Tensor:
-        """Slots ``[start, stop)`` of a column, in the same form."""
-        return self.slab.columns[key][start:stop]
-
 
 class SystemLanes(Lanes):
     """Lanes of a system, which fills the slab itself."""
@@ -125,6 +122,7 @@ class SystemLanes(Lanes):
             env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
         )
         self._tds: list[TensorDictBase] = []
+        self.all_are_transitions = not env.has_reset_slots
         self._pending = np.zeros(self.lanes, np.bool_)
 
     def begin(self, at: int, first: TensorDictBase) -> None:

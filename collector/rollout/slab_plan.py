@@ -20,6 +20,7 @@ from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.policy import Policy, next_keys, try_out
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
+from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.policies.states import refuse_states
 from tallyroll.collector.rollout.arriving import ArrivingLanes
 from tallyroll.collector.rollout.copying import CopiedLanes
@@ -157,7 +158,7 @@ def make_driver(
     policy: Policy | None,
     plan: SlabPlan,
     slab: Slab,
-    rng: np.random.Generator,
+    rng: SlotRng,
     board: memoryview,
     run_lanes: int | None = None,
 ) -> LocalDriver:

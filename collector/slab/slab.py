@@ -153,6 +153,12 @@ class Slab:
             if column.device.type == "cpu" and column.dtype is not torch.bfloat16
         }
         """Columns as NumPy views ``[time, lane, ...]``, where NumPy can hold them."""
+        self._carried = [
+            self.arrays.get(key, column)
+            for key, column in self.columns.items()
+            if key not in self._flow and not (shared and key[1:] in self._flow)
+        ]
+        """Those that nothing carries from slot to slot."""
         self.flat = {
             key: array.reshape(slots * lanes, *array.shape[2:])
             for key, array in self.arrays.items()
@@ -196,9 +202,8 @@ class Slab:
             else:
                 memory[0] = memory[used]
         if lanes is not None and used > 1:
-            for key, column in self.columns.items():
-                if key not in self._flow and not (self.shared and key[1:] in self._flow):
-                    column[0] = column[used - 1]
+            for column in self._carried:
+                column[0] = column[used - 1]
             self.version[0] = self.version[used - 1]
             if self.lane is not None:
                 self.lane[0] = self.lane[used - 1]

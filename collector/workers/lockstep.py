@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import WorkerError
-from tallyroll.collector.policies.random_actions import Draw
+from tallyroll.collector.policies.slot_rng import Array, Draw, SlotRng
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.lanes import Account, ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -27,6 +27,7 @@ class LockstepDriver(Driver):
         slab: of all lanes.
         plan: what it looks like.
         draws: of each action of all lanes, as one process would draw them; None: workers draw.
+        width: numbers of a slot's actions.
         rng: what they are drawn with.
         startup: puts others in the place of workers that failed.
     """
@@ -38,12 +39,13 @@ class LockstepDriver(Driver):
         plan: SlabPlan,
         *,
         draws: Mapping[Key, Draw] | None,
-        rng: np.random.Generator,
+        width: int,
+        rng: SlotRng,
         startup: WorkerStartup,
     ) -> None:
         self.slab, self._worker_pool, self._plan = slab, pool, plan
         self.run_lanes = slab.lanes
-        self._draws, self._rng = draws, rng
+        self._draws, self._width, self._rng = draws, width, rng
         self._startup = startup
         self._pending = np.zeros(slab.lanes, np.bool_)
         self._fresh = False
@@ -87,9 +89,14 @@ class LockstepDriver(Driver):
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
-        for key, draw in (self._draws or {}).items():
-            self.slab.array(key)[start:stop] = draw(self._rng, stop - start)
+        for key, drawn in self._drawn(stop - start).items():
+            self.slab.array(key)[start:stop] = drawn
         self._steps(start, stop, "random" if self._draws is None else "given")
+
+    def _drawn(self, slots: int) -> dict[Key, Array]:
+        draws = self._draws or {}
+        drawn = self._rng.take(list(draws.values()), slots, self._width) if draws else []
+        return dict(zip(draws, drawn, strict=True))
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
@@ -108,7 +115,7 @@ class LockstepDriver(Driver):
             by = "random"
         drawn: dict[Key, m.Action] | None = None
         if self._draws is not None and (random_lanes is not None or by == "random"):
-            drawn = {key: draw(self._rng, 1)[0] for key, draw in self._draws.items()}
+            drawn = {key: each[0] for key, each in self._drawn(1).items()}
         if by == "random" and drawn is not None:
             by = "given"
             for key, action in drawn.items():

@@ -25,6 +25,7 @@ from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
+from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
@@ -106,8 +107,8 @@ class Worker:
             raise
         self.lanes = self.env.batch_size.numel()
         self.description = made.description
-        self.rng = np.random.default_rng()
-        self.shared_rng = np.random.default_rng()
+        self.rng = SlotRng()
+        self.shared_rng = SlotRng()
         """In the same state in all workers."""
         self.doing = ""
         self.plan: SlabPlan | None = None
@@ -149,10 +150,8 @@ class Worker:
         torch.manual_seed(int(words[0]))
         np.random.seed(int(words[1]))
         random.seed(int(words[2]))
-        fresh = np.random.default_rng(words)
-        self.rng.bit_generator.state = fresh.bit_generator.state
-        alike = np.random.default_rng(driver_seed(message.seed, message.incarnation))
-        self.shared_rng.bit_generator.state = alike.bit_generator.state
+        self.rng.seed(words)
+        self.shared_rng.seed(driver_seed(message.seed, message.incarnation))
         lanes = range(message.first_lane, message.first_lane + self.lanes)
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes, asked=message.asked)
         if self.plan is None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
+from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.kernel import Kernel, kernel, table_of
+from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
@@ -20,7 +26,10 @@ _ALONE_NBYTES = 2**14
 """While more is copied other threads may run, which costs as much as to copy a small array."""
 
 
-def _memmove(library: type[ctypes.CDLL]) -> Callable[[int, int, ctypes.c_size_t], None]:
+_Move = Callable[[int, int, int | ctypes.c_size_t], None]
+
+
+def _memmove(library: type[ctypes.CDLL]) -> _Move:
     move = library(None).memmove
     move.argtypes, move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
     return move
@@ -53,6 +62,7 @@ class Columns:
         self._count = -1
         self._moves: list[tuple[int, int, ctypes.c_size_t]] = []
         self._move = _move
+        self._tables: dict[FixedRows, bytes] = {}
 
     def copy(self, slot: int, arrays: list[np.ndarray], at: int, count: int) -> None:
         """Copy rows ``[at, at + count)`` of the arrays to slots from ``slot`` on."""
@@ -105,12 +115,58 @@ class Columns:
         for (base, row_nbytes, nbytes), address in zip(self._moves, addresses, strict=True):
             move(base + slot * row_nbytes, address, nbytes)
 
+    def copy_fixed(self, slot: int, rows: FixedRows, index: RowIndex) -> None:
+        """Copy some rows of fixed memory to slots from ``slot`` on, which must be `in_place`."""
+        if kernel is not None:
+            self._copy_compiled(kernel, slot, rows, index)
+            return
+        count = len(index)
+        if isinstance(index, range):
+            move = _move_alone if count * self._widest < _ALONE_NBYTES else _move
+            first = index.start
+            for base, nbytes, address in zip(
+                self._bases, self._row_nbytes, rows.addresses, strict=True
+            ):
+                move(base + slot * nbytes, address + first * nbytes, count * nbytes)
+            return
+        to = slice(slot, slot + count)
+        for column, array in zip(self.arrays, rows.arrays, strict=True):
+            # The index is within bounds: "clip" is the mode in which NumPy writes to out directly.
+            array.take(index, axis=0, out=column[to], mode="clip")
+
+    def take(self, slots: np.ndarray, out: list[np.ndarray], room: Room) -> None:
+        """Copy slots of each column to ``out``, arrays [*slots.shape, ...] in ``room``."""
+        if kernel is not None and slots.dtype == np.intp and slots.flags.c_contiguous:
+            if room.table is None or room.of is not self:
+                columns = zip(room.addresses, self._bases, self._row_nbytes, strict=True)
+                room.table, room.of = table_of(chain.from_iterable(columns)), self
+            with suppress(IndexError):  # of links in a damaged storage; others clip them
+                kernel.gather_rows(room.table, 0, slots, self.room)
+                return
+        for column, array in zip(self.arrays, out, strict=True):
+            # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
+            column.take(slots, axis=0, out=array, mode="clip")
+
+    def _copy_compiled(self, compiled: Kernel, slot: int, rows: FixedRows, index: RowIndex) -> None:
+        table = self._tables.get(rows)
+        if table is None:
+            columns = zip(self._bases, rows.addresses, self._row_nbytes, strict=True)
+            table = self._tables[rows] = table_of(chain.from_iterable(columns))
+        if isinstance(index, range):
+            compiled.copy_rows(table, slot, index.start, len(index))
+        else:
+            compiled.gather_rows(table, slot, index, len(rows.arrays[0]))
+
+    @cached_property
+    def _bases(self) -> list[int]:
+        assert all(array.flags.c_contiguous for array in self.arrays)
+        return [array.ctypes.data for array in self.arrays]
+
     def _plan(self, count: int) -> None:
         self._count = -1  # an interrupt leaves what is to be planned anew
-        assert all(array.flags.c_contiguous for array in self.arrays)
         self._moves = [
-            (array.ctypes.data, nbytes, ctypes.c_size_t(count * nbytes))
-            for array, nbytes in zip(self.arrays, self._row_nbytes, strict=True)
+            (base, nbytes, ctypes.c_size_t(count * nbytes))
+            for base, nbytes in zip(self._bases, self._row_nbytes, strict=True)
         ]
         self._move = _move_alone if count * self._widest < _ALONE_NBYTES else _move
         self._count = count

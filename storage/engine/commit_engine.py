@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.aliasing import LentViews
 from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
 from tallyroll.storage.errors import (
@@ -223,6 +224,18 @@ class Engine:
             if watch is not None:
                 watch.admit(arrays)
             return self._append(arrays, record)
+
+    def append_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
+        """As `append`, of some rows of memory that was looked at before."""
+        self._admit(record)
+        with self._mutex:
+            start, count = self._header.head, len(index)
+            slot = slots_of(start, self.ring)
+            if not count or not self._columns.in_place(slot, count):
+                return self._append(rows.taken(index), record)  # type: ignore[arg-type]
+            self._reserve(start, start + count)
+            self._columns.copy_fixed(slot, rows, index)
+            return self._commit(start, start + count, record)
 
     def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
         start, count = self._header.head, len(arrays[0])
@@ -438,9 +451,12 @@ class Engine:
         ``slots`` may be one such array for every column.
         """
         columns = self.columns()
-        places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
-        found = self._pool.arrays(places[0].shape)
-        for column, where, out in zip(columns, places, found, strict=True):
+        if isinstance(slots, np.ndarray):
+            found, room = self._pool.room(slots.shape)
+            self._columns.take(slots, found, room)
+            return found
+        found = self._pool.arrays(slots[0].shape)
+        for column, where, out in zip(columns, slots, found, strict=True):
             # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
             column.take(where, axis=0, out=out, mode="clip")
         return found

@@ -17,6 +17,19 @@ _LARGEST_NBYTES = 2**30
 _HELD_BY_THE_POOL = max(map(sys.getrefcount, [np.empty(0)]))
 
 
+class Room:
+    """Memory for one array a column, which stays where it is."""
+
+    __slots__ = ("addresses", "arrays", "of", "table")
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self.arrays = arrays
+        self.addresses = [array.ctypes.data for array in arrays]
+        self.table: bytes | None = None
+        """What the kernel has to know, to fill it from the columns ``of`` a storage."""
+        self.of: object = None
+
+
 class BufferPool:
     """Sets of arrays, one a column. New memory costs five times as much as used memory.
 
@@ -30,23 +43,27 @@ class BufferPool:
     def __init__(self, columns: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
         self._columns = columns
         self._row_nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in columns)
-        self._sets: dict[tuple[int, ...], list[list[np.ndarray]]] = {}
+        self._sets: dict[tuple[int, ...], list[Room]] = {}
         self._mutex = threading.Lock()
 
     def arrays(self, shape: tuple[int, ...]) -> list[np.ndarray]:
         """One array [*shape, ...] a column, with whatever values."""
+        return self.room(shape)[0]
+
+    def room(self, shape: tuple[int, ...]) -> tuple[list[np.ndarray], Room]:
+        """The same, and what is known of their memory."""
         with self._mutex:
             sets = self._sets_of(shape)
-            for arrays in sets:
-                if max(map(sys.getrefcount, arrays)) <= _HELD_BY_THE_POOL:
-                    return arrays.copy()
-            arrays = [np.empty((*shape, *rest), dtype) for dtype, rest in self._columns]
+            for room in sets:
+                if max(map(sys.getrefcount, room.arrays)) <= _HELD_BY_THE_POOL:
+                    return room.arrays.copy(), room
+            room = Room([np.empty((*shape, *rest), dtype) for dtype, rest in self._columns])
             nbytes = self._row_nbytes * math.prod(shape)
             if len(sets) < _MOST_SETS and nbytes * (len(sets) + 1) <= _LARGEST_NBYTES:
-                sets.append(arrays)
-            return arrays.copy()
+                sets.append(room)
+            return room.arrays.copy(), room
 
-    def _sets_of(self, shape: tuple[int, ...]) -> list[list[np.ndarray]]:
+    def _sets_of(self, shape: tuple[int, ...]) -> list[Room]:
         sets = self._sets.get(shape)
         if sets is None:
             if len(self._sets) >= _MOST_SHAPES:

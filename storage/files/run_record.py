@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 
@@ -24,19 +25,6 @@ class RunRecord:
     """Trajectories that go on behind the rows."""
     next_id: int
     """Larger than any trajectory id so far; a damaged record may say any number."""
-
-    def payload(self) -> bytes:
-        """The record as a storage takes it."""
-        record = {
-            "first_row_of_run": self.first_row,
-            "stored_before": self.stored_before,
-            "seed": self.seed,
-            "incarnation": self.incarnation,
-            "ledger": self.ledger,
-            "open": self.open,
-            "next_id": self.next_id,
-        }
-        return json.dumps(record).encode()
 
     @classmethod
     def parse(cls, record: tuple[int, bytes] | None) -> Self | None:
@@ -63,6 +51,25 @@ class RunRecord:
         """Whether nothing is missing that a run needs to be continued, or cannot be."""
         numbers = (self.first_row, self.stored_before, self.seed, self.incarnation, self.open)
         return all(0 <= number < 2**62 for number in (*numbers, *self.ledger.values()))
+
+
+@lru_cache
+def record_bytes(counts: tuple[str, ...]) -> bytes:
+    """A record as a storage takes it, with a place for each of its numbers, in this order.
+
+    ``counts`` are the names of those in the ledger. Numbers are put in with ``%``: a record goes
+    with every commit, which may be one step of an environment.
+    """
+    record = {
+        "first_row_of_run": 0,
+        "stored_before": 0,
+        "seed": 0,
+        "incarnation": 0,
+        "ledger": dict.fromkeys(counts, 0),
+        "open": 0,
+        "next_id": 0,
+    }
+    return json.dumps(record).replace("%", "%%").replace(": 0", ": %d").encode()
 
 
 def is_count(value: Any) -> bool:

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
+from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidSchema,
@@ -315,6 +316,16 @@ class RowWriter:
                 span = reader.running().append(arrays, record, watch)
             if watch is not None:
                 watch.settle(span.stop)
+            self._staged = None
+            return span
+
+    def write_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
+        """As `DiskStorage.extend_fixed`."""
+        reader = self.reader
+        with self.turn:
+            if reader.ring:
+                reader.trajectory_index.make_way(reader, index)
+            span = reader.running().append_fixed(rows, index, record)
             self._staged = None
             return span
 

@@ -105,7 +105,10 @@ class TrajectoryIndex:
         return bool((ids == line["id"]).all())
 
     def make_way(self, reader: RowReader, rows: Any) -> None:
-        """Count what a batch of rows will overwrite in a ring, if anybody wants to know."""
+        """Count what a batch of rows, or an index of them, will overwrite in a ring.
+
+        If anybody wants to know.
+        """
         episodes = self._episodes
         if episodes is not None and reader.head + _length(rows) - episodes.seen > reader.ring:
             with contextlib.suppress(CorruptStorage):  # whoever asks for the table is told
@@ -154,7 +157,7 @@ def _require(reader: RowReader, keys: tuple[Key, ...]) -> None:
 
 def _length(rows: Any) -> int:
     """Rows of a batch; 0 of what is none, which will be refused."""
-    if not isinstance(rows, TensorDictBase):
+    if not isinstance(rows, (TensorDictBase, range, np.ndarray)):
         rows = next(iter(rows.values()), ()) if isinstance(rows, Mapping) else ()
     try:
         return len(rows)

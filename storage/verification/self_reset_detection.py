@@ -144,6 +144,11 @@ class SelfResets:
         return self.verdict in (Verdict.FINE, Verdict.SELF_RESET)
 
     @property
+    def curious(self) -> bool:
+        """Rows in mid-trajectory are looked at, too."""
+        return self._quota > 0
+
+    @property
     def likely(self) -> bool:
         """Too few ends for a verdict, at least 4, agree that the environment resets itself."""
         seen = self.seen

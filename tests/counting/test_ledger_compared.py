@@ -21,6 +21,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches import assembly, writer
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.slab_rows import SlabPart
 from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
 from tallyroll.collector.rollout.source import Block
@@ -108,13 +109,18 @@ def part_of(rows: list[int], part: Part) -> Part:
     return Part({key: column[at] for key, column in part.rows.items()}, {})
 
 
-def part_without(part: Part) -> Part:
+def part_without(part: Part | SlabPart) -> Part | SlabPart:
     """The last row is no more."""
+    if isinstance(part, SlabPart):
+        return replace(part, index=np.asarray(part.index)[:-1])
     return part_of([], part)
 
 
-def part_twice(part: Part) -> Part:
+def part_twice(part: Part | SlabPart) -> Part | SlabPart:
     """The last row comes again."""
+    if isinstance(part, SlabPart):
+        index = np.asarray(part.index)
+        return replace(part, index=np.append(index, index[-1:]))
     return part_of([*range(len(part)), -1], part)
 
 
@@ -218,11 +224,14 @@ def test_nothing_of_it_is_in_a_replay_buffer(step: Step, what: str) -> None:
     assert len(buffer) == rows == BATCH
 
 
-def test_a_storage_that_takes_fewer_rows_than_it_is_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "lanes"), [("extend", 2), ("extend_fixed", BATCH)])
+def test_a_storage_that_takes_fewer_rows_than_it_is_given(
+    way: str, lanes: int, tmp_path: Path
+) -> None:
     with (
         tampered("sink", "lost"),
         SyncCollector(
-            OracleTorchEnv(LANES, LENGTHS),
+            OracleTorchEnv(lanes, LENGTHS),
             frames_per_batch=BATCH,
             total_frames=50,
             storage=tmp_path / "rows",
@@ -230,10 +239,10 @@ def test_a_storage_that_takes_fewer_rows_than_it_is_given(tmp_path: Path) -> Non
     ):
         storage = collector._writer._direct
         assert storage is not None
-        original = storage.extend
+        original = getattr(storage, way)
         with (
-            patch.object(storage, "extend", lambda rows, **kwargs: original(rows, **kwargs)[:-1]),
-            pytest.raises(LedgerError, match="to the storage, got 9"),
+            patch.object(storage, way, lambda *rows, **kwargs: original(*rows, **kwargs)[:-1]),
+            pytest.raises(LedgerError, match="the storage"),
         ):
             next(iter(collector))
 

@@ -112,10 +112,7 @@ def test_rows_are_numbered_as_a_plain_loop_numbers_them(
         assert numbers.traj_ids.tolist() == ids
         assert numbers.step.tolist() == steps
         told = zip(
-            numbers.end_row.tolist(),
-            numbers.returns.tolist(),
-            numbers.lengths.tolist(),
-            numbers.first_versions.tolist(),
+            *(each.tolist() for each in numbers.ended),
             strict=True,
         )
         assert list(told) == episodes

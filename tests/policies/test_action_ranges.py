@@ -15,6 +15,7 @@ from torchrl.data import Bounded
 from tallyroll.collector import GymnasiumVectorEnv
 from tallyroll.collector.errors import PolicyError, SpaceError
 from tallyroll.collector.policies.random_actions import RandomActions, block_draw
+from tallyroll.collector.policies.slot_rng import SlotRng
 
 from collect_kit import collect, joined
 from worker_kit import in_threads, start, through
@@ -91,7 +92,7 @@ BUDGET = {"frames_per_batch": 100, "total_frames": 200, "seed": 0}
 def test_random_actions_cover_the_space(case: str, by: str) -> None:
     _, low, high = SPACES[case]
     env = GymnasiumVectorEnv(vec(case))
-    policy = None if by == "blocks" else RandomActions(env, np.random.default_rng(0))
+    policy = None if by == "blocks" else RandomActions(env, SlotRng(0))
     actions = joined(collect(env, policy, **BUDGET)[0])["action"].numpy().reshape(200, -1)
     low, high = (np.asarray(bound).reshape(-1).astype(object) for bound in (low, high))
     for column, least, most in zip(actions.T, low, high, strict=True):

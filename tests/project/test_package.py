@@ -69,12 +69,21 @@ def run(*command: object, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
+KERNEL = "tallyroll/storage/engine/_kernel.abi3.so"
+"""What is compiled, where there is a compiler."""
+
+
+def copy_to(tree: Path) -> None:
+    """A copy of the project, without what was built."""
+    skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, tree, ignore=skip, dirs_exist_ok=True)
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel built from it, of a copy of the tree."""
     tree = tmp_path_factory.mktemp("tree")
-    skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, tree, ignore=skip, dirs_exist_ok=True)
+    copy_to(tree)
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, cwd=tree)
     return out
@@ -99,9 +108,31 @@ def source_files() -> set[str]:
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     code = {name for name in names if ".dist-info/" not in name}
-    assert code == source_files()
+    assert code - {KERNEL} == source_files()
+    assert (KERNEL in code) == (shutil.which("cc") is not None)
     assert {"tallyroll/collector/py.typed", "tallyroll/storage/py.typed"} <= code
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_without_a_compiler_it_installs_and_collects(tmp_path: Path) -> None:
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    copy_to(tree)
+    build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree)
+    run(*build, cwd=tree, CC=str(tmp_path / "no compiler"))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert KERNEL not in zipfile.ZipFile(wheel).namelist()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--target", site, wheel, cwd=tmp_path)
+    told = run(
+        sys.executable,
+        "-c",
+        "import tallyroll.storage.engine.kernel as k; from tallyroll.collector import *\n"
+        "with SyncCollector('CartPole-v1', frames_per_batch=4, total_frames=9, storage='s') as c:\n"
+        "    print(k.kernel, k.__file__, c.collect(4), c.collect(99))",
+        cwd=tmp_path,
+        PYTHONPATH=str(site),
+    )
+    assert told.split() == ["None", str(site / "tallyroll/storage/engine/kernel.py"), "4", "5"]
 
 
 def test_the_sdist_holds_what_the_gate_needs(dist: Path) -> None:

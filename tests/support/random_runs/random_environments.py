@@ -35,6 +35,10 @@ from random_habits import one_lane
 from random_lanes import LaneKind, Reuse, World
 from random_spaces import Array, Key, leaves
 
+# TorchRL looks for further packages with its first environment, and keeps the error of one that is
+# missing, with all that the frames of its traceback refer to.
+GymWrapper(gym.make("CartPole-v1")).close()
+
 System = Literal["sync", "async", "native", "torch", "one", "wrapper", "serial", "parallel"]
 VECTORS = ("sync", "async", "native")
 

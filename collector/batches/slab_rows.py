@@ -1,0 +1,294 @@
+"""Rows as they stand in a slab, which go from there straight into a storage.
+
+What a collector adds to the columns of a slab (ids, steps, …) lies beside it in columns of the same
+slots. So all columns of a row have one index, and a storage copies them by address.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tallyroll.collector.batches.rows import Rows
+from tallyroll.collector.counting.episode_log import EPISODE, episodes_of
+from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.kernel import Kernel, kernel, table_of
+from tallyroll.storage.rows.keys import (
+    DONE,
+    LANE,
+    NEXT_VALID,
+    POLICY_VERSION,
+    STEP,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+)
+from tallyroll.storage.rows.schema import Schema
+
+FEW_SLOTS = 4
+"""So few are numbered slot by slot: that takes less time than to put them lane by lane."""
+
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+Array = NDArray[Any]
+Numbered = tuple[list[NDArray[np.intp]], list[Ended]]
+"""First rows of episodes, and episodes that ended, by the slots of a slab."""
+
+
+class SlabRows:
+    """Every column of the rows of a slab ``[slots * lanes, ...]``.
+
+    Args:
+        slab: whose columns NumPy has, one behind the other (:meth:`fits`).
+        plan: of the slab.
+    """
+
+    def __init__(self, slab: Slab, plan: SlabPlan) -> None:
+        self.slab = slab
+        self.columns: dict[Key, Array] = {key: slab.flat[key] for key in plan.layout}
+        self._slots: dict[Key, Array] = {}
+        """Those that are filled here ``[slot, lane]``."""
+        shape = slab.slots, slab.lanes
+        for key, dtype in ((TRAJ_IDS, np.int64), (STEP, np.int64), (LANE, np.int32)):
+            self._slots[key] = np.zeros(shape, dtype)
+            self.columns[key] = self._slots[key].reshape(-1)
+        if slab.lane is None:
+            self._slots[LANE][:] = slab.first_lane + np.arange(slab.lanes)
+        self.columns[POLICY_VERSION] = slab.version.reshape(-1)
+        for key in (DONE, TRUNCATED):
+            if key not in self.columns:
+                self.columns[key] = np.zeros((slab.slots * slab.lanes, 1), np.bool_)
+            self._slots[key] = self.columns[key].reshape(shape)
+        self._terminated = self.columns[TERMINATED].reshape(shape)
+        self._makes_done, self._makes_truncated = (
+            DONE not in plan.layout,
+            TRUNCATED not in plan.layout,
+        )
+        if plan.lost_finals:
+            self._slots[NEXT_VALID] = np.zeros(shape, np.bool_)
+            self.columns[NEXT_VALID] = self._slots[NEXT_VALID].reshape(-1)
+        self._rewards = [self.columns[key].reshape(*shape, -1) for key in plan.rewards]
+        one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
+        self._payoff = self._rewards[0][..., 0] if one else None
+        self._fixed: FixedRows | None = None
+        self._state: LaneState | None = None
+
+    @staticmethod
+    def fits(slab: Slab, plan: SlabPlan) -> bool:
+        """Whether the columns of ``slab`` are such."""
+        return all(key in slab.flat for key in plan.layout)
+
+    def fixed(self, schema: Schema) -> FixedRows:
+        """The columns, as a storage of ``schema`` takes them."""
+        if self._fixed is None:
+            self._fixed = FixedRows(schema, self.columns)
+        return self._fixed
+
+    def part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
+        """Number the rows of ``block``, and move ``state`` past them.
+
+        ``by_lane``: they are wanted lane by lane, else slot by slot.
+        """
+        used, slab = block.used, self.slab
+        if kernel is not None and self._can_compile:
+            return self._compiled_part(kernel, block, state, by_lane=by_lane)
+        terminated, over = self._terminated[:used], self._slots[DONE][:used]
+        if self._makes_truncated:
+            np.greater(over, terminated, out=self._slots[TRUNCATED][:used])
+        if self._makes_done:
+            np.logical_or(terminated, self._slots[TRUNCATED][:used], out=over)
+        if NEXT_VALID in self._slots:
+            np.logical_not(over, out=self._slots[NEXT_VALID][:used])
+        few = slab.lane is None and used <= FEW_SLOTS
+        number = self._number_slots if few else self._number_block
+        begun, ended = number(block, state)
+        part = self._part(block, begun, self._episodes(ended), by_lane=by_lane)
+        begins = part.array(STEP) == 0
+        if begins.any():
+            part.next_id = int(part.array(TRAJ_IDS)[begins].max()) + 1
+        return part
+
+    def _part(
+        self,
+        block: Block,
+        begun: list[NDArray[np.intp]],
+        episodes: NDArray[np.void] | None,
+        *,
+        by_lane: bool,
+    ) -> "SlabPart":
+        used = block.used
+        index: RowIndex = block.index
+        in_order = used == 1 and self.slab.lane is None
+        if len(index) == block.taken.size and (in_order or not by_lane):
+            index = range(len(index))
+        elif used > 1 and not by_lane:
+            index = block.taken.reshape(-1).nonzero()[0]
+        if by_lane and not in_order and episodes is not None:
+            episodes = episodes[np.argsort(episodes["lane"], kind="stable")]
+        return SlabPart(self, index, begun, episodes)
+
+    # --- compiled ---------------------------------------------------------------------------------
+
+    @property
+    def _can_compile(self) -> bool:
+        reward = self._payoff
+        return self.slab.lane is None and reward is not None and reward.dtype in _FLOATS
+
+    def _compiled_part(
+        self, compiled: Kernel, block: Block, state: LaneState, *, by_lane: bool
+    ) -> "SlabPart":
+        if state is not self._state:
+            self._state, self._table = state, self._table_for(state)
+        taken = None if len(block) == block.taken.size else block.taken
+        found = compiled.number_slots(self._table, block.used, taken)
+        begun, ended = found >> 32, found & 0xFFFF_FFFF
+        part = self._part(
+            block,
+            [self._begun[:begun].copy()] if begun else [],
+            self._ended[:ended].copy() if ended else None,
+            by_lane=by_lane,
+        )
+        part.next_id = self._largest.item() + 1
+        return part
+
+    def _table_for(self, state: LaneState) -> bytes:
+        """What the kernel has to know, in the order of its words."""
+        slab, columns = self.slab, self.columns
+        size = slab.slots * slab.lanes
+        self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
+        self._ended = np.empty(size, EPISODE)
+        own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
+        arrays = (
+            *(own.traj_id, own.step, own.returns, own.first_version, own.length),
+            *(self._begun, self._ended, self._largest),
+        )
+        valid = self._slots.get(NEXT_VALID)
+        return table_of(
+            [
+                *(slab.lanes, state.lanes),
+                *(columns[key].ctypes.data for key in (TERMINATED, TRUNCATED, DONE)),
+                0 if valid is None else valid.ctypes.data,
+                *(int(self._makes_done), int(self._makes_truncated)),
+                *(reward.ctypes.data, int(reward.dtype == np.float64)),
+                *(columns[key].ctypes.data for key in (POLICY_VERSION, TRAJ_IDS, STEP, LANE)),
+                *(array.ctypes.data for array in arrays),
+            ]
+        )
+
+    # --- by NumPy ---------------------------------------------------------------------------------
+
+    def _episodes(self, ended: list[Ended]) -> NDArray[np.void] | None:
+        """What the log has of them."""
+        if not ended:
+            return None
+        every = ended[0] if len(ended) == 1 else map(np.concatenate, zip(*ended, strict=True))
+        at, returns, lengths, first = every
+        ids, lane, over, last = (
+            self.columns[key].reshape(-1).take(at)
+            for key in (TRAJ_IDS, LANE, TERMINATED, POLICY_VERSION)
+        )
+        return episodes_of(ids, lane, returns, lengths, over, first, last)
+
+    def _number_slots(self, block: Block, state: LaneState) -> Numbered:
+        lanes, whole = self.slab.lanes, len(block) == block.taken.size
+        state = state.part(self.slab.first_lane, lanes)
+        ids, step, over = self._slots[TRAJ_IDS], self._slots[STEP], self._slots[DONE]
+        reward, version = self._reward(block.used), self.slab.version
+        begun, ended = [], []
+        for at in range(block.used):
+            begins, over_here = number_slot(
+                state,
+                None if whole else block.taken[at],
+                over[at],
+                reward[at],
+                version[at],
+                ids[at],
+                step[at],
+            )
+            if begins is not None:
+                begun.append(begins.nonzero()[0] + at * lanes)
+            if over_here is not None:
+                ended.append(over_here._replace(at=over_here.at + at * lanes))
+        return begun, ended
+
+    def _number_block(self, block: Block, state: LaneState) -> Numbered:
+        index, over = block.index, self.columns[DONE].reshape(-1)
+        reward = self._reward(block.used).reshape(-1).take(index).astype(np.float64)
+        version = self.columns[POLICY_VERSION].take(index)
+        numbers = number(state, block.lane, over.take(index), reward, version)
+        self.columns[TRAJ_IDS][index] = numbers.traj_ids
+        self.columns[STEP][index] = numbers.step
+        if self.slab.lane is not None:
+            self.columns[LANE][index] = block.lane
+        at, returns, lengths, first = numbers.ended
+        at = index[at]
+        order = np.argsort(at)
+        ended = Ended(at[order], returns[order], lengths[order], first[order])
+        return [index[numbers.begun]], [ended]
+
+    def _reward(self, used: int) -> Array:
+        """One number a slot ``[used, lane]``: the sum over agents and objectives."""
+        if self._payoff is not None:
+            return self._payoff[:used]
+        total = np.zeros((used, self.slab.lanes))
+        for reward in self._rewards:
+            total += reward[:used].astype(np.float64).sum(axis=2)
+        return total
+
+
+@dataclass
+class SlabPart:
+    """Rows of a slab, which are numbered. They are gathered where somebody looks at them."""
+
+    table: SlabRows
+    index: RowIndex
+    begun: list[NDArray[np.intp]]
+    """First rows of episodes, as they stand in the columns of ``table``."""
+    episodes: NDArray[np.void] | None
+    """Those that ended, as the log has them; None: none did."""
+    next_id: int = 0
+    """One more than the largest id of trajectories that begin in it; 0 where none does."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.table.columns
+
+    def array(self, key: Key) -> Array:
+        """The rows of a column ``[row, ...]``, for a look."""
+        column, index = self.table.columns[key], self.index
+        if isinstance(index, range):
+            return column[index.start : index.stop]
+        return column.take(index, axis=0)
+
+    @property
+    def ends(self) -> int:
+        """Number of episodes that ended."""
+        return 0 if self.episodes is None else len(self.episodes)
+
+    def at(self, key: Key, where: NDArray[np.intp]) -> Array:
+        """Entries of a column that has one number a row, as ``begun`` has them."""
+        return self.table.columns[key].reshape(-1).take(where)
+
+    def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], Array], int]:
+        """What takes rows of a column, and the bytes of one."""
+        column, index = self.table.columns[key], np.asarray(self.index)
+        nbytes = column.itemsize * int(np.prod(column.shape[1:]))
+        return (lambda rows: column.take(index[rows], axis=0)), nbytes
+
+    def rows(self, keys: Iterable[Key]) -> Rows:
+        """Copies of some columns."""
+        index, columns = self.index, self.table.columns
+        if isinstance(index, range):
+            some = slice(index.start, index.stop)
+            return {key: torch.from_numpy(columns[key][some].copy()) for key in keys}
+        return {key: torch.from_numpy(columns[key].take(index, axis=0)) for key in keys}

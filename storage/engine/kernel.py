@@ -1,0 +1,67 @@
+"""Compiled functions for what is done with every step of small environments, where they are built.
+
+They do what Python and NumPy do elsewhere here, in one call where those take one a column; every
+use says what it stands for, and the same tests run with and without them. Where no compiler was
+found when the package was installed, `kernel` is None, and all goes the longer way; so it does
+where ``TALLYROLL_KERNEL=0`` is in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+
+class Kernel(Protocol):
+    """The functions. A table is what :func:`table_of` makes; its arrays must be kept alive."""
+
+    def copy_rows(self, table: bytes, slot: int, first: int, count: int, /) -> None:
+        """Copy rows ``[first, first + count)`` of each column to slots from ``slot`` on.
+
+        The table has three words a column: address of slot 0, address of row 0, bytes of a row.
+        """
+
+    def gather_rows(self, table: bytes, slot: int, index: np.ndarray, rows: int, /) -> None:
+        """The same of rows ``index``, contiguous intp [n], in their order.
+
+        Raises:
+            IndexError: one of them is not among the first ``rows``; nothing is copied.
+        """
+
+    def number_slots(self, table: bytes, slots: int, taken: np.ndarray | None, /) -> int:
+        """Number the rows of the first slots of a slab; see `SlabRows` for the table.
+
+        ``taken`` says which slots are rows, bool [slots, lane]; None: all. Returns how many
+        episodes began, times 2**32, and how many ended.
+        """
+
+    def are_inside(self, table: bytes, slots: int, /) -> bool:
+        """Whether all values of the first slots lie within bounds, NaN in none.
+
+        The table has five words a column: its address, what its numbers are (`KINDS`), how many
+        there are in a slot, and the addresses of the bounds of a slot.
+        """
+
+
+KINDS = {
+    np.dtype(kind): number
+    for number, kind in enumerate(("f4", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"))
+}
+"""The numbers of the dtypes that `Kernel.are_inside` knows."""
+
+
+def table_of(words: Iterable[int]) -> bytes:
+    """A table of these numbers."""
+    return np.fromiter(words, np.int64).tobytes()
+
+
+kernel: Kernel | None
+try:
+    from tallyroll.storage.engine import _kernel as kernel  # type: ignore[no-redef]
+except ImportError:
+    kernel = None
+if os.environ.get("TALLYROLL_KERNEL") == "0":
+    kernel = None

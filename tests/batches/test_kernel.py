@@ -1,0 +1,183 @@
+"""The compiled functions do what NumPy and Python do in their place."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tallyroll.collector.batches import slab_rows, value_checks
+from tallyroll.collector.batches.slab_rows import SlabRows
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.counting.transitions import first_in_slot_order
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.slab.slab import Slab, SlabColumn
+from tallyroll.storage.engine import kernel as compiled
+from tallyroll.storage.engine.kernel import KINDS, Kernel, table_of
+from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
+
+REWARD = ("next", "reward")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Kernel:
+    """The compiled functions, which are there wherever a compiler was."""
+    if compiled.kernel is None:
+        assert shutil.which("cc") is None, "there is a compiler, and no kernel was built"
+        pytest.skip("there is no compiler")
+    return compiled.kernel
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 4, 8, 12, 16, 32, 40, 5000])
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_rows_are_copied_and_gathered(kernel: Kernel, nbytes: int, count: int) -> None:
+    rng = np.random.default_rng(nbytes)
+    source = rng.integers(0, 256, (400, nbytes), np.uint8)
+    other = rng.integers(0, 256, (400, 8), np.uint8)
+    for index in (range(30, 30 + count), rng.permutation(400)[:count]):
+        targets = [np.zeros((count + 9, each.shape[1]), np.uint8) for each in (source, other)]
+        words = zip(
+            [each.ctypes.data for each in targets],
+            [source.ctypes.data, other.ctypes.data],
+            [nbytes, 8],
+            strict=True,
+        )
+        table = table_of(chain.from_iterable(words))
+        if isinstance(index, range):
+            kernel.copy_rows(table, 5, index.start, count)
+        else:
+            kernel.gather_rows(table, 5, index, 400)
+        for target, rows in zip(targets, (source, other), strict=True):
+            assert (target[5 : 5 + count] == rows[np.asarray(index)]).all()
+            assert not target[:5].any()
+            assert not target[5 + count :].any()
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@given(data=st.data())
+def test_values_are_inside_as_numpy_says(kernel: Kernel, dtype: Any, data: st.DataObject) -> None:
+    slots, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    special = [-np.inf, np.inf, np.nan] if dtype.kind == "f" else []
+    low, high = (0, 9) if dtype.kind == "u" else (-9, 9)
+    numbers = st.integers(low, high) | st.sampled_from(special or [low])
+    draw = st.lists(numbers, min_size=slots * count, max_size=slots * count)
+    values = np.array(data.draw(draw), dtype).reshape(slots, count)
+    bounds = np.array(data.draw(draw) + data.draw(draw), dtype)[: 2 * count].reshape(2, count)
+    bounds = np.sort(bounds, axis=0)
+    words = [values.ctypes.data, KINDS[dtype], count, bounds[0].ctypes.data, bounds[1].ctypes.data]
+    told = kernel.are_inside(table_of(words), slots)
+    assert told == bool(((values >= bounds[0]) & (values <= bounds[1])).all())
+
+
+def test_what_it_does_not_know_is_left_to_others(kernel: Kernel) -> None:
+    values = np.zeros(1, np.float16)
+    words = [values.ctypes.data, KINDS.get(values.dtype, -1), 1, 0, 0]
+    assert not kernel.are_inside(table_of(words), 1)
+    assert kernel.are_inside(b"", 3)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def plan_of(lost: bool, made: str, reward: torch.dtype) -> SlabPlan:
+    flag = SlabColumn(torch.bool, (1,))
+    layout = {REWARD: SlabColumn(reward, (1,)), TERMINATED: flag}
+    layout |= {DONE: flag} if made == "truncated" else {TRUNCATED: flag}
+    nothing: dict[str, Any] = {"batch_dims": {}, "in_place": True, "reset_slots": False}
+    return SlabPlan(layout, (), (), False, (REWARD,), lost, (), (), **nothing, marked=False)
+
+
+@given(data=st.data())
+def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
+    lanes, first = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0, 2]))
+    slots = data.draw(st.integers(1, 9))
+    plan = plan_of(
+        data.draw(st.booleans()),
+        data.draw(st.sampled_from(["truncated", "done"])),
+        data.draw(st.sampled_from([torch.float32, torch.float64])),
+    )
+    slab = plan.slab(slots, lanes, first_lane=first)
+    run_lanes = first + lanes + 1
+    states = [LaneState.fresh(run_lanes, 100) for _ in range(2)]
+    tables = [SlabRows(slab, plan) for _ in range(2)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        used = data.draw(st.integers(1, slots))
+        by_lane = data.draw(st.booleans())
+        _fill(slab, rng)
+        marks = slab.transitions[:used]
+        marks[:] = rng.random(marks.shape) < data.draw(st.sampled_from([0.6, 1.0]))
+        want = data.draw(st.integers(0, used * lanes))
+        block = Block.of(slab, first_in_slot_order(marks, want), want)
+        if not len(block):
+            continue
+        parts = []
+        for table, state, by in zip(tables, states, (None, kernel), strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(slab_rows, "kernel", by)
+                parts.append(table.part(block, state, by_lane=by_lane))
+        _assert_alike(*parts)
+        for name in ("traj_id", "step", "returns", "first_version", "length"):
+            one, other = (getattr(state, name) for state in states)
+            assert np.allclose(one, other), name
+
+
+def _fill(slab: Slab, rng: np.random.Generator) -> None:
+    for array in slab.arrays.values():
+        array[:] = (
+            rng.random(array.shape) < 0.3 if array.dtype == np.bool_ else rng.random(array.shape)
+        )
+    if DONE in slab.arrays:
+        slab.arrays[TERMINATED] &= slab.arrays[DONE]
+    slab.version[:] = rng.integers(-1, 3, slab.version.shape)
+
+
+def _assert_alike(one: Any, other: Any) -> None:
+    assert list(one.index) == list(other.index)
+    assert one.next_id == other.next_id
+    assert one.ends == other.ends
+    for key in (TRAJ_IDS, STEP, DONE, TRUNCATED, TERMINATED, NEXT_VALID):
+        assert (key in one) == (key in other)
+        if key in one:
+            assert (one.array(key) == other.array(key)).all(), key
+    begun = [np.sort(np.concatenate([*part.begun, np.zeros(0, np.intp)])) for part in (one, other)]
+    assert (begun[0] == begun[1]).all()
+    if one.ends:
+        for name in one.episodes.dtype.names:
+            assert np.allclose(*(np.sort(each.episodes[name]) for each in (one, other))), name
+
+
+# --- without them ---------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
+    anything: Any = kernel
+    with pytest.raises(TypeError):
+        anything.copy_rows(b"")
+    with pytest.raises(ValueError, match="too short"):
+        anything.copy_rows(b"12345678", 0, 0, 1)
+    with pytest.raises(ValueError, match="too short"):
+        anything.number_slots(bytes(64), 1, None)
+    with pytest.raises(TypeError):
+        anything.are_inside("text", 1)
+    for wrong in ([0, 4], [-1, 0], [2**62, 1]):
+        with pytest.raises(IndexError):
+            anything.gather_rows(bytes(24), 0, np.array(wrong), 4)
+
+
+def test_all_uses_are_of_one_name() -> None:
+    for module in (slab_rows, value_checks):
+        assert module.kernel is compiled.kernel
