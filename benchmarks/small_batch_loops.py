@@ -1,0 +1,487 @@
+"""Whole off-policy loops around one learner: a vector step, sampled rows, a gradient step."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from common import Contender, Tally
+from gymnasium.vector import AutoresetMode
+from loops import ENV_ID, Case, Work, make_vector_env
+from peers import installed
+from small_batch_steps import (
+    COLLECT,
+    RAW,
+    bare_vector,
+    one_process,
+    stable_baselines3,
+    stable_baselines3_step,
+    torchrl_parts,
+    touched_buffer,
+)
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHEETAH, PENDULUM = "HalfCheetah-v5", "Pendulum-v1"
+DISCOUNT, FOLLOW, TEMPERATURE = 0.99, 0.005, 0.2
+EPSILON, STEP_SIZE = 1.0, 0.0
+"""As in the first step of training, however long it goes on: who is faster would else be ahead in
+learning, have longer episodes and fewer resets. What is computed is the same."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loop to run.
+
+    Args:
+        name: for the command line.
+        algorithm: ``dqn`` or ``sac``.
+        env_id: Gymnasium's.
+        lanes: of the vector.
+        steps: vector steps in an ``advance``.
+        sampled: rows after each vector step.
+        learns: whether a gradient step follows.
+    """
+
+    name: str
+    algorithm: str
+    env_id: str
+    lanes: int
+    steps: int = 16
+    sampled: int = 256
+    learns: bool = True
+
+    @property
+    def case(self) -> Case:
+        """The environment, and the vector steps of an ``advance``."""
+        return Case(
+            self.name,
+            lanes=self.lanes,
+            native=False,
+            frames=self.steps * self.lanes,
+            env_id=self.env_id,
+        )
+
+    def without_mujoco(self) -> Task:
+        """The same with another environment of continuous actions."""
+        return replace(self, env_id=PENDULUM)
+
+    def learner(self) -> Learner:
+        """A new one, with the same weights every time."""
+        torch.manual_seed(0)
+        env = gym.make(self.env_id)
+        try:
+            return (Dqn if self.algorithm == "dqn" else Sac)(env)
+        finally:
+            env.close()
+
+
+TASKS = (
+    Task("dqn1", "dqn", ENV_ID, lanes=1),
+    Task("dqn8", "dqn", ENV_ID, lanes=8),
+    Task("sac1", "sac", CHEETAH, lanes=1),
+    Task("sac8", "sac", CHEETAH, lanes=8),
+)
+
+
+class Rows(NamedTuple):
+    """Sampled rows, in the types and the trailing dimensions of whoever sampled them."""
+
+    observation: torch.Tensor
+    action: torch.Tensor
+    following: torch.Tensor
+    reward: torch.Tensor
+    terminated: torch.Tensor
+
+
+def network(inputs: int, outputs: int, hidden: int) -> nn.Sequential:
+    """Two hidden layers."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, outputs),
+    )
+
+
+def adam(*modules: nn.Module) -> torch.optim.Optimizer:
+    """One optimiser for the parameters of all."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return torch.optim.Adam(parameters, lr=STEP_SIZE, fused=True)
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """Make one gradient step."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+class Learner:
+    """Networks, a gradient step, and the module that chooses actions.
+
+    ``actor`` takes observations ``[lanes, ...]`` and returns actions ``[lanes, ...]``.
+    """
+
+    actor: nn.Module
+
+    @abstractmethod
+    def update(self, rows: Rows) -> None:
+        """Make a gradient step on ``rows``."""
+
+    def follow(self, target: nn.Module, online: nn.Module) -> None:
+        """Move the target network a little."""
+        with torch.no_grad():
+            torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), FOLLOW)
+
+
+class EpsilonGreedy(nn.Module):
+    """The best action, or now and then any."""
+
+    def __init__(self, values: nn.Module, actions: int) -> None:
+        """Choose by the network ``values`` among so many ``actions``."""
+        super().__init__()
+        self.values, self.actions = values, actions
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        """Return one action a lane, int64."""
+        best = self.values(observation.float()).argmax(-1)
+        chance = torch.rand(best.shape)
+        return torch.where(chance < EPSILON, torch.randint_like(best, self.actions), best)
+
+
+class Dqn(Learner):
+    """Values of actions by 64x64, and a target network that follows."""
+
+    def __init__(self, env: gym.Env) -> None:
+        """Build the networks for the spaces of ``env``."""
+        actions = int(env.action_space.n)
+        self.values = network(env.observation_space.shape[0], actions, 64)
+        self.target = copy.deepcopy(self.values).requires_grad_(False)
+        self.actor = EpsilonGreedy(self.values, actions)
+        self.optimizer = adam(self.values)
+
+    def update(self, rows: Rows) -> None:
+        """One step towards the target's best value."""
+        with torch.no_grad():
+            best = self.target(rows.following.float()).amax(-1)
+            goes_on = 1 - rows.terminated.reshape(-1).float()
+            wanted = rows.reward.reshape(-1).float() + DISCOUNT * goes_on * best
+        value = self.values(rows.observation.float()).gather(-1, rows.action.reshape(-1, 1))
+        descend(self.optimizer, functional.smooth_l1_loss(value.squeeze(-1), wanted))
+        self.follow(self.target, self.values)
+
+
+class SquashedNormal(nn.Module):
+    """A tanh of normal draws around what a network says."""
+
+    def __init__(self, inputs: int, space: gym.spaces.Box) -> None:
+        """Build a network of 256x256 for actions of ``space``, which is symmetric."""
+        super().__init__()
+        self.layers = network(inputs, 2 * space.shape[0], 256)
+        self.register_buffer("scale", torch.from_numpy(space.high.copy()))
+
+    def draw(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return actions and the logarithm of their densities."""
+        mean, spread = self.layers(observation.float()).chunk(2, -1)
+        spread = spread.clamp(-5, 2)
+        noise = torch.randn_like(mean)
+        squashed = torch.tanh(mean + spread.exp() * noise)
+        density = -spread - noise.square() / 2 - torch.log1p(1e-6 - squashed.square())
+        return squashed * self.scale, density.sum(-1)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        """Return one action a lane."""
+        return self.draw(observation)[0]
+
+
+class Sac(Learner):
+    """An actor and two critics of 256x256, two targets that follow, a fixed temperature."""
+
+    def __init__(self, env: gym.Env) -> None:
+        """Build the networks for the spaces of ``env``."""
+        observations, actions = env.observation_space.shape[0], env.action_space.shape[0]
+        self.actor = SquashedNormal(observations, env.action_space)
+        self.critics = nn.ModuleList(network(observations + actions, 1, 256) for _ in range(2))
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.of_actor, self.of_critics = adam(self.actor), adam(self.critics)
+
+    def update(self, rows: Rows) -> None:
+        """One step of the critics and one of the actor."""
+        observation, following = rows.observation.float(), rows.following.float()
+        with torch.no_grad():
+            action, density = self.actor.draw(following)
+            after = self.least(self.targets, following, action) - TEMPERATURE * density
+            goes_on = 1 - rows.terminated.reshape(-1).float()
+            wanted = rows.reward.reshape(-1).float() + DISCOUNT * goes_on * after
+        pair = torch.cat((observation, rows.action), -1)
+        values = [critic(pair).squeeze(-1) for critic in self.critics]
+        descend(self.of_critics, sum(functional.mse_loss(value, wanted) for value in values))
+        action, density = self.actor.draw(observation)
+        value = self.least(self.critics, observation, action)
+        descend(self.of_actor, (TEMPERATURE * density - value).mean())
+        self.follow(self.targets, self.critics)
+
+    def least(
+        self, critics: nn.ModuleList, observation: torch.Tensor, action: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the lower one of two values."""
+        pair = torch.cat((observation, action), -1)
+        first, second = (critic(pair).squeeze(-1) for critic in critics)
+        return torch.minimum(first, second)
+
+
+class Loop(Contender):
+    """Vector steps, each followed by sampled rows and, if the task says so, a gradient step."""
+
+    def __init__(self, task: Task) -> None:
+        """Build a learner of its own."""
+        self.task, self.learner = task, task.learner()
+        self.actor = self.learner.actor
+
+    @abstractmethod
+    def step(self) -> None:
+        """Make a vector step and store its transitions."""
+
+    @abstractmethod
+    def sample(self) -> Rows:
+        """Return random rows of what is stored."""
+
+    def learnt(self) -> None:
+        """Hand on what was learnt, where that takes a call."""
+        return
+
+    def advance(self) -> None:
+        """Run the loop for some vector steps."""
+        learner = self.learner if self.task.learns else None
+        for _ in range(self.task.steps):
+            self.step()
+            rows = self.sample()
+            if learner is not None:
+                learner.update(rows)
+                self.learnt()
+
+    def tally(self) -> Tally:
+        """Every slot is a transition: nobody here takes slots for resets."""
+        return Tally(self.task.steps * self.task.lanes, self.task.steps)
+
+    def act(self, observation: np.ndarray) -> np.ndarray:
+        """Choose actions without a TensorDict."""
+        with torch.no_grad():
+            return self.actor(torch.from_numpy(observation)).numpy()
+
+
+class Raw(Loop):
+    """Steps, and rows gathered by NumPy from arrays that never change: nothing is stored."""
+
+    name = RAW
+
+    def __init__(self, task: Task, ring: int) -> None:
+        """Build the vector and five arrays of ``ring`` rows."""
+        super().__init__(task)
+        self.env, self.ring = bare_vector(task.case), ring
+        self.observation, _ = self.env.reset(seed=0)
+        observation, action = self.env.single_observation_space, self.env.single_action_space
+        self.arrays = [
+            np.zeros((ring, *shape), dtype)
+            for shape, dtype in (
+                (observation.shape, observation.dtype),
+                (action.shape, action.dtype),
+                (observation.shape, observation.dtype),
+                ((1,), np.float32),
+                ((1,), np.bool_),
+            )
+        ]
+
+    def step(self) -> None:
+        """Step, reset by mask."""
+        self.observation, _, terminated, truncated, _ = self.env.step(self.act(self.observation))
+        ended = terminated | truncated
+        if ended.any():
+            self.observation, _ = self.env.reset(options={"reset_mask": ended})
+
+    def sample(self) -> Rows:
+        """Gather."""
+        index = np.random.randint(self.ring, size=self.task.sampled)
+        return Rows(*(torch.from_numpy(array.take(index, 0)) for array in self.arrays))
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+
+class Tallyroll(Loop):
+    """``collector.collect(lanes)`` and ``storage.get``."""
+
+    name = COLLECT
+
+    def __init__(self, task: Task, scratch: Path, ring: int) -> None:
+        """Build the collector and fill its ring."""
+        super().__init__(task)
+        policy = policy_of(self.actor)
+        self.inner = one_process(Work(task.case, task.algorithm, scratch), policy, ring)
+        self.collector, self.storage = self.inner.collector, self.inner.storage
+
+    def step(self) -> None:
+        """Collect."""
+        self.collector.collect(self.task.lanes)
+
+    def sample(self) -> Rows:
+        """Get random rows."""
+        storage = self.storage
+        return rows_of(storage.get(torch.randint(len(storage), (self.task.sampled,))))
+
+    def learnt(self) -> None:
+        """Count the version of the weights up."""
+        self.collector.update_policy_weights_()
+
+    def close(self) -> None:
+        """Shut the collector down."""
+        self.inner.close()
+
+
+def policy_of(actor: nn.Module) -> TensorDictModule:
+    """The actor over TensorDicts."""
+    return TensorDictModule(actor, in_keys=["observation"], out_keys=["action"])
+
+
+def rows_of(data: Any) -> Rows:
+    """Take the columns that are learnt from out of a TensorDict."""
+    following = data.get("next")
+    return Rows(
+        data.get("observation"),
+        data.get("action"),
+        following.get("observation"),
+        following.get("reward"),
+        following.get("terminated"),
+    )
+
+
+class StableBaselines3Loop(Loop):
+    """Over ``ReplayBuffer.sample`` of Stable-Baselines3."""
+
+    buffer: Any
+
+    def sample(self) -> Rows:
+        """Sample."""
+        found = self.buffer.sample(self.task.sampled)
+        return Rows(
+            found.observations,
+            found.actions,
+            found.next_observations,
+            found.rewards,
+            found.dones,
+        )
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+
+class StableBaselines3(StableBaselines3Loop):
+    """Its vector and its buffer: its off-policy loop without callbacks and statistics."""
+
+    name = "Stable-Baselines3"
+
+    def __init__(self, task: Task, ring: int) -> None:
+        """Build the environment and the buffer."""
+        super().__init__(task)
+        self.env, self.buffer = stable_baselines3(task.case, ring)
+        self.observation = self.env.reset()
+
+    def step(self) -> None:
+        """Step and store."""
+        self.observation = stable_baselines3_step(
+            self.env, self.buffer, self.observation, self.act(self.observation)
+        )
+
+
+class CleanRL(StableBaselines3Loop):
+    """Gymnasium's vector, Stable-Baselines3's buffer, plain torch, as CleanRL's scripts.
+
+    SAME_STEP, so that the final observation is among the infos. No statistics of episodes.
+    """
+
+    name = "CleanRL"
+
+    def __init__(self, task: Task, ring: int) -> None:
+        """Build the environment and the buffer."""
+        from stable_baselines3.common.buffers import ReplayBuffer
+
+        super().__init__(task)
+        env = self.env = make_vector_env(task.case, AutoresetMode.SAME_STEP)
+        self.buffer = touched_buffer(
+            ReplayBuffer,
+            env.single_observation_space,
+            env.single_action_space,
+            task.case,
+            ring,
+            handle_timeout_termination=False,
+        )
+        self.observation, _ = env.reset(seed=0)
+
+    def step(self) -> None:
+        """Step and store, with the final observation where an episode ended."""
+        action = self.act(self.observation)
+        following, reward, terminated, truncated, infos = self.env.step(action)
+        stored = following.copy()
+        ended = terminated | truncated
+        if ended.any():
+            for lane in np.flatnonzero(ended):
+                stored[lane] = infos["final_obs"][lane]
+        self.buffer.add(self.observation, stored, action, reward, terminated, infos)
+        self.observation = following
+
+
+class TorchRL(Loop):
+    """Its collector in batches of one vector step, and a ``TensorDictReplayBuffer``."""
+
+    def __init__(self, task: Task, scratch: Path, ring: int, *, memmap: bool) -> None:
+        """Build the collector and fill the buffer."""
+        super().__init__(task)
+        self.name = f"TorchRL + {'LazyMemmapStorage' if memmap else 'LazyTensorStorage'}"
+        work = Work(task.case, task.algorithm, scratch)
+        self.collector, self.batches, self.buffer = torchrl_parts(
+            work, policy_of(self.actor), ring, memmap=memmap, batch_size=task.sampled
+        )
+
+    def step(self) -> None:
+        """Collect and store."""
+        self.buffer.extend(next(self.batches).reshape(-1))
+
+    def sample(self) -> Rows:
+        """Sample."""
+        return rows_of(self.buffer.sample())
+
+    def close(self) -> None:
+        """Shut the collector down."""
+        self.collector.shutdown()
+
+
+def contenders(
+    task: Task, scratch: Path, ring: int, *, peers: bool
+) -> tuple[list[Contender], list[str]]:
+    """Return all of them, the raw loop first, and remarks on those left out."""
+    found: list[Contender] = [Raw(task, ring), Tallyroll(task, scratch, ring)]
+    if not peers:
+        return found, []
+    theirs, remarks = installed(
+        {
+            "Stable-Baselines3": partial(StableBaselines3, task, ring),
+            "CleanRL": partial(CleanRL, task, ring),
+            "TorchRL, tensors": partial(TorchRL, task, scratch, ring, memmap=False),
+            "TorchRL, memmap": partial(TorchRL, task, scratch, ring, memmap=True),
+        }
+    )
+    return found + theirs, remarks
