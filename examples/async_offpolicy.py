@@ -7,9 +7,9 @@ steps they fill shared memory, and stop only where two leases of theirs, half a 
 there unread. So the weights that chose an action are somewhat old when its transition arrives, but
 never older than that: ``policy_version``, a column of every row, says which they were, and the
 last lines sum it up. Rows come as they come; the total is exact all the same, and so is the random
-opening. Each batch goes into a ring on disk, from which ``n_step`` follows every sampled transition
-along its lane. The rest is dqn.py. The data of a seed differ from run to run: they depend on which
-worker is first.
+opening. ``collect(n)`` puts the next n into a ring on disk, from which ``n_step`` follows every
+sampled transition along its lane. The rest is dqn.py. The data of a seed differ from run to run:
+they depend on which worker is first.
 
 Solved is a mean return of at least 475 over 100 whole episodes with the weights that the last
 update left. Measured with the defaults, which were settled on the seeds 11, 12 and 13:
@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import TensorDictSequential
 from torch import nn
@@ -64,7 +65,7 @@ class Args:
     frames_per_batch: int = option(256, "transitions between two updates of the workers' weights")
     random_frames: int = option(2000, "transitions with random actions at the start, exactly")
     ring: int = option(50_000, "transitions that are kept")
-    updates: int = option(32, "gradient steps after each batch")
+    updates: int = option(32, "gradient steps after each collect")
     minibatch: int = option(128, "transitions of a gradient step")
     steps: int = option(3, "rewards in a return")
     gamma: float = option(0.99, "discount")
@@ -127,7 +128,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
         optimizer.step()
         target.step()
 
-    ages: list[torch.Tensor] = []
+    ages: list[np.ndarray] = []
     """Of the weights behind each row when it arrived, in versions."""
     collector = MultiprocessCollector(
         "CartPole-v1",
@@ -141,11 +142,13 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
         seed=args.seed,
         storage=storage,
     )
+    report = 25 * args.frames_per_batch
     with collector:
-        for number, batch in enumerate(collector, 1):
-            versions = batch["collector", "policy_version"]  # -1: the action was random
-            ages.append(collector.policy_version - versions[versions >= 0])
-            explore.step(len(batch))
+        while collected := collector.collect(args.frames_per_batch):
+            explore.step(collected)
+            new = storage.slots_of(np.array(collector.last_rows))
+            versions = storage.column(("collector", "policy_version"))[new]
+            ages.append(collector.policy_version - versions[versions >= 0])  # -1: a random action
             stored = collector.ledger.stored
             if stored < args.random_frames:
                 continue
@@ -153,14 +156,14 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
             for _ in range(args.updates):
                 update()
             collector.update_policy_weights_()
-            if number % 25 == 0 or stored == args.total_frames:
+            if stored % report == 0 or stored == args.total_frames:
                 metrics = collector.metrics(window=100)
                 print(
                     f"frames {stored:6d}  in the ring {len(storage):6d}  "
                     f"epsilon {explore.eps.item():.2f}  return {metrics['return_mean']:6.1f}"
                 )
 
-    ledger, age = collector.ledger, torch.cat(ages)
+    ledger, age = collector.ledger, np.concatenate(ages)
     assert ledger.stored == args.total_frames
     assert storage.span == range(max(0, args.total_frames - args.ring), args.total_frames)
     print(
@@ -170,7 +173,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
     )
     print(
         f"weights: {collector.policy_version} versions, one for every {args.frames_per_batch} "
-        f"transitions; {age.double().mean():.2f} versions old on average when a transition "
+        f"transitions; {age.mean():.2f} versions old on average when a transition "
         f"arrived, at most {age.max()}"
     )
     return actor

@@ -2,11 +2,11 @@
 
     python examples/dqn.py --seed 1
 
-64 lanes write into a ring of memory-mapped files, in which new transitions overwrite the oldest.
-``n_step`` follows each sampled transition along its lane, whichever batches its successors lie in,
-and TorchRL's DQN loss (double DQN) takes the result as it is. Exploration is TorchRL's
-``EGreedyModule``, whose epsilon falls while it collects; the first 2000 actions are random,
-exactly.
+64 lanes write into a ring of memory-mapped files, in which new transitions overwrite the oldest:
+``collect(n)`` puts n more there and yields nothing, for training looks only at samples. ``n_step``
+follows each of them along its lane, whenever its successors were collected, and TorchRL's DQN loss
+(double DQN) takes the result as it is. Exploration is TorchRL's ``EGreedyModule``, whose epsilon
+falls while it collects; the first 2000 actions are random, exactly.
 
 Solved is a mean return of at least 475 over 100 whole episodes with the weights that the last
 update left. Measured with the defaults:
@@ -59,7 +59,7 @@ class Args:
     frames_per_batch: int = option(64, "transitions between two updates")
     random_frames: int = option(2000, "transitions with random actions at the start, exactly")
     ring: int = option(50_000, "transitions that are kept")
-    updates: int = option(8, "gradient steps after each batch")
+    updates: int = option(8, "gradient steps after each collect")
     minibatch: int = option(128, "transitions of a gradient step")
     steps: int = option(3, "rewards in a return")
     gamma: float = option(0.99, "discount")
@@ -122,9 +122,10 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
         seed=args.seed,
         storage=storage,
     )
+    report = 100 * args.frames_per_batch
     with collector:
-        for number, batch in enumerate(collector, 1):
-            explore.step(len(batch))
+        while collected := collector.collect(args.frames_per_batch):
+            explore.step(collected)
             stored = collector.ledger.stored
             if stored < args.random_frames:
                 continue
@@ -139,7 +140,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
                 optimizer.step()
                 target.step()
             collector.update_policy_weights_()
-            if number % 100 == 0 or stored == args.total_frames:
+            if stored % report == 0 or stored == args.total_frames:
                 metrics = collector.metrics(window=100)
                 print(
                     f"frames {stored:6d}  in the ring {len(storage):6d}  "

@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WARNINGS = ("-W", "error", "-W", "ignore:Creating:DeprecationWarning")
 
 
-def run(name: str, directory: Path, **options: int | str) -> str:
+def run(name: str, directory: Path, **options: float | str) -> str:
     """What the example prints, run in ``directory``."""
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     done = subprocess.run(
@@ -229,6 +229,36 @@ def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     verdict = r"evaluation: mean return [\d.]+ over (\d+) episodes \((?:not )?solved; (\d+) tran"
     episodes, _ = numbers(verdict, out)
     assert episodes == 3
+    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
+
+
+def test_sac_learns_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
+    # A pendulum, which needs no extra: it is learned in fewer transitions than running is.
+    out = run(
+        "sac.py",
+        tmp_path,
+        env_id="Pendulum-v1",
+        total_frames=4001,
+        random_frames=1003,
+        ring=3500,
+        updates=4,
+        minibatch=64,
+        width=64,
+        gamma=0.95,
+        lr=3e-3,
+        tau=0.03,
+        eval_episodes=11,
+    )
+    # 501 steps of 8 lanes.
+    assert (
+        "4001 transitions, exactly: 4008 executed - 7 beyond the budget; 1003 with random actions, "
+        "501 overwritten, 3500 in the ring"
+    ) in out
+    assert re.search(r"^frames +4001  in the ring +3500  alpha 0\.\d+ ", out, re.MULTILINE)
+    verdict = r"^evaluation: mean return (-\d+)\.\d over (\d+) episodes \((\d+) transitions, none"
+    mean, episodes, transitions = numbers(verdict, out)
+    assert (episodes, transitions) == (11, 11 * 200)
+    assert mean > -400  # seeds 1 to 6: -243 to -137; random actions: -1340
     assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
 
 
