@@ -16,7 +16,6 @@ from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import SlabColumn
-from tallyroll.storage.compat import new_tensordict
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -30,6 +29,7 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     Key,
 )
+from tallyroll.storage.rows.nesting import Nest
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 
 Rows = dict[Key, torch.Tensor]
@@ -220,21 +220,7 @@ def as_tensordict(
 
     ``behind`` are further batch dimensions of nested ones, parents first.
     """
-    levels: dict[Key, dict[str, Any]] = {(): {}}
-    for key, column in rows.items():
-        for depth in range(1, len(key)):
-            if key[:depth] not in levels:
-                # Its place among the others; the TensorDict comes once all is there.
-                levels[key[: depth - 1]][key[depth - 1]] = levels[key[:depth]] = {}
-        levels[key[:-1]][key[-1]] = column
-    count = len(next(iter(rows.values()), ()))
-    for level in sorted(levels, key=len, reverse=True):
-        made = new_tensordict(
-            source=levels[level],
-            batch_size=torch.Size([count, *behind.get(level, ())]),
-            nested=False,
-        )
-        if not level:
-            return made if device is None else made.to(device)
-        levels[level[:-1]][level[-1]] = made
-    raise AssertionError("there is always a root")
+    columns = list(rows.values())
+    nest = Nest([(key, column.dtype) for key, column in rows.items()], behind)
+    td = nest.of_tensors(columns, (len(columns[0]) if columns else 0,))
+    return td if device is None else td.to(device)

@@ -34,7 +34,7 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.rows.schema import Schema
 
 FEW_SLOTS = 4
-"""So few are numbered slot by slot: that takes less time than to put them lane by lane."""
+"""So few are numbered and checked slot by slot: that takes less time than all at once."""
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
@@ -68,16 +68,16 @@ class SlabRows:
                 self.columns[key] = np.zeros((slab.slots * slab.lanes, 1), np.bool_)
             self._slots[key] = self.columns[key].reshape(shape)
         self._terminated = self.columns[TERMINATED].reshape(shape)
-        self._makes_done, self._makes_truncated = (
-            DONE not in plan.layout,
-            TRUNCATED not in plan.layout,
-        )
+        self._makes_done = DONE not in plan.layout
+        self._makes_truncated = TRUNCATED not in plan.layout
         if plan.lost_finals:
             self._slots[NEXT_VALID] = np.zeros(shape, np.bool_)
             self.columns[NEXT_VALID] = self._slots[NEXT_VALID].reshape(-1)
         self._rewards = [self.columns[key].reshape(*shape, -1) for key in plan.rewards]
         one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
         self._payoff = self._rewards[0][..., 0] if one else None
+        float_reward = self._payoff is not None and self._payoff.dtype in _FLOATS
+        self._can_compile = slab.lane is None and float_reward
         self._fixed: FixedRows | None = None
         self._state: LaneState | None = None
 
@@ -136,11 +136,6 @@ class SlabRows:
         return SlabPart(self, index, begun, episodes)
 
     # --- compiled ---------------------------------------------------------------------------------
-
-    @property
-    def _can_compile(self) -> bool:
-        reward = self._payoff
-        return self.slab.lane is None and reward is not None and reward.dtype in _FLOATS
 
     def _compiled_part(
         self, compiled: Kernel, block: Block, state: LaneState, *, by_lane: bool

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.batches.slab_rows import FEW_SLOTS
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.options import Validate
@@ -81,7 +82,6 @@ def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 _FOLD = 64
-_FEW_SLOTS = 4
 _SMALL_NBYTES = 2**16
 
 
@@ -153,7 +153,7 @@ class RangeChecks:
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
-        if used <= _FEW_SLOTS and self._are_good(slab, used):
+        if used <= FEW_SLOTS and self._are_good(slab, used):
             return None
         # A wrong action explains what the environment made of it: among equals it comes first.
         found = self._violations(slab, used, state)

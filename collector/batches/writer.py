@@ -269,8 +269,7 @@ class BatchWriter:
     @property
     def schema(self) -> Schema | None:
         """Of the storage, where rows of a slab may go straight to it; None: nowhere so."""
-        direct = self.ready and self._direct is not None and self.replay_buffer is None
-        return self._direct.schema if direct and self._direct is not None else None
+        return self._direct.schema if self.ready and self._direct is not None else None
 
     @property
     def most(self) -> int:

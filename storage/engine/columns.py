@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 
@@ -26,10 +25,7 @@ _ALONE_NBYTES = 2**14
 """While more is copied other threads may run, which costs as much as to copy a small array."""
 
 
-_Move = Callable[[int, int, int | ctypes.c_size_t], None]
-
-
-def _memmove(library: type[ctypes.CDLL]) -> _Move:
+def _memmove(library: type[ctypes.CDLL]) -> Callable[[int, int, ctypes.c_size_t], None]:
     move = library(None).memmove
     move.argtypes, move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
     return move
@@ -122,30 +118,30 @@ class Columns:
             return
         count = len(index)
         if isinstance(index, range):
-            move = _move_alone if count * self._widest < _ALONE_NBYTES else _move
             first = index.start
-            for base, nbytes, address in zip(
-                self._bases, self._row_nbytes, rows.addresses, strict=True
-            ):
-                move(base + slot * nbytes, address + first * nbytes, count * nbytes)
+            starts = zip(rows.addresses, self._row_nbytes, strict=True)
+            self.copy_memory(slot, count, [address + first * size for address, size in starts])
             return
         to = slice(slot, slot + count)
         for column, array in zip(self.arrays, rows.arrays, strict=True):
             # The index is within bounds: "clip" is the mode in which NumPy writes to out directly.
             array.take(index, axis=0, out=column[to], mode="clip")
 
-    def take(self, slots: np.ndarray, out: list[np.ndarray], room: Room) -> None:
-        """Copy slots of each column to ``out``, arrays [*slots.shape, ...] in ``room``."""
-        if kernel is not None and slots.dtype == np.intp and slots.flags.c_contiguous:
-            if room.table is None or room.of is not self:
-                columns = zip(room.addresses, self._bases, self._row_nbytes, strict=True)
-                room.table, room.of = table_of(chain.from_iterable(columns)), self
-            with suppress(IndexError):  # of links in a damaged storage; others clip them
-                kernel.gather_rows(room.table, 0, slots, self.room)
-                return
-        for column, array in zip(self.arrays, out, strict=True):
-            # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
-            column.take(slots, axis=0, out=array, mode="clip")
+    def take_compiled(self, slots: np.ndarray, room: Room) -> bool:
+        """Copy slots of each column to the arrays [*slots.shape, ...] of ``room``.
+
+        False, and nothing done, where there is no kernel, or the slots are not all there.
+        """
+        if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
+            return False
+        if room.table is None or room.of is not self:
+            columns = zip(room.addresses, self._bases, self._row_nbytes, strict=True)
+            room.table, room.of = table_of(chain.from_iterable(columns)), self
+        try:
+            kernel.gather_rows(room.table, 0, slots, self.room)
+        except IndexError:  # of links in a damaged storage
+            return False
+        return True
 
     def _copy_compiled(self, compiled: Kernel, slot: int, rows: FixedRows, index: RowIndex) -> None:
         table = self._tables.get(rows)

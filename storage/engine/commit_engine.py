@@ -451,12 +451,11 @@ class Engine:
         ``slots`` may be one such array for every column.
         """
         columns = self.columns()
-        if isinstance(slots, np.ndarray):
-            found, room = self._pool.room(slots.shape)
-            self._columns.take(slots, found, room)
+        places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
+        found, room = self._pool.room(places[0].shape)
+        if isinstance(slots, np.ndarray) and self._columns.take_compiled(slots, room):
             return found
-        found = self._pool.arrays(slots[0].shape)
-        for column, where, out in zip(columns, slots, found, strict=True):
+        for column, where, out in zip(columns, places, found, strict=True):
             # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
             column.take(where, axis=0, out=out, mode="clip")
         return found

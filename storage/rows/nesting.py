@@ -146,10 +146,14 @@ class Nest:
         tensors = list(map(torch.from_numpy, arrays))
         for index in self._bits:
             tensors[index] = tensors[index].view(torch.bfloat16)
+        return self.of_tensors(tensors, batch)
+
+    def of_tensors(self, tensors: Sequence[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
+        """The same of tensors."""
         return _filled(self._plan, tensors, torch.Size(batch))
 
 
-def _filled(level: _Level, tensors: list[torch.Tensor], batch: torch.Size) -> TensorDict:
+def _filled(level: _Level, tensors: Sequence[torch.Tensor], batch: torch.Size) -> TensorDict:
     source = {
         name: tensors[it] if type(it) is int else _filled(it, tensors, batch)
         for name, it in level.entries.items()
