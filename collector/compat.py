@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gymnasium.vector import VectorEnv
     from tensordict import TensorDictBase
+    from tensordict.nn import TensorDictModule
     from torchrl.envs import EnvBase
 
 # --- Gymnasium ------------------------------------------------------------------------------------
@@ -92,11 +93,40 @@ def steps_in_buffers(env: EnvBase) -> bool:
     return isinstance(env, ParallelEnv) and env._use_buffers is not False
 
 
+def takes_keywords(module: TensorDictModule) -> bool:
+    """Whether it hands its inputs on by name."""
+    return module._kwargs is not None
+
+
+def is_watched(module: TensorDictModule) -> bool:
+    """Whether somebody hooked its calls."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 # --- torch and Python -----------------------------------------------------------------------------
 
 # Those of `signal` look handlers up in an enumeration: that takes 40 times as long.
 get_handler: Callable[[int], Any] = _signal.getsignal
 set_handler: Callable[[int, Any], Any] = _signal.signal
+
+
+# `torch.no_grad` makes two objects each time.
+set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+class ExplorationPlace:
+    """Where TorchRL keeps its exploration type: `set_exploration_type` takes a lock each time."""
+
+    def __init__(self) -> None:
+        from tensordict.nn import probabilistic
+
+        self._place = probabilistic._interaction_type
+
+    def swap(self, kind: Any) -> Any:
+        """Set it; returns what it was."""
+        place = self._place
+        before, place._mode = place._mode, kind
+        return before
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

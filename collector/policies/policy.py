@@ -53,15 +53,16 @@ class Policy:
         """What it adds to what it is given, the action among it."""
         self.batch_dims: dict[Key, int] = {}
         """Batch dimensions behind the lanes of the TensorDicts within what it returns."""
-        self._device = device
+        self.device = device
+        """Where it is called; None: wherever it is."""
         self._move_back = env_device
         self.module = on_device(policy, device)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Choose actions for ``td``, of which the module gets a copy to write to and to keep."""
-        if self._device is None:
+        if self.device is None:
             return self.module(own_tensors(td))
-        out = self.module(own_tensors_on(td, self._device))
+        out = self.module(own_tensors_on(td, self.device))
         return out if self._move_back is None else out.to(self._move_back)
 
     def refresh(self) -> bool:

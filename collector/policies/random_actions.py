@@ -1,6 +1,6 @@
 """Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -145,7 +145,7 @@ class RandomActions:
         self._masks = {key: mask_key(env, key) for key in action_keys(env)}
         own = env.batch_size.numel() if columns is None else columns
         self._lanes = own if lanes is None else lanes
-        self._own = slice(first, first + own) if lanes is not None else slice(None)
+        self._own = slice(first, first + own) if lanes is not None else None
         self._alike = lanes_alike(env) and not _masks_by_spec(env)
         specs = ((key, env.full_action_spec[key]) for key in self._masks)
         self._specs = {key: spec if columns is None else spec[:columns] for key, spec in specs}
@@ -167,16 +167,17 @@ class RandomActions:
             return None
         return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
-    def arrays(self, slots: int) -> dict[Key, Array]:
+    def arrays(self, slots: int) -> Iterable[tuple[Key, Array]]:
         """What is drawn ahead ``[slot, lane, ...]`` for so many slots, by action; read only."""
-        drawn = self._rng.take(self._drawers, slots, self._width)
-        own = self._own
-        return {key: array[:, own] for key, array in zip(self._draws, drawn, strict=True)}
+        drawn, own = self._rng.take(self._drawers, slots, self._width), self._own
+        if own is not None:
+            drawn = [array[:, own] for array in drawn]
+        return zip(self._draws, drawn, strict=True)
 
     def ahead(self, slots: int) -> Ahead:
         """Draw what can be drawn for so many slots before they are stepped."""
         drawn = self.arrays(slots)
-        return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn.items()})
+        return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn})
 
     def of_lanes(self, actions: Ahead) -> Ahead:
         """``actions`` as the environment takes them: of one lane without its axis, moved."""

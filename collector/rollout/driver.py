@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.policies.bare_call import BareCall
 from tallyroll.collector.policies.policy import Policy, no_tensordict
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
 from tallyroll.collector.rollout.lanes import Account, Lanes, changed, ended_in
@@ -130,6 +131,11 @@ class LocalDriver(Driver):
         self._random = random
         self._actions = action_keys(lanes.env)
         self._outputs = [(key, lanes.rows(key)) for key in (*self._actions, *self._extra)]
+        self._refreshes = type(policy).refresh is not Policy.refresh if policy else False
+        """Newer weights may come while slots are filled."""
+        self._bare: BareCall | None = None
+        if lanes.fills_slab and not self._extra:
+            self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
         self._first: TensorDictBase | None = None
 
     # --- progress ---------------------------------------------------------------------------------
@@ -197,7 +203,8 @@ class LocalDriver(Driver):
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         for at in range(start, stop):
             if random_lanes is None:
-                self._refresh(at, stop)
+                if self._refreshes:
+                    self._refresh(at, stop)
                 self._act(at)
             else:
                 self._act_both_ways(at, random_lanes)
@@ -220,10 +227,10 @@ class LocalDriver(Driver):
         self.given_steps(at, at + 1, lanes)
 
     def _put_at_random(self, start: int, stop: int) -> None:
-        arrays = self.slab.arrays
-        for key, drawn in self._random.arrays(stop - start).items():
-            if key in arrays:
-                arrays[key][start:stop] = drawn
+        for key, drawn in self._random.arrays(stop - start):
+            array = self.slab.arrays.get(key)
+            if array is not None:
+                array[start:stop] = drawn
             else:
                 self.slab.columns[key][start:stop].copy_(torch.from_numpy(drawn.copy()))
 
@@ -237,6 +244,9 @@ class LocalDriver(Driver):
     def _act(self, at: int) -> None:
         """Write what the policy chooses to slot ``at``, copied."""
         assert self.policy is not None
+        if self._bare is not None and self._bare.is_all:
+            self._put_column(0, self._bare(at), at)
+            return
         out = self._called(self.stepped.seen(at))
         self._put(out, at)
         self.stepped.acted(out, self.policy.writes)
@@ -277,11 +287,15 @@ class LocalDriver(Driver):
         return out
 
     def _put(self, out: TensorDictBase, at: int) -> None:
-        for key, rows in self._outputs:
-            value, row = out.get(key, None), rows[at]
-            if value is None or value.shape != row.shape or value.dtype != row.dtype:
-                raise changed(key, value, row)
-            row.copy_(value)
+        for index, (key, _) in enumerate(self._outputs):
+            self._put_column(index, out.get(key, None), at)
+
+    def _put_column(self, index: int, value: torch.Tensor | None, at: int) -> None:
+        key, rows = self._outputs[index]
+        row = rows[at]
+        if value is None or value.shape != row.shape or value.dtype != row.dtype:
+            raise changed(key, value, row)
+        row.copy_(value)
 
     def _refresh(self, start: int, stop: int) -> None:
         """Newer weights, where there are any, choose the actions of slots ``[start, stop)``."""

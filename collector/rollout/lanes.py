@@ -48,6 +48,9 @@ class Lanes(ABC):
         slab: the memory.
     """
 
+    fills_slab = False
+    """The environment writes to the slab itself: what policies see and choose is all there."""
+
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
         self.lanes = slab.lanes
@@ -110,11 +113,16 @@ class Lanes(ABC):
         """The slots of a column, as the policy and the environment have them."""
         return self.slab.columns[key].unbind(0)
 
+    def seen_rows(self, key: Key) -> Sequence[torch.Tensor] | None:
+        """The slots of a column that the policy sees; None where it is none of them."""
+        return self.rows(key) if key in self.slab.flowing else None
+
 
 class SystemLanes(Lanes):
     """Lanes of a system, which fills the slab itself."""
 
     env: SystemEnv
+    fills_slab = True
 
     def __init__(self, env: SystemEnv, slab: Slab, board: memoryview) -> None:
         super().__init__(env, slab)

@@ -1,0 +1,72 @@
+"""Calls of a policy's network without the TensorDicts around it.
+
+Around a network of one output a `TensorDictModule` takes as long as a small network itself, and
+several times as long when a gradient step has driven its code out of the processor's caches.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+
+from tallyroll.collector.compat import is_watched, takes_keywords
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.storage.rows.keys import Key, as_key
+
+Rows = Sequence[torch.Tensor]
+
+
+class BareCall:
+    """What a `TensorDictModule` does with the columns of a slab, and nothing else.
+
+    Args:
+        module: of one output.
+        inputs: the slots of each column that it reads.
+    """
+
+    def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
+        self._around, self._module = module, module.module
+        self._inputs = inputs
+        self._single = inputs[0] if len(inputs) == 1 else None
+        self._out = module.out_keys[0]
+
+    @staticmethod
+    def of(
+        policy: Policy | None, action: Sequence[Key], rows: Callable[[Key], Rows | None]
+    ) -> "BareCall | None":
+        """A call of ``policy`` that writes one ``action``; None where it does more than that.
+
+        ``rows`` finds the slots of a column.
+        """
+        if policy is None or policy.device is not None:
+            return None
+        module: Any = policy.module
+        if type(module) is not TensorDictModule or takes_keywords(module):
+            return None
+        inputs = [rows(as_key(key)) for key in module.in_keys]
+        found = [each for each in inputs if each is not None]
+        writes = [as_key(key) for key in module.out_keys]
+        if len(found) < len(inputs) or writes != [*action] or [*policy.writes] != writes:
+            return None
+        return BareCall(module, found)
+
+    @property
+    def is_all(self) -> bool:
+        """Nobody watches the calls of the `TensorDictModule` itself."""
+        return not is_watched(self._around)
+
+    def __call__(self, at: int) -> Any:
+        """What it chooses in slot ``at``, of inputs of its own."""
+        if self._single is not None:
+            out = self._module(self._single[at].clone())
+        else:
+            out = self._module(*[rows[at].clone() for rows in self._inputs])
+        return out if isinstance(out, torch.Tensor) else self._one(out)
+
+    def _one(self, out: Any) -> Any:
+        """The output, where it comes wrapped."""
+        if isinstance(out, (dict, TensorDictBase)):
+            return out.get(self._out)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else None
