@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
-from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.cuts import own_flags, with_cuts, without_cuts
 from tallyroll.collector.batches.final_observations import FinalsWatch
@@ -23,6 +22,7 @@ from tallyroll.collector.batches.rows import (
     merge,
 )
 from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
+from tallyroll.collector.batches.small_batches import SmallBatches
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.counting.episode_log import EpisodeLog
@@ -30,11 +30,13 @@ from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerE
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset
 from tallyroll.collector.options import Options, Postproc
+from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.collector.slab.names import new_name, split
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.engine.fixed_rows import FixedRows
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.batch_dims import batch_dims_of
@@ -52,6 +54,9 @@ from tallyroll.storage.rows.keys import (
     as_key,
     spell,
 )
+
+Plain = tuple[SlabRows, FixedRows, range, int]
+"""Rows of a slab whose slots are stored as they stand: which rows those are, and their ticks."""
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -89,8 +94,7 @@ class Assembly:
         self._rollout, self._ledger, self.state = rollout, ledger, state
         self.provenance = provenance
         self._draws = count_random and options.init_random_frames > 0
-        self._without_gradients = torch.no_grad()
-        self._exploring = set_exploration_type(options.exploration_type)
+        self._acting = Acting(options.exploration_type)
         self._everywhere = np.ones(len(state.step), np.bool_)
         self._budget = Budget(options.total_frames)
         self._ticks = _ticks(options, source.plan)
@@ -108,6 +112,8 @@ class Assembly:
         self._tables: dict[Slab, SlabRows | None] = {}
         """Of the slabs that there are; None of those that NumPy has no columns of."""
         hidden = () if options.yield_large else source.large
+        self._plain: dict[Slab, Plain | None] = {}
+        self._small: dict[SlabRows, SmallBatches] = {}
         self._laid_out = [key for key in source.no_rows if key not in hidden]
         self._lays_out = True
         """Batches are yielded, and not only stored."""
@@ -129,7 +135,7 @@ class Assembly:
         self._lays_out = True
         size = self._budget.batch(self._ledger.stored, self._options.frames_per_batch)
         self._begin(size)
-        with self._without_gradients, self._exploring:
+        with self._acting:
             self._gather(size)
         batch = self._deliver() if self._in_hand else None
         self._end()
@@ -143,14 +149,14 @@ class Assembly:
         goal = before + self._budget.batch(before, want)
         self._begin(min(most, goal - before))
         if self._straight:
-            with self._without_gradients, self._exploring:
+            with self._acting:
                 while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
                     if not self._in_hand:
                         self._take(min(most, goal - ledger.stored), 0)
                     if self._in_hand:
                         self._deliver()
         while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
-            with self._without_gradients, self._exploring:
+            with self._acting:
                 self._gather(min(most, goal - ledger.stored))
             if self._in_hand:
                 self._deliver()
@@ -177,7 +183,8 @@ class Assembly:
         """End an iteration, and the run with it where nothing more will come."""
         if self._options.surplus == "discard":
             self.discard()
-        if self._budget.remaining(self._ledger.stored) == 0 or self._rollout.dry:
+        total = self._budget.total
+        if (total is not None and self._ledger.stored >= total) or self._rollout.dry:
             self.finish()
             self._finals.warn_at_end(self._committed)
 
@@ -191,7 +198,8 @@ class Assembly:
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self._rescue(error)
             raise
-        self._add(block, self._in_hand + len(block) < size)
+        if not (block.is_plain and size == 0 and self._store_plain(block)):
+            self._add(block, self._in_hand + len(block) < size)
 
     def _fill(self, want: int) -> Block:
         """Take a block whose values are as declared."""
@@ -235,6 +243,55 @@ class Assembly:
             self._begin_anew(block.cuts)
             self._finals.forget(block.cuts)
 
+    def _store_plain(self, block: Block) -> bool:
+        """Number, count and store one slot of all lanes; False, and nothing done, if more is to be.
+
+        What `_add` and `_deliver` do, in few lines: between the steps of an environment, and more
+        so behind a gradient step, each line touched costs several times what it costs in a row.
+        """
+        if self._finals.looks:
+            return False
+        try:
+            plain = self._plain[block.slab]
+        except KeyError:
+            plain = self._plain[block.slab] = self._plain_of(block)
+        if plain is None:
+            return False
+        table, rows, index, ticks = plain
+        ledger, writer, state, count = self._ledger, self._writer, self.state, len(index)
+        head, ends = writer.head, 0
+        episodes = table.number_plain(state)
+        if episodes is not None:
+            ends = len(episodes)
+            self.episodes.extend(episodes)
+        entry = _delivered(count, 0, ticks, ends)
+        post(ledger, entry)
+        self._in_hand = count
+        if block.giver is not None:
+            block.giver.given(block)
+        try:
+            ledger.balance(0)
+            open_lanes = int(np.count_nonzero(state.step))
+            writer.write_fixed(rows, index, table.next_id, ledger, open_lanes)
+        except BaseException:
+            if writer.head == head:
+                post(ledger, entry.undone())
+            else:
+                self._in_hand = 0
+            raise
+        self._in_hand = 0
+        return True
+
+    def _plain_of(self, block: Block) -> Plain | None:
+        """What is the same for all plain blocks of a slab; None where its slots are more."""
+        table, schema, ticks = self._table_of(block), self._writer.schema, self._ticks
+        if table is None or not table.can_compile or schema is None or self._draws:
+            return None
+        if not isinstance(ticks, int):
+            return None
+        count = len(block)
+        return table, table.fixed(schema), range(count), count * ticks
+
     def _table_of(self, block: Block) -> SlabRows | None:
         """What rows of the block's slab can be stored from, where they lie, and would be."""
         if not self._straight or (self._lays_out and not self._is_small(block)):
@@ -277,7 +334,7 @@ class Assembly:
             if isinstance(part, SlabPart):
                 self._store_slots(part, open_lanes)
                 if self._lays_out:
-                    batch = self._as_batch(part.rows(self._laid_out))
+                    batch = self._as_small_batch(part)
             else:
                 batch = self._store_rows(part, open_lanes)
         except BaseException:
@@ -337,6 +394,15 @@ class Assembly:
     def _as_batch(self, rows: Rows) -> TensorDictBase:
         device = self._options.storing_device
         return as_tensordict(with_cuts(rows, self._source.plan.dones), device, self._source.behind)
+
+    def _as_small_batch(self, part: SlabPart) -> TensorDictBase:
+        batches = self._small.get(part.table)
+        if batches is None:
+            source = self._source
+            batches = SmallBatches(part.table, self._laid_out, source.plan.dones, source.behind)
+            self._small[part.table] = batches
+        batch, device = batches.batch(part), self._options.storing_device
+        return batch if device is None else batch.to(device)
 
     def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
         own = own_flags(rows, self._source.plan.dones) if self._writer.stores else None

@@ -36,6 +36,11 @@ class FinalsWatch:
         self._resets = SelfResets(lanes) if keys else None
         self._warned = False
 
+    @property
+    def looks(self) -> bool:
+        """It is not decided yet."""
+        return self._resets is not None
+
     def look(self, part: Part | SlabPart) -> None:
         """Compare the rows of ``part``, which follow those of the call before."""
         if self._resets is None:

@@ -4,22 +4,20 @@ What a collector adds to the columns of a slab (ids, steps, …) lies beside it 
 slots. So all columns of a row have one index, and a storage copies them by address.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.rows import Rows
 from tallyroll.collector.counting.episode_log import EPISODE, episodes_of
 from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import Kernel, kernel, table_of
+from tallyroll.storage.engine.kernel import kernel, table_of
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -77,9 +75,16 @@ class SlabRows:
         one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
         self._payoff = self._rewards[0][..., 0] if one else None
         float_reward = self._payoff is not None and self._payoff.dtype in _FLOATS
-        self._can_compile = slab.lane is None and float_reward
+        self._fits_kernel = slab.lane is None and float_reward
+        self.next_id = 0
+        """One more than the largest id of trajectories that begin in the slot of `number_plain`."""
         self._fixed: FixedRows | None = None
         self._state: LaneState | None = None
+
+    @property
+    def can_compile(self) -> bool:
+        """The kernel numbers the rows."""
+        return kernel is not None and self._fits_kernel
 
     @staticmethod
     def fits(slab: Slab, plan: SlabPlan) -> bool:
@@ -98,8 +103,8 @@ class SlabRows:
         ``by_lane``: they are wanted lane by lane, else slot by slot.
         """
         used, slab = block.used, self.slab
-        if kernel is not None and self._can_compile:
-            return self._compiled_part(kernel, block, state, by_lane=by_lane)
+        if self.can_compile:
+            return self._compiled_part(block, state, by_lane=by_lane)
         terminated, over = self._terminated[:used], self._slots[DONE][:used]
         if self._makes_truncated:
             np.greater(over, terminated, out=self._slots[TRUNCATED][:used])
@@ -137,13 +142,22 @@ class SlabRows:
 
     # --- compiled ---------------------------------------------------------------------------------
 
-    def _compiled_part(
-        self, compiled: Kernel, block: Block, state: LaneState, *, by_lane: bool
-    ) -> "SlabPart":
+    def number_plain(self, state: LaneState) -> NDArray[np.void] | None:
+        """Number the first slot, of which all lanes are rows; returns the episodes that ended."""
+        assert kernel is not None
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
+        found = kernel.number_slots(self._table, 1, None)
+        self.next_id = self._largest.item() + 1
+        ended = found & 0xFFFF_FFFF
+        return self._ended[:ended] if ended else None
+
+    def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
         taken = None if len(block) == block.taken.size else block.taken
-        found = compiled.number_slots(self._table, block.used, taken)
+        assert kernel is not None
+        if state is not self._state:
+            self._state, self._table = state, self._table_for(state)
+        found = kernel.number_slots(self._table, block.used, taken)
         begun, ended = found >> 32, found & 0xFFFF_FFFF
         part = self._part(
             block,
@@ -279,11 +293,3 @@ class SlabPart:
         column, index = self.table.columns[key], np.asarray(self.index)
         nbytes = column.itemsize * int(np.prod(column.shape[1:]))
         return (lambda rows: column.take(index[rows], axis=0)), nbytes
-
-    def rows(self, keys: Iterable[Key]) -> Rows:
-        """Copies of some columns."""
-        index, columns = self.index, self.table.columns
-        if isinstance(index, range):
-            some = slice(index.start, index.stop)
-            return {key: torch.from_numpy(columns[key][some].copy()) for key in keys}
-        return {key: torch.from_numpy(columns[key].take(index, axis=0)) for key in keys}

@@ -153,8 +153,12 @@ class RangeChecks:
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
-        if used <= FEW_SLOTS and self._are_good(slab, used):
-            return None
+        if used <= FEW_SLOTS:
+            checks = self._slot_checks.get(slab)
+            if checks is None:
+                checks = self._slot_checks[slab] = _SlotChecks(self._ranges, slab)
+            if checks.are_good(used):  # reset slots too
+                return None
         # A wrong action explains what the environment made of it: among equals it comes first.
         found = self._violations(slab, used, state)
         first = min(found, key=lambda v: (v.slot, not v.by_policy), default=None)
@@ -164,13 +168,6 @@ class RangeChecks:
             warnings.warn(str(first.error), OutOfRangeWarning, stacklevel=4)
             return None
         return first
-
-    def _are_good(self, slab: Slab, used: int) -> bool:
-        """Everything in few slots, reset slots too, is as declared."""
-        checks = self._slot_checks.get(slab)
-        if checks is None:
-            checks = self._slot_checks[slab] = _SlotChecks(self._ranges, slab)
-        return checks.are_good(used)
 
     def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
         """The fault of the policy's actions in ``slot``, which the environment refused."""

@@ -13,7 +13,7 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.resume import LastRun, last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
-from tallyroll.collector.counting.ledger import COUNTS, Ledger
+from tallyroll.collector.counting.ledger import COUNTS, Ledger, counts_of
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
@@ -103,6 +103,9 @@ class BatchWriter:
             )
         if resume and self.storage is None:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
+        self.stores = self.storage is not None or replay_buffer is not None
+        """There is a storage or a replay buffer."""
+        self._reader = None if self.storage is None else self.storage.reader
         self._resume, self._frames = resume, frames
         self._last: LastRun | None = None
         self.ready = False
@@ -201,20 +204,15 @@ class BatchWriter:
         storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
 
     @property
-    def stores(self) -> bool:
-        """There is a storage or a replay buffer."""
-        return self.storage is not None or self.replay_buffer is not None
-
-    @property
     def head(self) -> int:
         """Rows that were ever committed to the storage, which may be closed by now."""
-        return 0 if self.storage is None else self.storage.last_head
+        return 0 if self._reader is None else self._reader.last_head
 
     def require_open(self) -> None:
         """Raise `StorageClosed` where the storage was closed under the run's feet."""
-        if self.storage is not None and self.storage.closed:
+        if self._reader is not None and self._reader.closed:
             raise StorageClosed(
-                f"{self.storage.path} was closed while its collector goes on: nothing more of the "
+                f"{self._reader.path} was closed while its collector goes on: nothing more of the "
                 f"run can be stored. {self.committed}. {_GO_ON}"
             )
 
@@ -274,7 +272,7 @@ class BatchWriter:
     @property
     def most(self) -> int:
         """Rows that can be written at once."""
-        return (self.storage is not None and self.storage.ring) or sys.maxsize
+        return (self._reader is not None and self._reader.ring) or sys.maxsize
 
     def write_fixed(
         self, rows: FixedRows, index: RowIndex, next_id: int, ledger: Ledger, open_lanes: int
@@ -282,9 +280,11 @@ class BatchWriter:
         """As :meth:`write`, of rows in fixed memory; their ids are below ``next_id``."""
         direct = self._direct
         assert direct is not None
-        self._next_id = max(self._next_id, next_id)
+        if next_id > self._next_id:
+            self._next_id = next_id
         written = direct.extend_fixed(rows, index, record=self._record(ledger, open_lanes))
-        _require("the storage", len(written), len(index))
+        if len(written) != len(index):
+            _require("the storage", len(written), len(index))
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run.
@@ -333,7 +333,7 @@ class BatchWriter:
             self._stored_before,
             -1 if ledger.seed is None else ledger.seed,
             ledger.incarnation,
-            *ledger.values,
+            *counts_of(ledger),
             open_lanes,
             self._next_id,
         )

@@ -32,6 +32,7 @@ Make = Callable[[Sequence[int] | None], System]
 Draw = Callable[[np.random.Generator], Mapping[str, Any]]
 """Draws a lane's context: a value for each name in ``Declares.context``."""
 
+_SMALL_NBYTES = 2**12
 _FLAGS = ("terminated", "truncated", "done")
 
 
@@ -290,17 +291,76 @@ class SystemEnv(EnvBase):
 
         ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
         """
+        if start == 0 and stop == 1 and self._step_first(cursor):
+            return
         lend = self.system.lend if self.system.lends else None
         try:
-            self._step_block(cursor, start, stop, lend)
+            self._step_block(cursor, start, stop, lend, self.system.step)
         finally:
             if lend is not None:
                 lend(None)
 
+    def _step_first(self, cursor: Cursor) -> bool:
+        """Step through slot 0 alone, by views that stay; False, and nothing done, if it is more.
+
+        That is one small column of each kind: to let the system write there would cost more than
+        to copy it.
+        """
+        slot = cursor.first
+        if slot is None:
+            slot = cursor.first = cursor.slot(0) if self._is_plain(cursor) else ()
+        if not slot:
+            return False
+        action, row, payoff, terminated, truncated, root = slot
+        cursor.at, system = 0, self.system
+        out = system.step((action.copy(),))
+        (value, *more), (reward, *others) = out.obs, out.reward
+        if (
+            more
+            or others
+            or not type(value) is type(reward) is type(out.terminated) is np.ndarray
+            or value.shape != row.shape
+            or value.dtype != row.dtype
+            or reward.shape != payoff.shape
+            or out.terminated.shape != terminated.shape
+            or out.truncated.shape != truncated.shape
+            or out.skipped is not None
+        ):
+            self._step_block(cursor, 0, 1, None, lambda _: out)
+            return True
+        row[...] = value
+        try:
+            payoff[...], terminated[...], truncated[...] = reward, out.terminated, out.truncated
+        except (TypeError, ValueError) as error:
+            raise self._wrong_shapes(out) from error
+        if self._finish is not None:
+            root[...] = row
+            ended = terminated | truncated
+            if np.count_nonzero(ended):
+                try:
+                    self._finish(cursor, ended, out, (row,))
+                finally:
+                    if system.lends:
+                        system.lend(None)
+        cursor.board[FILLED] = 1
+        return True
+
+    def _is_plain(self, cursor: Cursor) -> bool:
+        """A slot has one small column of each kind, and no more than these is to be done."""
+        columns = cursor.next_obs, cursor.actions, cursor.rewards
+        small = cursor.next_obs[0][0].nbytes <= _SMALL_NBYTES
+        more = self._looks_behind or self.has_reset_slots or cursor.next_valid is not None
+        return small and not more and [*map(len, columns)] == [1, 1, 1]
+
     def _step_block(
-        self, cursor: Cursor, start: int, stop: int, lend: Callable[[Any], None] | None
+        self,
+        cursor: Cursor,
+        start: int,
+        stop: int,
+        lend: Callable[[Any], None] | None,
+        step: Callable[[Sequence[Array]], Step],
     ) -> None:
-        step, finish, write = self.system.step, self._finish, self._write
+        finish, write = self._finish, self._write
         next_obs, root_obs, board = cursor.next_obs, cursor.root_obs, cursor.board
         terminated, truncated = cursor.terminated, cursor.truncated
         looks_behind = self._looks_behind

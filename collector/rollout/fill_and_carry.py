@@ -62,6 +62,8 @@ class Rollout:
         self._restarting = True
         self._limit = self.slab.slots
         self._all_taken = driver.all_are_transitions and gate is None
+        self._plain_block: Block | None = None
+        """The same for every such slot: the one before is done with when the next one begins."""
         self._of_one_slot = LedgerEntry(slots=self.lanes, executed=self.lanes)
 
     # --- filling ----------------------------------------------------------------------------------
@@ -111,12 +113,17 @@ class Rollout:
             self._count(0, driver.used, self.lanes)
             raise
         slab.transitions[0] = True
-        self._happened(self._of_one_slot)
-        taken = slab.transitions[:1]
-        index, lane = whole_slots(1, self.lanes)
-        if slab.first_lane:
-            lane += np.int32(slab.first_lane)
-        return Block(slab, 1, taken, index, lane, self._take_entry(), None, self)
+        block = self._plain_block
+        if block is None:
+            index, lane = whole_slots(1, self.lanes)
+            if slab.first_lane:
+                lane += np.int32(slab.first_lane)
+            block = Block(slab, 1, slab.transitions[:1], index, lane, giver=self, is_plain=True)
+            self._plain_block = block
+        block.entry = self._of_one_slot
+        if self._entry is not NOTHING:
+            block.entry = self._take_entry().plus(self._of_one_slot)
+        return block
 
     def keeps(self, more: bool) -> bool:
         """The slab stays as it is until the next :meth:`block`."""
@@ -137,7 +144,9 @@ class Rollout:
     @property
     def dry(self) -> bool:
         """No more will come: the run was stopped, or its episodes are complete."""
-        return self._held is None and self._over
+        if self._held is not None:
+            return False
+        return self.driver.stopping or (self.gate is not None and self.gate.finished)
 
     @property
     def _over(self) -> bool:

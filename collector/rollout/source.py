@@ -68,6 +68,8 @@ class Block:
     giver: Giver | None = None
     """None: the memory is the block's own."""
     kept: bool = False
+    is_plain: bool = False
+    """One slot of all lanes, to be copied before the next one is asked for."""
 
     @classmethod
     def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":

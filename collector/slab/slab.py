@@ -74,6 +74,18 @@ class Cursor:
     board: memoryview
     """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
+    first: tuple[Array, ...] | None = None
+    """What :meth:`slot` has of slot 0, where somebody keeps that."""
+
+    def slot(self, at: int) -> tuple[Array, ...]:
+        """Of a slot with one column of each kind ``[lane, ...]``.
+
+        The action, what the step leads to, reward, terminated, truncated, and what the policy sees
+        in the slot after: where the slab shares that memory, what the step leads to.
+        """
+        columns = self.actions[0], self.next_obs[0], self.rewards[0], self.terminated
+        root = (self.root_obs or self.next_obs)[0]
+        return (*(column[at] for column in columns), self.truncated[at], root[at])
 
 
 def memory_of(

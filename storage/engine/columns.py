@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import Kernel, kernel, table_of
+from tallyroll.storage.engine.kernel import kernel, table_of
 from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
@@ -114,7 +114,14 @@ class Columns:
     def copy_fixed(self, slot: int, rows: FixedRows, index: RowIndex) -> None:
         """Copy some rows of fixed memory to slots from ``slot`` on, which must be `in_place`."""
         if kernel is not None:
-            self._copy_compiled(kernel, slot, rows, index)
+            table = self._tables.get(rows)
+            if table is None:
+                columns = zip(self._bases, rows.addresses, self._row_nbytes, strict=True)
+                table = self._tables[rows] = table_of(chain.from_iterable(columns))
+            if isinstance(index, range):
+                kernel.copy_rows(table, slot, index.start, len(index))
+            else:
+                kernel.gather_rows(table, slot, index, len(rows.arrays[0]))
             return
         count = len(index)
         if isinstance(index, range):
@@ -142,16 +149,6 @@ class Columns:
         except IndexError:  # of links in a damaged storage
             return False
         return True
-
-    def _copy_compiled(self, compiled: Kernel, slot: int, rows: FixedRows, index: RowIndex) -> None:
-        table = self._tables.get(rows)
-        if table is None:
-            columns = zip(self._bases, rows.addresses, self._row_nbytes, strict=True)
-            table = self._tables[rows] = table_of(chain.from_iterable(columns))
-        if isinstance(index, range):
-            compiled.copy_rows(table, slot, index.start, len(index))
-        else:
-            compiled.gather_rows(table, slot, index, len(rows.arrays[0]))
 
     @cached_property
     def _bases(self) -> list[int]:

@@ -32,7 +32,7 @@ from tallyroll.storage.errors import (
     StorageLocked,
     WriterForked,
 )
-from tallyroll.storage.files.commit_header import Header, check_record_size
+from tallyroll.storage.files.commit_header import RECORD_LIMIT, Header, check_record_size
 from tallyroll.storage.files.lock import ReaderLock, WriterLock, is_held
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.mapping import Access
@@ -229,12 +229,12 @@ class Engine:
         """As `append`, of some rows of memory that was looked at before."""
         self._admit(record)
         with self._mutex:
-            start, count = self._header.head, len(index)
-            slot = slots_of(start, self.ring)
-            if not count or not self._columns.in_place(slot, count):
+            start, count, columns = self._header.head, len(index), self._columns
+            slot = start % self.ring if self.ring else start
+            if not count or not columns.in_place(slot, count):
                 return self._append(rows.taken(index), record)  # type: ignore[arg-type]
             self._reserve(start, start + count)
-            self._columns.copy_fixed(slot, rows, index)
+            columns.copy_fixed(slot, rows, index)
             return self._commit(start, start + count, record)
 
     def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
@@ -259,11 +259,12 @@ class Engine:
 
     def _reserve(self, start: int, stop: int) -> None:
         header = self._header
-        if header.reserve != start:  # an earlier append was interrupted
+        reserve = header.reserve
+        if reserve != start:  # an earlier append was interrupted
             header.forget_uncommitted()
             if self._power:  # before `head` passes the record of rows that are not there
                 header.sync()
-        if header.reserve < stop:
+        if reserve < stop:
             header.reserve = stop
         if self._power and self.ring and stop > self.ring:
             header.sync()
@@ -319,7 +320,7 @@ class Engine:
         if (now := time.monotonic()) >= self._look_at or self._lock is None or self._lock.lost:
             self.require_writer()
             self._look_at = now + LOOK_SECONDS
-        if record is not None:
+        if record is not None and len(record) > RECORD_LIMIT:
             check_record_size(record)
 
     def require_writer(self) -> None:

@@ -59,6 +59,8 @@ _MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
 """So that rows can be added to any storage, and counts stay counts."""
 _SLOT = struct.Struct("<qqqI")
 _SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
+_SLOT_HEAD_NBYTES, _SEQUENCE_NBYTES = _SLOT.size, _SEQUENCE.size
+_CHECKED = struct.Struct("<qqq")
 _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
 HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
@@ -312,14 +314,16 @@ class Header:
         Raises:
             RecordTooLarge: more than `RECORD_LIMIT` bytes.
         """
-        check_record_size(payload)
+        length = len(payload)
+        if length > RECORD_LIMIT:
+            check_record_size(payload)
         sequence = self._sequence + 1
         start = self._slot_start(sequence % 2)
-        body = start + _SLOT.size
-        self._map[body : body + len(payload)] = payload
+        body = start + _SLOT_HEAD_NBYTES
+        self._map[body : body + length] = payload
         crc = _slot_crc(sequence, head, payload)
         # The sequence last: a kill before it leaves an older one, and no sign of damage.
-        _REST.pack_into(self._map, start + _SEQUENCE.size, head, len(payload), crc)
+        _REST.pack_into(self._map, start + _SEQUENCE_NBYTES, head, length, crc)
         _SEQUENCE.pack_into(self._map, start, sequence)
         self._sequence = sequence
 
@@ -383,4 +387,4 @@ def check_record_size(payload: bytes) -> None:
 
 
 def _slot_crc(sequence: int, head: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", sequence, head, len(payload))))
+    return zlib.crc32(payload, zlib.crc32(_CHECKED.pack(sequence, head, len(payload))))

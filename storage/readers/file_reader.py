@@ -154,7 +154,8 @@ class FileReader(RowReader):
 
     @property
     def last_head(self) -> int:
-        return self._last_head if self.closed else self.head
+        engine = self.engine
+        return self._last_head if engine is None else engine.head
 
     @property
     def revision(self) -> int:

@@ -1,0 +1,65 @@
+"""Batches of few slots laid out at once, from the columns of a slab that they were stored from."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
+from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.engine.pool import BufferPool, Room
+from tallyroll.storage.rows.batch_dims import Shapes
+from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
+from tallyroll.storage.rows.nesting import Nest
+
+
+class SmallBatches:
+    """Lays rows of a slab out as they are yielded, with marks of cuts.
+
+    Args:
+        table: the columns.
+        keys: of those that are yielded, in their order.
+        dones: done keys below the root, which are True too where a trajectory's rows end.
+        behind: further batch dimensions of nested TensorDicts, parents first.
+    """
+
+    def __init__(
+        self, table: SlabRows, keys: Sequence[Key], dones: Sequence[Key], behind: Shapes
+    ) -> None:
+        self._columns = [table.columns[key] for key in keys]
+        self._pool = BufferPool([(each.dtype, each.shape[1:]) for each in self._columns])
+        self._marked = [keys.index(key) for key in (DONE, *dones)]
+        self._ids = keys.index(TRAJ_IDS)
+        dtypes = [torch.from_numpy(each[:0]).dtype for each in self._columns]
+        self._nest = Nest([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
+
+    def batch(self, part: SlabPart) -> TensorDict:
+        """The rows of ``part`` as a TensorDict ``[row]``, marked as `cuts.with_cuts` does."""
+        arrays, room = self._pool.room((len(part),))
+        self._fill(arrays, room, part)
+        ids = arrays[self._ids]
+        last = np.ones(len(ids), np.bool_)
+        np.not_equal(ids[1:], ids[:-1], out=last[:-1])
+        cut = last & ~arrays[self._marked[0]].reshape(-1)
+        for index in self._marked:
+            done = arrays[index]
+            done |= last.reshape(-1, *(1 for _ in done.shape[1:]))
+        return self._nest([*arrays, cut], (len(ids),))
+
+    def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabPart) -> None:
+        index = part.index
+        if kernel is None:
+            for array, column in zip(arrays, self._columns, strict=True):
+                some = slice(index.start, index.stop) if isinstance(index, range) else index
+                array[...] = column[some]
+            return
+        if room.table is None or room.of is not self:
+            columns = zip(room.addresses, self._columns, room.arrays, strict=True)
+            words = ((to, column.ctypes.data, own[:1].nbytes) for to, column, own in columns)
+            room.table, room.of = table_of(chain.from_iterable(words)), self
+        if isinstance(index, range):
+            kernel.copy_rows(room.table, 0, index.start, len(index))
+        else:
+            kernel.gather_rows(room.table, 0, index, len(self._columns[0]))

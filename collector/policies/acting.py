@@ -1,0 +1,32 @@
+"""How environments are stepped and policies called: without gradients, exploring as was asked."""
+
+from typing import Any
+
+import torch
+from torchrl.envs.utils import ExplorationType
+
+from tallyroll.collector.compat import ExplorationPlace, set_gradients
+
+
+class Acting:
+    """What `torch.no_grad` and `set_exploration_type` do, in a few lines; not to be nested.
+
+    Args:
+        exploration: the type.
+    """
+
+    __slots__ = ("_exploration", "_exploration_before", "_gradients_before", "_place")
+
+    def __init__(self, exploration: ExplorationType) -> None:
+        self._exploration, self._place = exploration, ExplorationPlace()
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._gradients_before = torch.is_grad_enabled()
+        set_gradients(False)
+        self._exploration_before = self._place.swap(self._exploration)
+
+    def __exit__(self, *_: Any) -> None:
+        """Let both be as they were."""
+        self._place.swap(self._exploration_before)
+        set_gradients(self._gradients_before)
