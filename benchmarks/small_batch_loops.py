@@ -32,6 +32,14 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from pathlib import Path
 
+LEARNT = (
+    "observation",
+    "action",
+    ("next", "observation"),
+    ("next", "reward"),
+    ("next", "terminated"),
+)
+"""The columns that are learnt from, which are all that the peers' buffers hold."""
 CHEETAH, PENDULUM = "HalfCheetah-v5", "Pendulum-v1"
 DISCOUNT, FOLLOW, TEMPERATURE = 0.99, 0.005, 0.2
 EPSILON, STEP_SIZE = 1.0, 0.0
@@ -340,7 +348,7 @@ class Tallyroll(Loop):
     def sample(self) -> Rows:
         """Get random rows."""
         storage = self.storage
-        return rows_of(storage.get(torch.randint(len(storage), (self.task.sampled,))))
+        return rows_of(storage.get(torch.randint(len(storage), (self.task.sampled,)), LEARNT))
 
     def learnt(self) -> None:
         """Count the version of the weights up."""

@@ -254,7 +254,7 @@ class Overrun(StorageError):
 
 
 class ColumnsMissing(StorageError):
-    """The storage has no columns that say which trajectory a row belongs to."""
+    """The storage has not the columns that are wanted, or that say which trajectory rows are of."""
 
 
 class UnknownTrajectory(StorageError, KeyError):

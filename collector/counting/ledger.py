@@ -115,6 +115,11 @@ class Ledger:
         """Every count by name."""
         return dict(zip(COUNTS, counts_of(self), strict=True))
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Every count, in the order of `COUNTS`."""
+        return counts_of(self)
+
     def as_dict(self) -> dict[str, Any]:
         """The counts, the seed and the versions: what a report of the run needs."""
         return asdict(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -23,6 +23,10 @@ _GATHER_NBYTES = 2**18
 """Gathered rows are written through the file in pieces that stay in the processor's cache."""
 _ALONE_NBYTES = 2**14
 """While more is copied other threads may run, which costs as much as to copy a small array."""
+
+
+Places = tuple[int, ...]
+"""Some of the columns, by their places in the schema."""
 
 
 def _memmove(library: type[ctypes.CDLL]) -> Callable[[int, int, ctypes.c_size_t], None]:
@@ -134,16 +138,20 @@ class Columns:
             # The index is within bounds: "clip" is the mode in which NumPy writes to out directly.
             array.take(index, axis=0, out=column[to], mode="clip")
 
-    def take_compiled(self, slots: np.ndarray, room: Room) -> bool:
-        """Copy slots of each column to the arrays [*slots.shape, ...] of ``room``.
+    def take_compiled(self, slots: np.ndarray, room: Room, only: Places | None = None) -> bool:
+        """Copy slots of each column, or of some, to the arrays [*slots.shape, ...] of ``room``.
 
         False, and nothing done, where there is no kernel, or the slots are not all there.
         """
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
             return False
         if room.table is None or room.of is not self:
-            columns = zip(room.addresses, self._bases, self._row_nbytes, strict=True)
-            room.table, room.of = table_of(chain.from_iterable(columns)), self
+            columns: Iterable[tuple[int, int]] = zip(self._bases, self._row_nbytes, strict=True)
+            if only is not None:
+                every = list(columns)
+                columns = [every[place] for place in only]
+            words = ((to, *of) for to, of in zip(room.addresses, columns, strict=True))
+            room.table, room.of = table_of(chain.from_iterable(words)), self
         try:
             kernel.gather_rows(room.table, 0, slots, self.room)
         except IndexError:  # of links in a damaged storage

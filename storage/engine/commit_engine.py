@@ -17,7 +17,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.aliasing import LentViews
-from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
@@ -91,6 +91,8 @@ class Engine:
         self._views: list[np.ndarray] | None = None
         self._lent = LentViews()
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
+        self._pools: dict[Places, BufferPool] = {}
+        """Of some of the columns."""
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self._look_at = 0.0
         self.commits = 0
@@ -109,6 +111,7 @@ class Engine:
         self._follows, self._access = True, "read"
         self._mutex, self._views = threading.RLock(), None
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in self.schema.columns])
+        self._pools = {}
         self._header.follow()
 
     @property
@@ -430,8 +433,10 @@ class Engine:
         """Number of rows, those of ``span`` included that are being overwritten."""
         return self._slots(span.stop) if self._follows else len(span)
 
-    def take(self, index: np.ndarray) -> list[np.ndarray]:
+    def take(self, index: np.ndarray, only: Places | None = None) -> list[np.ndarray]:
         """Arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
+
+        ``only`` are the columns that are wanted; None: all.
 
         They come from a pool, to which they return when nothing refers to them.
 
@@ -439,34 +444,48 @@ class Engine:
             IndexOutOfRange: rows that are gone meanwhile, in a ring that another process writes.
         """
         if not self.ring:
-            return self.gather(index)
+            return self.gather(index, only)
         if self._follows:
-            return self._take_checked(index)
+            return self._take_checked(index, only)
         with self._mutex:  # no append of another thread
             header = self._header
-            return self.gather(slots_at(index, header.head, header.reserve, self.ring))
+            slots = slots_at(index, header.head, header.reserve, self.ring)
+            return self.gather(slots, only)
 
-    def gather(self, slots: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+    def gather(
+        self, slots: np.ndarray | Sequence[np.ndarray], only: Places | None = None
+    ) -> list[np.ndarray]:
         """Arrays [*slots.shape, ...], one a column, of slots that are there, from the pool.
 
-        ``slots`` may be one such array for every column.
+        ``slots`` may be one such array for every column; ``only`` as :meth:`take`.
         """
-        columns = self.columns()
+        columns, pool = self.columns(), self._pool
+        if only is not None:
+            columns, pool = [columns[place] for place in only], self._pool_of(only)
         places = [slots] * len(columns) if isinstance(slots, np.ndarray) else slots
-        found, room = self._pool.room(places[0].shape)
-        if isinstance(slots, np.ndarray) and self._columns.take_compiled(slots, room):
+        found, room = pool.room(places[0].shape)
+        if isinstance(slots, np.ndarray) and self._columns.take_compiled(slots, room, only):
             return found
         for column, where, out in zip(columns, places, found, strict=True):
             # Indices were checked: "clip" is the mode in which NumPy writes to out directly.
             column.take(where, axis=0, out=out, mode="clip")
         return found
 
-    def _take_checked(self, index: np.ndarray) -> list[np.ndarray]:
+    def _pool_of(self, only: Places) -> BufferPool:
+        pool = self._pools.get(only)
+        if pool is None:
+            columns = [self.schema.columns[place] for place in only]
+            pool = self._pools[only] = BufferPool([(c.numpy_dtype, c.shape) for c in columns])
+        return pool
+
+    def _take_checked(self, index: np.ndarray, only: Places | None) -> list[np.ndarray]:
         """Copy, look again, and copy once more what was overwritten meanwhile."""
         flat = index.reshape(-1)
         slots = self._slots_in_time(flat)
         rows = rows_in(slots, self._header.head, self.ring)
-        found = self.gather(slots)
+        found = self.gather(slots, only)
+        every = self._columns.arrays
+        columns = every if only is None else [every[place] for place in only]
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (torn := np.flatnonzero(rows < first_valid(self._header.reserve, self.ring))).size:
             if time.monotonic() > deadline:
@@ -477,7 +496,7 @@ class Engine:
                 )
             slots[torn] = self._slots_in_time(flat[torn])
             rows[torn] = rows_in(slots[torn], self._header.head, self.ring)
-            for column, out in zip(self._columns.arrays, found, strict=True):
+            for column, out in zip(columns, found, strict=True):
                 out[torn] = column[slots[torn]]
         return [array.reshape(*index.shape, *array.shape[1:]) for array in found]
 

@@ -20,7 +20,7 @@ from tallyroll.storage.files.paths import told
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
@@ -242,8 +242,9 @@ class FileReader(RowReader):
                 slots[id(each)] = each % self.ring
         return self.running().gather([slots[id(each)] for each in rows])
 
-    def get(self, index: Any) -> TensorDict:
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         engine = self.running()
+        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
         span = engine.span
         try:
             where = resolve(index, len(span))
@@ -254,9 +255,11 @@ class FileReader(RowReader):
             where = resolve(index, rows)
         if isinstance(where, slice):
             if engine.shows_slots(span):
-                views = [view[where] for view in engine.views()]
-                return self.nest(views, (len(views[0]),))
+                every = engine.views()
+                shown = every if only is None else [every[place] for place in only]
+                views = [view[where] for view in shown]
+                return nest(views, (len(views[0]),))
             where = np.arange(where.start, where.stop, where.step)
         if isinstance(where, int):
-            return self.nest(engine.take(np.array([where])), (1,))[0]
-        return self.nest(engine.take(where), where.shape)
+            return nest(engine.take(np.array([where]), only), (1,))[0]
+        return nest(engine.take(where, only), where.shape)

@@ -14,12 +14,12 @@ from tensordict import TensorDict
 
 from tallyroll.storage.engine.ring import index_at, rows_in, slots_at
 from tallyroll.storage.engine.ring import slots_of as ring_slots
-from tallyroll.storage.errors import IndexOutOfRange, Overrun, StorageClosed
+from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, Overrun, StorageClosed
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
 from tallyroll.storage.rows.nesting import Nest
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.index import TrajectoryIndex
@@ -262,8 +262,10 @@ class RowReader(ABC):
             return self.copies(rows)
         return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
-    def take(self, rows: np.ndarray) -> TensorDict:
+    def take(self, rows: np.ndarray, keys: Keys | None = None) -> TensorDict:
         """The rows of these numbers [*], copied: a TensorDict [*rows.shape].
+
+        ``keys`` are the columns that are wanted; None: all.
 
         Raises:
             IndexOutOfRange: one is not there, or is overwritten while they are read.
@@ -271,10 +273,42 @@ class RowReader(ABC):
         least, most = (int(rows.min()), int(rows.max())) if rows.size else (self.head, -1)
         if most >= self.head or least < self.span.start:
             raise self._gone(least, most)
-        arrays = self.gather(rows)
+        nest = self.nest
+        if keys is None:
+            arrays = self.gather(rows)
+        else:
+            only, nest = self.chosen(keys)
+            arrays = self.copies(rows, [self.keys[place] for place in only])
         if least < self.span.start:
             raise self._gone(least, most)
-        return self.nest(arrays, rows.shape)
+        return nest(arrays, rows.shape)
+
+    def chosen(self, keys: Keys) -> tuple[tuple[int, ...], Nest]:
+        """The places of some columns, and what puts their arrays together.
+
+        Raises:
+            ColumnsMissing: one is not there, or none is named.
+        """
+        wanted = tuple(keys)
+        found = self._chosen.get(wanted)
+        if found is None:
+            every = {as_key(key): None for key in wanted}
+            if not every or not every.keys() <= {*self.keys}:
+                raise ColumnsMissing(
+                    f"keys: expected some of {', '.join(map(spell, self.keys))}, got "
+                    f"{', '.join(map(spell, every)) or 'none'}."
+                )
+            only = tuple(self.keys.index(key) for key in every)
+            columns = [
+                (key, self.schema.columns[place].dtype)
+                for key, place in zip(every, only, strict=True)
+            ]
+            found = self._chosen[wanted] = only, Nest(columns, self.schema.batch_shapes)
+        return found
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[str | Key, ...], tuple[tuple[int, ...], Nest]]:
+        return {}
 
     def _gone(self, least: int, most: int) -> IndexOutOfRange:
         span = self.span
@@ -283,7 +317,7 @@ class RowReader(ABC):
             f"to {span.stop - 1}."
         )
 
-    def get(self, index: Any) -> TensorDict:
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         """Rows counted from the first one, as `DiskStorage.get` takes and gives them.
 
         Where a ring moves they are read again.
@@ -300,7 +334,9 @@ class RowReader(ABC):
                 where = np.arange(where.start, where.stop, where.step)
             rows = self.rows_at(np.asarray(where), span)
             try:
-                return self.take(rows.reshape(1))[0] if rows.ndim == 0 else self.take(rows)
+                if rows.ndim == 0:
+                    return self.take(rows.reshape(1), keys)[0]
+                return self.take(rows, keys)
             except IndexOutOfRange as error:
                 if time.monotonic() > deadline:
                     raise self.overrun(f"these {rows.size}") from error

@@ -6,6 +6,7 @@ TorchRL's episode data format: observation and action at the root, what the step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -36,6 +37,10 @@ RANDOM_VERSION: Final = -1
 COUNTERS: Final = frozenset({"step_count", "is_init", "episode_reward"})
 """Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
 InitTracker, RewardSum): they tell how long it has lasted, and not what was observed."""
+
+
+Keys: TypeAlias = Sequence[str | Key]
+"""Some columns, as users name them."""
 
 
 def as_key(key: str | tuple[str, ...]) -> Key:

@@ -19,7 +19,7 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import Key, as_key
+from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
@@ -261,7 +261,7 @@ class RowStore:
             array.flags.writeable = False
         return array
 
-    def get(self, index: Any) -> TensorDict:
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         """Rows by number: int, slice, range, list, array or tensor of ints, or one bool a row.
 
         An int gives one row, batch size []; row numbers of shape S give new
@@ -272,10 +272,14 @@ class RowStore:
         Nested TensorDicts, and the root where each row is an item with a time dimension, have the
         further batch dimensions of the rows that made the storage, behind these.
 
+        ``keys`` are the columns that are wanted, such as ``["observation", ("next", "reward")]``;
+        None: all. Others are not read.
+
         Raises:
             IndexOutOfRange: a row that is not there.
+            ColumnsMissing: a column that is not there.
         """
-        return self.reader.get(index)
+        return self.reader.get(index, keys)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.head} rows"

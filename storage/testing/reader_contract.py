@@ -16,7 +16,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, n_step, open_storage, verify
-from tallyroll.storage.errors import IndexOutOfRange, ReadOnlyStorage
+from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, ReadOnlyStorage
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import LANE, POLICY_VERSION, STEP, TRAJ_IDS, Key
 from tallyroll.storage.storages import DiskStorage
@@ -149,6 +149,27 @@ class ReaderContract:
     def test_an_index_gives_what_it_gives_on_a_file(self, both: _Both, index: Any) -> None:
         assert_same_rows(both.other.get(index), both.file.get(index))
         assert_same_rows(both.other[index], both.file[index])
+
+    @pytest.mark.parametrize(
+        "keys", [["observation"], [("next", "reward"), "pixels"], [("next", "agents", "done")]]
+    )
+    @pytest.mark.parametrize("index", [-1, slice(2, 90, 7), torch.tensor([[1, 2], [-1, 0]])])
+    def test_only_columns_that_are_wanted(self, both: _Both, index: Any, keys: list[Any]) -> None:
+        wanted = both.file.get(index)
+        for storage in both:
+            found = storage.get(index, keys)
+            leaves = dict(found.items(include_nested=True, leaves_only=True))
+            assert [*leaves] == keys
+            assert found.batch_size == wanted.batch_size
+            for key, leaf in leaves.items():
+                _assert_same(_bits(leaf), _bits(wanted[key]))
+
+    def test_columns_that_are_wanted_and_not_there(self, both: _Both) -> None:
+        for storage in both:
+            with pytest.raises(ColumnsMissing, match="got none"):
+                storage.get([0], [])
+            with pytest.raises(ColumnsMissing, match="got pixels, next/sound"):
+                storage.get([0], ["pixels", ("next", "sound")])
 
     def test_a_column_as_one_array(self, both: _Both) -> None:
         for key in both.file.schema.keys:

@@ -323,6 +323,15 @@ class StorageContract:
             assert got.batch_size == expected.batch_size
             assert (got == expected).all()
 
+    def test_columns_that_are_wanted_have_memory_of_their_own(self, path: Path) -> None:
+        with self.make(path) as storage:
+            storage.extend(rows(0, 10))
+            every, some = storage.get([3, 1]), storage.get([3, 1], ["wide", ("next", "id")])
+            assert (some == every.select("wide", ("next", "id"))).all()
+            again = storage.get([4, 4], [("next", "id"), "wide"])
+            assert again["next", "id"].tolist() == [5, 5]
+            assert (some == every.select("wide", ("next", "id"))).all()
+
     @pytest.mark.parametrize("index", [10, -11, [0, 10], torch.tensor([-11])], ids=repr)
     def test_an_index_beyond_the_rows_is_refused(self, path: Path, index: Any) -> None:
         with self.make(path) as storage:

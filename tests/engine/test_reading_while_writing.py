@@ -214,7 +214,9 @@ def test_without_the_second_look_rows_are_torn(
 ) -> None:
     """Or else the tests above would see nothing."""
     case, path = CASES["ring"], tmp_path / "rows"
-    monkeypatch.setattr(Engine, "_take_checked", lambda self, index: self.gather(np.asarray(index)))
+    monkeypatch.setattr(
+        Engine, "_take_checked", lambda self, index, only: self.gather(np.asarray(index), only)
+    )
     with process(write, case, path) as (_, connection):
         receive(connection)
         while not (case.there(path) and rows_in(case, path) > 2000):
