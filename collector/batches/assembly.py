@@ -55,8 +55,8 @@ from tallyroll.storage.rows.keys import (
     spell,
 )
 
-Plain = tuple[SlabRows, FixedRows, range, int]
-"""Rows of a slab whose slots are stored as they stand: which rows those are, and their ticks."""
+Plain = tuple[SlabRows, FixedRows, range, int, int]
+"""Rows of a slab whose slots are stored as they stand: which those are, their ticks and agents."""
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -98,6 +98,7 @@ class Assembly:
         self._everywhere = np.ones(len(state.step), np.bool_)
         self._budget = Budget(options.total_frames)
         self._ticks = _ticks(options, source.plan)
+        self._masks, self._agents = _agents(options, source.plan)
         self._checks = RangeChecks(ranges, options.validate)
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         watched = options.finals == "check" and not source.plan.lost_finals
@@ -257,14 +258,14 @@ class Assembly:
             plain = self._plain[block.slab] = self._plain_of(block)
         if plain is None:
             return False
-        table, rows, index, ticks = plain
+        table, rows, index, ticks, agents = plain
         ledger, writer, state, count = self._ledger, self._writer, self.state, len(index)
         head, ends = writer.head, 0
         episodes = table.number_plain(state)
         if episodes is not None:
             ends = len(episodes)
             self.episodes.extend(episodes)
-        entry = _delivered(count, 0, ticks, ends)
+        entry = _delivered(count, 0, ticks, ends, agents)
         post(ledger, entry)
         self._in_hand = count
         if block.giver is not None:
@@ -287,10 +288,10 @@ class Assembly:
         table, schema, ticks = self._table_of(block), self._writer.schema, self._ticks
         if table is None or not table.can_compile or schema is None or self._draws:
             return None
-        if not isinstance(ticks, int):
+        if not isinstance(ticks, int) or self._masks:
             return None
         count = len(block)
-        return table, table.fixed(schema), range(count), count * ticks
+        return table, table.fixed(schema), range(count), count * ticks, count * self._agents
 
     def _table_of(self, block: Block) -> SlabRows | None:
         """What rows of the block's slab can be stored from, where they lie, and would be."""
@@ -435,7 +436,10 @@ class Assembly:
         else:
             before, after = part.array(self._ticks), part.array((NEXT, *self._ticks))
             ticks = int((after - before).sum())
-        return _delivered(count, drawn, ticks, part.ends)
+        agents = count * self._agents
+        for mask in self._masks:
+            agents += int(np.count_nonzero(part.array(mask)))
+        return _delivered(count, drawn, ticks, part.ends, agents)
 
     # --- ends, cuts and errors --------------------------------------------------------------------
 
@@ -505,8 +509,22 @@ class Assembly:
 
 
 @lru_cache(maxsize=256)
-def _delivered(count: int, drawn: int, ticks: int, ends: int) -> LedgerEntry:
-    return LedgerEntry(stored=count, random=drawn, ticks=ticks, episodes_complete=ends)
+def _delivered(count: int, drawn: int, ticks: int, ends: int, agents: int) -> LedgerEntry:
+    return LedgerEntry(
+        stored=count, random=drawn, ticks=ticks, episodes_complete=ends, agent_transitions=agents
+    )
+
+
+def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:
+    """Masks of the agents of groups, and how many agents the groups without one have."""
+    masks, others = [], 0
+    for key in plan.dones:
+        mask = new_name((*key[1:-1], "mask"), options.rename, plan.layout)
+        if mask in plan.layout and plan.layout[mask].dtype is torch.bool:
+            masks.append(mask)
+        else:
+            others += int(np.prod(plan.layout[key].shape))
+    return masks, others
 
 
 def _ticks(options: Options, plan: SlabPlan) -> int | Key:

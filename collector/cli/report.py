@@ -25,6 +25,7 @@ _LEDGER = {
     "episodes_cut": ("episodes cut", "left unfinished"),
 }
 """Counts that are always shown: their labels, and what they mean."""
+_AGENTS = ("agent transitions", "of agents that lived or had their turn, in stored transitions")
 
 
 class Page(Console):
@@ -70,7 +71,8 @@ class Page(Console):
         shown = {**_LEDGER, "episodes_complete": ("episodes complete", episodes)}
         for name, count in counts.items():
             if count and name not in ("incarnation", "respawned"):
-                shown.setdefault(name, (name.replace("_", " "), ""))
+                plain = (name.replace("_", " "), "")
+                shown.setdefault(name, _AGENTS if name == "agent_transitions" else plain)
         for name, (label, meaning) in shown.items():
             self.print(f"{label:<17} {counts.get(name, 0):>15,}  {meaning}".rstrip())
         if respawned := counts.get("respawned", 0):

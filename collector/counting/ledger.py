@@ -24,6 +24,7 @@ class LedgerEntry(NamedTuple):
     reset_ticks: int = 0
     episodes_complete: int = 0
     episodes_cut: int = 0
+    agent_transitions: int = 0
 
     def plus(self, other: "LedgerEntry") -> "LedgerEntry":
         """Both as one."""
@@ -79,6 +80,9 @@ class Ledger:
     """How often the run was started again; counts since the last commit before are unknown."""
     respawned: int = 0
     """Of those starts, the workers that were started in the place of one that failed."""
+    agent_transitions: int = 0
+    """With several agents a lane: parts of agents that lived, or whose turn it was, in the stored
+    transitions."""
     seed: int | None = None
     """The seed of the run."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -73,7 +73,8 @@ def seed_env(
         base.first_lane = lanes[0]
         if base.takes_seeds:
             base.seed_lanes(seeds)
-            return seeds
+            shared = base.system.declares.seeds == "shared"
+            return [] if shared and len(seeds) > 1 else seeds
         if asked and base.system.declares.seeds == "make":
             raise ArgumentError(
                 f"seed: {base.kind} takes seeds only when it is made; pass a factory that takes "

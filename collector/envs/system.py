@@ -50,8 +50,10 @@ class Declares:
     resets: Literal["mask", "all", "none"] = "mask"
     """``reset`` restarts the lanes of a mask, all of them only, or is a look at the first
     observations that works once."""
-    seeds: Literal["reset", "make", "none"] = "reset"
-    """Where one seed a lane is taken: by ``reset``, when the system is made, or nowhere."""
+    seeds: Literal["reset", "shared", "make", "none"] = "reset"
+    """Where one seed a lane is taken: by ``reset``, when the system is made, or nowhere.
+    ``"shared"``: all lanes draw from one generator, which ``reset`` seeds with that of the first;
+    a run is repeated by as many lanes and the same actions only."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
     """What a reset takes beside a seed: parameters of the task, one value a lane."""
     parts: bool = False
@@ -60,6 +62,8 @@ class Declares:
     """Not 0: ``send`` and ``recv`` take the place of ``step``, and so many lanes come a call."""
     groups: Mapping[str, int] = field(default_factory=dict)
     """Groups of agents, and how many each has; their flags are in ``Step.agents``."""
+    turns: bool = False
+    """Agents take turns: masks say who acts next, and not who lives."""
     device: str = "cpu"
     """Where arrays are; on the CPU actions are NumPy arrays, elsewhere torch tensors."""
 

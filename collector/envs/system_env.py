@@ -218,7 +218,7 @@ class SystemEnv(EnvBase):
     def takes_seeds(self) -> bool:
         """Each lane can be given a seed."""
         how = self._declares.seeds
-        return how == "reset" or (how == "make" and self._make is not None)
+        return how in ("reset", "shared") or (how == "make" and self._make is not None)
 
     def seed_lanes(self, seeds: Sequence[int]) -> None:
         """Seed every lane at the next full reset, where that is possible."""
@@ -744,7 +744,8 @@ class SystemEnv(EnvBase):
                     "factory that takes seeds (def make(seeds): …)"
                 )
         self._seed_contexts(seeds)
-        observation = self.system.reset(None, seeds if how == "reset" else None, **kwargs)
+        given = seeds if how in ("reset", "shared") else None
+        observation = self.system.reset(None, given, **kwargs)
         self._started = True
         self._draw_contexts()
         if self.system.declares is not self._declares:
@@ -867,7 +868,7 @@ def _put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> N
 def as_flags(value: Array) -> NDArray[np.bool_]:
     """Flags as NumPy has them, copied."""
     if isinstance(value, torch.Tensor):
-        value = value.cpu()
+        value = value.cpu().numpy()
     elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
         value = as_tensor(value, torch.device("cpu"))
     flags: NDArray[np.bool_] = np.array(value, np.bool_)

@@ -58,7 +58,8 @@ class Hand:
             self._redraw(np.ones(self.d.lanes, np.bool_))
         self.pending = np.zeros(self.d.lanes, np.bool_)
         """Lanes whose next step is a reset slot."""
-        self.seen = self._values(system.reset(None, seeds if self.d.seeds == "reset" else None))
+        given = seeds if self.d.seeds in ("reset", "shared") else None
+        self.seen = self._values(system.reset(None, given))
         self._redraw(np.ones(self.d.lanes, np.bool_))
 
     def _redraw(self, lanes: Mask) -> None:
@@ -311,7 +312,10 @@ class SystemContract:
             assert np.array_equal(a, b), f"{what}: the same seeds gave {a!r:.200} and {b!r:.200}"
 
     def test_a_reset_by_mask_leaves_other_lanes_alone(self) -> None:
-        """With ``resets="mask"``: other lanes go on as if nothing had been."""
+        """With ``resets="mask"``: other lanes go on as if nothing had been.
+
+        Where lanes draw from one generator, their next episodes may begin otherwise.
+        """
         if not self.repeatable or self.lanes < 2:
             return None
         one, other = self.hand(), self.hand()
@@ -319,14 +323,18 @@ class SystemContract:
             return self.close(one.system, other.system)
         mask = np.zeros(self.lanes, np.bool_)
         mask[0] = True
+        same = ~mask
         for at, action in enumerate(self.actions(one.system, self.steps)):
             if at % 3 == 1:
                 one.system.reset(mask, None)
                 one.pending[0] = False
-            after, after_other = one.step(action)[1], other.step(action)[1]
+            out, after, _ = one.step(action)
+            after_other = other.step(action)[1]
             self._require_equal(
-                [a[1:] for a in after], [b[1:] for b in after_other], "lane 0 was reset"
+                [a[same] for a in after], [b[same] for b in after_other], "lane 0 was reset"
             )
+            if one.d.seeds == "shared":
+                same &= ~(as_flags(out.terminated) | as_flags(out.truncated))
         return self.close(one.system, other.system)
 
     def test_a_part_of_the_lanes_is_stepped(self) -> None:
@@ -407,20 +415,27 @@ class SystemContract:
         return self.close(system)
 
     def test_agents_that_are_dead_stay_dead(self) -> None:
-        """Groups: an agent that ended is masked until its lane begins anew."""
+        """Groups: an agent that ended is masked until its lane begins anew.
+
+        Where agents take turns, a masked one may only be waiting.
+        """
         hand = self.hand()
         groups = hand.d.groups
         keys = list(hand.d.observation)
+        dead: dict[str, Mask] = {}
         for action in self.actions(hand.system, self.steps if groups else 0):
             alive = {g: hand.seen[keys.index((g, "mask"))].copy() for g in groups}
+            if hand.d.turns:
+                alive = {g: ~dead.get(g, np.zeros_like(a)) for g, a in alive.items()}
             out, after, executed = hand.step(action)
             ended = as_flags(out.terminated) | as_flags(out.truncated)
             for group, size in groups.items():
                 flags = [as_flags(each) for each in out.agents[group]]
                 assert flags[0].shape == (hand.d.lanes, size), "agents' flags are [lane, agent]"
                 over = flags[0] | flags[1]
-                dead = ~alive[group] & executed[:, None]
-                assert not (over & dead).any(), f"{group}: an agent ended that was dead"
+                was_dead = ~alive[group] & executed[:, None]
+                assert not (over & was_dead).any(), f"{group}: an agent ended that was dead"
+                dead[group] = (~alive[group] | over) & ~ended[:, None]
                 now = after[keys.index((group, "mask"))]
                 revived = now & (over | ~alive[group]) & (executed & ~ended)[:, None]
                 assert not revived.any(), f"{group}: an agent came back within an episode"
