@@ -32,7 +32,8 @@ _REFUSED = {
     "the environment",
     "envpool": "EnvPool needs an adapter of its own, which this version does not have; use "
     "gymnasium.make_vec",
-    "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; use gymnasium.make_vec",
+    "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; pass the vector itself "
+    "to the collector, which finds that out, or the PettingZoo environment",
 }
 _AT_END: dict[AutoresetMode, AtEnd] = {
     AutoresetMode.DISABLED: "final",

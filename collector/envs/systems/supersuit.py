@@ -1,0 +1,94 @@
+"""SuperSuit's vectors of PettingZoo environments: each agent of each environment is a lane."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.system import Array, Declares, Mask, Step, System
+from tallyroll.collector.errors import EnvironmentRefused
+
+FINAL = "terminal_observation"
+
+
+class SuperSuitSystem(System):
+    """A vector of ``pettingzoo_env_to_vec_env_v1`` or ``concat_vec_envs_v1``.
+
+    It begins the next episode within the step in which the last agent of an environment ends, and
+    hands out final observations in infos. An agent that ends before others would be stepped on
+    with zeros, so that is refused when it happens: the PettingZoo environment itself, given to a
+    collector, has groups of agents with masks. An environment's seed is the first lane's, and one
+    more for each environment after it.
+
+    Args:
+        env: the vector; it is closed with this.
+    """
+
+    package = "supersuit"
+    extra = "supersuit"
+    about = "resets in the step of an end, finals kept in infos; agents that end unevenly refused"
+
+    def __init__(self, env: Any) -> None:
+        self.env, lanes = env, int(env.num_envs)
+        leaves = observation_leaves(env.observation_space, lanes)
+        self._getters = [leaf.getter() for leaf in leaves]
+        self._finals = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        action = action_leaf(env.action_space, lanes)
+        self.declares = Declares(
+            lanes=lanes,
+            observation={leaf.key: leaf.spec[0] for leaf in leaves},
+            action={action.key: action.spec[0]},
+            at_end="first",
+            finals="extra",
+            resets="all",
+            seeds="shared",
+        )
+
+    def reset(
+        self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
+    ) -> Sequence[Array]:
+        """Reset all environments."""
+        seed = None if seeds is None else int(seeds[0])
+        observation, _ = self.env.reset(seed=seed, options=options.get("options"))
+        return [take(observation) for take in self._getters]
+
+    def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
+        """Step all environments.
+
+        Raises:
+            EnvironmentRefused: an agent ended before others of its environment.
+        """
+        observation, reward, terminated, truncated, infos = self.env.step(action[0])
+        flags = np.asarray(terminated, np.bool_), np.asarray(truncated, np.bool_)
+        final = None
+        for lane in np.flatnonzero(flags[0] | flags[1]).tolist():
+            if FINAL not in infos[lane]:
+                raise EnvironmentRefused(
+                    f"lane {self.first_lane + lane}: an agent ended before others of its "
+                    "environment, and SuperSuit's vectors would go on stepping it; pass the "
+                    "PettingZoo environment itself, without SuperSuit's vector, to the collector"
+                )
+            final = self._finals
+            for array, take in zip(final, self._getters, strict=True):
+                array[lane] = take(infos[lane][FINAL])
+        return Step([take(observation) for take in self._getters], [reward], *flags, final)
+
+    def close(self) -> None:
+        """Close the vector."""
+        self.env.close()
+
+    def describe(self) -> dict[str, Any]:
+        """The name of the first environment that it has at hand."""
+        name = self.env.metadata.get("name")
+        return {"id": None if name is None else str(name), "type": type(self.env).__name__}
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over SuperSuit's vectors for Gymnasium."""
+        module: Any = sys.modules.get("supersuit.vector")
+        if module is None:
+            return None
+        kinds = (module.MarkovVectorEnv, module.ConcatVecEnv, module.ProcConcatVec)
+        return cls(made) if isinstance(made, kinds) else None

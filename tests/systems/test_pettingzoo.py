@@ -1,0 +1,369 @@
+"""PettingZoo: agents that die before others, unequal ones, turns; against the raw environments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from mpe2 import simple_tag_v3
+from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.classic.tictactoe import tictactoe
+from tensordict import TensorDictBase
+
+from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector.cli import main
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
+from tallyroll.collector.envs.testing import SystemContract
+from tallyroll.collector.errors import ArgumentError, MissingExtra, SpaceError, TransitionError
+from tallyroll.storage import open_storage, verify
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Illegal move made.*:UserWarning", "ignore:.*The base environment.*:UserWarning"
+)
+
+
+class Race(ParallelEnv):
+    """Three runners and a seer: runners leave at seeded steps, and what is left at 6 is truncated.
+
+    Observations are ``[step, episode, last action, draw]``, of the seer without the action; they
+    are the same arrays each time.
+    """
+
+    metadata = {"name": "race"}  # noqa: RUF012  as PettingZoo has it
+    render_mode = None
+
+    def __init__(self, longest: int = 6) -> None:
+        self.possible_agents = ["runner_0", "runner_1", "seer_0", "runner_2"]
+        self.longest, self.episode, self.closed = longest, -1, False
+        self.rng = np.random.default_rng(0)
+        self.seen = {a: np.zeros(3 + ("run" in a), np.float32) for a in self.possible_agents}
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Box(-np.inf, np.inf, self.seen[agent].shape, np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(5) if "run" in agent else spaces.Box(-1, 1, (2,), np.float32)
+
+    def observed(self, agents: Sequence[str], actions: dict[str, Any]) -> dict[str, Any]:
+        for agent in agents:
+            value = [self.step_count, self.episode, self.draw]
+            if "run" in agent:
+                value.insert(2, actions.get(agent, -1))
+            self.seen[agent][:] = value
+        return {agent: self.seen[agent] for agent in agents}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents = list(self.possible_agents)
+        self.episode += 1
+        self.step_count = 0
+        self.draw = float(self.rng.integers(1000))
+        self.ends = dict(zip(self.agents, self.rng.integers(1, 9, 4), strict=True))
+        return self.observed(self.agents, {}), {a: {} for a in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert set(actions) == set(self.agents), "actions are those of who lives"
+        self.step_count += 1
+        at, agents = self.step_count, self.agents
+        over = {a: bool(at >= self.ends[a]) for a in agents}
+        cut = {a: at >= self.longest and not over[a] for a in agents}
+        paid = {a: at + float(np.sum(actions[a])) for a in agents}
+        seen = self.observed(agents, actions)
+        self.agents = [a for a in agents if not (over[a] or cut[a])]
+        return seen, paid, over, cut, {a: {} for a in agents}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def races(lanes: int) -> PettingZooSystem:
+    return PettingZooSystem([Race() for _ in range(lanes)])
+
+
+class TestUnevenDeaths(SystemContract):
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
+        return races(lanes)
+
+
+class TestUnequalAgents(SystemContract):
+    frames = 60
+    steps = 40
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
+        return PettingZooSystem.make("mpe2.simple_tag_v3", lanes, seeds, max_cycles=5)
+
+
+class TestTurns(SystemContract):
+    """Random moves, most of which are illegal and end the game."""
+
+    frames = 80
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
+        return PettingZooSystem.make("classic/tictactoe-v3", lanes, seeds)
+
+
+def collect(make: Any, frames: int = 200, **more: Any) -> TensorDictBase:
+    arguments = {"frames_per_batch": 37, "total_frames": frames, "seed": 3, **more}
+    with SyncCollector(make, None, **arguments) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    assert rows.numel() == frames
+    living = sum(int(rows[g, "mask"].sum()) for g in rows.keys() if (g, "mask") in rows.keys(True))
+    assert collector.ledger.agent_transitions == living
+    return rows
+
+
+def lanes_of(rows: TensorDictBase) -> list[TensorDictBase]:
+    """Rows of each lane, in time."""
+    lane, ids = rows["collector", "lane"].numpy(), rows["collector", "traj_ids"].numpy()
+    order = np.lexsort((rows["collector", "step"].numpy(), ids, lane))
+    return [rows[order[lane[order] == each]] for each in np.unique(lane)]
+
+
+def check_by_hand(rows: TensorDictBase, make: Any, groups: dict[str, list[str]]) -> int:
+    """Every row, against a raw parallel environment with its lane's seed and actions."""
+    parts = lanes_of(rows)
+    seeds, deaths = lane_seeds(3, len(parts), 0), 0
+    for lane, part in enumerate(parts):
+        env = make()
+        seen, _ = env.reset(seed=seeds[lane])
+        for row in part:
+            acting = list(env.agents)
+            actions = {}
+            for group, agents in groups.items():
+                for i, agent in enumerate(agents):
+                    lives = agent in acting
+                    assert bool(row[group, "mask"][i]) == lives
+                    if lives:
+                        assert np.array_equal(row[group, "observation"][i].numpy(), seen[agent])
+                        actions[agent] = row[group, "action"][i].numpy()
+                        if actions[agent].shape == ():
+                            actions[agent] = int(actions[agent])
+            seen, paid, over, cut, _ = env.step(actions)
+            for group, agents in groups.items():
+                for i, agent in enumerate(agents):
+                    after = row["next", group]
+                    assert bool(after["mask"][i]) == (agent in env.agents)
+                    assert bool(after["terminated"][i]) == over.get(agent, False)
+                    assert bool(after["truncated"][i]) == cut.get(agent, False)
+                    wanted = paid.get(agent, 0.0)
+                    assert after["reward"][i].item() == np.float32(wanted)
+                    value = after["observation"][i].numpy()
+                    assert np.array_equal(value, seen.get(agent, np.zeros_like(value)))
+            ended = [agent for agent in acting if over[agent] or cut[agent]]
+            last = bool(ended) and not env.agents
+            deaths += bool(ended) and not last
+            truncated = last and any(cut[agent] for agent in ended)
+            assert bool(row["next", "truncated"]) == truncated
+            assert bool(row["next", "terminated"]) == (last and not truncated)
+            if last:
+                seen, _ = env.reset()
+    return deaths
+
+
+RACERS = {"runner": ["runner_0", "runner_1", "runner_2"], "seer": ["seer_0"]}
+TAG = {"adversary": [f"adversary_{i}" for i in range(3)], "agent": ["agent_0"]}
+
+
+def tag() -> ParallelEnv:
+    return simple_tag_v3.parallel_env(max_cycles=6)
+
+
+def test_agents_that_die_before_others() -> None:
+    """Nothing is lost at the first death, nor at any other."""
+    rows = collect(lambda: [Race() for _ in range(3)])
+    assert check_by_hand(rows, Race, RACERS) > 20
+    assert rows["next", "terminated"].any()
+    assert rows["next", "truncated"].any()
+
+
+def test_agents_that_are_unequal() -> None:
+    rows = collect("pettingzoo:mpe2.simple_tag_v3", 60, num_envs=2, env_kwargs={"max_cycles": 6})
+    check_by_hand(rows, tag, TAG)
+    assert rows["adversary", "observation"].shape[1:] == (3, 16)
+    assert not rows["next", "terminated"].any(), "a limit of cycles truncates"
+
+
+def test_an_aec_environment_that_is_parallelizable() -> None:
+    rows = collect(lambda: [simple_tag_v3.env(max_cycles=6) for _ in range(2)], 60)
+    check_by_hand(rows, tag, TAG)
+
+
+def test_turns_are_rows() -> None:
+    """Against the AEC interface: whose turn it is, what it brought, who saw what; legal moves."""
+    rows = collect("pettingzoo:classic/tictactoe-v3", 150, num_envs=2)
+    names = ["player_1", "player_2"]
+    for part in lanes_of(rows):
+        env: AECEnv = tictactoe.env()
+        env.reset()
+        for row in part:
+            who = names.index(env.agent_selection)
+            assert row["player", "mask"].tolist() == [who == 0, who == 1]
+            for i, name in enumerate(names):
+                seen = env.observe(name)
+                assert np.array_equal(row["player", "observation"][i].numpy(), seen["observation"])
+                legal = row["player", "action_mask"][i].numpy()
+                assert np.array_equal(legal, seen["action_mask"])
+            action = int(row["player", "action"][who])
+            assert env.observe(names[who])["action_mask"][action], "a move was illegal"
+            env.step(action)
+            after = row["next", "player"]
+            for i, name in enumerate(names):
+                assert after["reward"][i].item() == env.rewards[name]
+                assert bool(after["terminated"][i]) == env.terminations[name]
+                seen = env.observe(name)
+                assert np.array_equal(after["observation"][i].numpy(), seen["observation"])
+            while env.agents and env.terminations[env.agent_selection]:
+                env.step(None)
+            assert bool(row["next", "terminated"]) == (not env.agents)
+            if not env.agents:
+                env.reset()
+    assert int(rows["next", "terminated"].sum()) > 10
+    assert set(rows["next", "player", "reward"].flatten().tolist()) == {-1.0, 0.0, 1.0}
+
+
+def test_workers_and_resumed(tmp_path: Path) -> None:
+    name = "pettingzoo:test_pettingzoo:Race"
+    alone = collect(name, num_envs=4)
+    with MultiprocessCollector(
+        name,
+        None,
+        num_envs=4,
+        num_workers=2,
+        frames_per_batch=37,
+        total_frames=200,
+        seed=3,
+        storage=tmp_path / "workers",
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    assert verify(tmp_path / "workers").sound
+    for key in alone.keys(True, True):
+        assert torch.equal(alone[key], rows[key]), key
+    path = tmp_path / "run"
+    collect(name, 100, num_envs=4, storage=path)
+    with SyncCollector(
+        name, None, num_envs=4, frames_per_batch=37, total_frames=250, storage=path, resume=True
+    ) as collector:
+        list(collector)
+    stored = open_storage(path)[:]
+    check_by_hand(stored[:100], Race, RACERS)
+    living = sum(int(stored[group, "mask"].sum()) for group in RACERS)
+    assert collector.ledger.agent_transitions == living
+    assert verify(path).sound, str(verify(path))
+
+
+def test_the_command_shows_agent_transitions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "run")
+    kwargs = json.dumps({"longest": 3})
+    name = "pettingzoo:test_pettingzoo:Race"
+    options = ["--frames", "40", "--num-envs", "2", "--env-kwargs", kwargs, "--out", out]
+    assert main(["collect", name, *options]) == 0
+    assert main(["inspect", out]) == 0
+    assert "agent transitions" in capsys.readouterr().out
+    rows = open_storage(out)[:]
+    assert int(rows["collector", "step"].max()) == 2
+
+
+def test_a_time_limit_from_outside() -> None:
+    rows = collect(lambda: races(2), 60, max_frames_per_traj=2)
+    assert int(rows["collector", "step"].max()) == 1
+    assert (rows["runner", "observation"][:, :, 0].max(1).values <= 1).all()
+
+
+def test_only_as_many_lanes_as_are_needed() -> None:
+    rows = collect(lambda: races(3), 50, surplus="never_step")
+    check_by_hand(rows, Race, RACERS)
+
+
+def test_groups_of_the_caller() -> None:
+    groups = {"first": ["runner_0"], "others": ["runner_2", "runner_1"], "seer": ["seer_0"]}
+    rows = collect("pettingzoo:test_pettingzoo:Race", 60, num_envs=2, env_kwargs={"groups": groups})
+    check_by_hand(rows, Race, groups)
+
+
+class Broken(Race):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        seen, paid, over, cut, infos = super().step(actions)
+        if self.how == "vanish":
+            self.agents = []
+            over = cut = dict.fromkeys(over, False)
+        if self.how == "shape":
+            seen = dict.fromkeys(seen, np.zeros(7, np.float32))
+        if self.how == "dtype":
+            seen = {agent: value.astype(np.complex64) for agent, value in seen.items()}
+        return seen, paid, over, cut, infos
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("vanish", "lane 0: race has no agents left, and none of them was terminated"),
+        ("shape", r"runner_0: the space declares float32 \[4\], .* returned float32 \[7\]"),
+        ("dtype", "returned complex64"),
+    ],
+)
+def test_environments_that_break_their_word(how: str, match: str) -> None:
+    with pytest.raises(TransitionError, match=match):
+        collect(lambda: Broken(how), 20)
+
+
+class Masked(Race):
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Dict(mask=spaces.Box(0, 1, (2,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "error", "match"),
+    [
+        ("sisl/no_such_v0", {}, ArgumentError, "neither PettingZoo's registry nor a module has it"),
+        ("mpe2.simple_tag_v3", {"cycles": 1}, ArgumentError, "unexpected keyword argument"),
+        ("test_pettingzoo:Race", {"groups": {"a": ["runner_0"]}}, ArgumentError, "in one group"),
+        (
+            "test_pettingzoo:Race",
+            {"groups": {"a": RACERS["runner"] + RACERS["seer"]}},
+            ArgumentError,
+            "have other spaces",
+        ),
+        ("test_pettingzoo:Masked", {}, SpaceError, "name of another column"),
+    ],
+)
+def test_misuse(name: str, kwargs: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        SyncCollector(
+            f"pettingzoo:{name}", None, frames_per_batch=4, total_frames=4, env_kwargs=kwargs
+        )
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pettingzoo", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[pettingzoo\]'"):
+        PettingZooSystem.make("sisl/pursuit_v5", 1, None)
+
+
+def test_nothing_half_made_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Race] = []
+
+    def factory(**kwargs: Any) -> Race:
+        if len(made) == 2:
+            raise TypeError("no third one")
+        made.append(Race())
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules[__name__], "factory", factory, raising=False)
+    with pytest.raises(ArgumentError, match="no third one"):
+        PettingZooSystem.make("test_pettingzoo:factory", 3, None)
+    assert [env.closed for env in made] == [True, True]
