@@ -1,0 +1,54 @@
+"""Tasks of Isaac Lab by their names in Gymnasium's registry."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import gymnasium
+
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+
+PACKAGES = ("isaaclab_tasks", "omni.isaac.lab_tasks")
+
+
+def make_task(name: str, lanes: int, given: Mapping[str, Any]) -> Any:
+    """The environment of a task; ``given`` as for `IsaacLabSystem.make`.
+
+    Raises:
+        MissingExtra: Isaac Lab is not installed.
+        EnvironmentRefused: its app was not launched.
+        ArgumentError: an unknown task, or entries that its cfg lacks.
+    """
+    entries = dict(given)
+    mode = entries.pop("render_mode", None)
+    parse = _tasks(name).parse_env_cfg
+    try:
+        cfg = parse(name, device=entries.pop("device", "cuda:0"), num_envs=lanes)
+    except gymnasium.error.Error as error:
+        raise ArgumentError(f"isaaclab:{name}: {error}") from error
+    if hasattr(cfg, "compute_final_obs"):
+        entries.setdefault("compute_final_obs", True)
+    if unknown := [key for key in entries if not hasattr(cfg, key)]:
+        raise ArgumentError(f"isaaclab:{name}: {unknown} are no entries of its cfg")
+    for key, value in entries.items():
+        setattr(cfg, key, value)
+    return gymnasium.make(name, cfg=cfg, render_mode=mode)
+
+
+def _tasks(name: str) -> Any:
+    """The module that knows tasks, which importing its package registers with Gymnasium."""
+    for package in PACKAGES:
+        try:
+            import_module(package)
+            return import_module(f"{package}.utils")
+        except ModuleNotFoundError as error:
+            if not f"{package}.".startswith(f"{error.name}."):
+                raise EnvironmentRefused(
+                    f"isaaclab:{name}: Isaac Lab cannot be imported before its app is launched "
+                    f"({error}); call isaaclab.app.AppLauncher(headless=True) first, in a script "
+                    "that makes the collector then"
+                ) from error
+    raise MissingExtra(
+        f"isaaclab:{name}: Isaac Lab is not installed; it comes from NVIDIA, see "
+        "https://isaac-sim.github.io/IsaacLab"
+    )
