@@ -53,6 +53,14 @@ def lane_in(frame: FrameType) -> int | None:
     return lane if isinstance(lane, int) else None
 
 
+# --- Stable-Baselines3 ----------------------------------------------------------------------------
+
+
+def seed_next_reset(env: Any, seeds: Sequence[int]) -> None:
+    """Give the next reset of a `VecEnv` a seed a lane; its own ``seed`` counts up from one."""
+    env.unwrapped._seeds = list(seeds)
+
+
 # --- TorchRL --------------------------------------------------------------------------------------
 
 

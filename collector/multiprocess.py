@@ -140,7 +140,9 @@ class MultiprocessCollector(Collector):
         threads = or_none(positive)("threads_per_worker", threads_per_worker)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._policy = None if policy is None else Policy(policy, None, None)
-        copied = None if policy is None else on_device(policy, torch.device("cpu"))
+        copied = None
+        if self._policy is not None:
+            copied = on_device(self._policy.source, torch.device("cpu"))
         jobs = [
             Job(create, copied, options.for_worker(lanes), threads) for create, lanes in factories
         ]

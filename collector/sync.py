@@ -43,8 +43,9 @@ class SyncCollector(Collector):
         create_env_fn: a Gymnasium id (with ``num_envs`` lanes), a TorchRL environment of batch
             size ``[]`` or ``[lanes]``, a Gymnasium vector environment, or a factory of one. What
             the collector makes it closes; an instance stays yours to close.
-        policy: a TensorDictModule or a callable from TensorDict to TensorDict; None draws
-            random actions, and honours an ``"action_mask"``. It gets tensors of its own, to
+        policy: a TensorDictModule, a callable from TensorDict to TensorDict or a model of
+            Stable-Baselines3 (it acts by ``predict``); None draws random actions, and honours
+            an ``"action_mask"``. It gets tensors of its own, to
             write to and to keep as it likes. All that it adds to them becomes columns: where
             the action is enough, make it
             ``TensorDictSequential(policy, selected_out_keys=["action"])``.

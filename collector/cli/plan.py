@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.policies.policy import PolicyFn
+from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.storages import DiskStorage, storage_class
@@ -217,6 +218,7 @@ def load_policy(spec: str | None) -> PolicyFn | None:
     if _is_factory(policy):
         with _named(f"--policy {spec}: calling {path}"):
             policy = policy()
+    policy = as_policy(policy)
     if not callable(policy):
         raise CommandError(
             f"--policy {spec}: expected a policy (a callable from TensorDict to TensorDict), "

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import ArgumentError, PolicyError
 from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on, same_place
+from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
@@ -28,7 +29,8 @@ class Policy:
     """A policy on its device, and the version of its weights.
 
     Args:
-        policy: a TensorDictModule, or any callable from TensorDict to TensorDict.
+        policy: a TensorDictModule, any callable from TensorDict to TensorDict, or a model of
+            Stable-Baselines3.
         device: where it runs; a module elsewhere is copied there, and
             :meth:`update_weights` refreshes the copy. None: wherever it is.
         env_device: where actions are wanted.
@@ -37,6 +39,7 @@ class Policy:
     def __init__(
         self, policy: PolicyFn, device: torch.device | None, env_device: torch.device | None
     ) -> None:
+        policy = as_policy(policy)
         if not callable(policy):
             raise ArgumentError(
                 "policy: expected a TensorDictModule, a callable from TensorDict to TensorDict, or "

@@ -1,5 +1,7 @@
 """Gymnasium environments by id, by an instance and by a factory."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,22 +23,15 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
         MissingExtra: one of tallyroll's extras has what it needs.
     """
     kwargs = options.env_kwargs or {}
-    try:
-        if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
-            import_module("ale_py")  # registers the ids
 
-        def make() -> gymnasium.Env[Any, Any]:
-            return gymnasium.make(env_id, **kwargs)
+    def make() -> gymnasium.Env[Any, Any]:
+        return gymnasium.make(env_id, **kwargs)
 
+    with making(env_id, kwargs):
         # Observations are copied into the slab, so that the vector need not copy them before.
         vector = SyncVectorEnv(
             [make] * (options.num_envs or 1), copy=False, autoreset_mode=AutoresetMode.DISABLED
         )
-    except (gymnasium.error.Error, ImportError) as error:
-        _name_the_extra(env_id, error)
-        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
-    except TypeError as error:
-        raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
 
     def look() -> VectorEnv:
         return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
@@ -46,6 +41,25 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
     except BaseException:
         vector.close()
         raise
+
+
+@contextmanager
+def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Environments of ``env_id`` are made within; what Gymnasium says then is made plain.
+
+    Raises:
+        ArgumentError: Gymnasium cannot make it.
+        MissingExtra: one of tallyroll's extras has what it needs.
+    """
+    try:
+        if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
+            import_module("ale_py")  # registers the ids
+        yield
+    except (gymnasium.error.Error, ImportError) as error:
+        _name_the_extra(env_id, error)
+        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
+    except TypeError as error:
+        raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
 
 
 def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:

@@ -1,0 +1,43 @@
+"""What lies around a `VecEnv` of Stable-Baselines3, and the space that it really has."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+
+def true_space(env: Any) -> spaces.Space[Any]:
+    """The space of what ``env`` returns; two wrappers of the library declare another.
+
+    `VecNormalize` keeps bounds and dtype of what it normalizes, and `VecFrameStack` repeats each
+    bound beside itself where it puts observations one behind the other.
+    """
+    package = sys.modules["stable_baselines3.common.vec_env"]
+    space: spaces.Space[Any] = env.observation_space
+    kinds = (package.VecNormalize, package.VecFrameStack)
+    layer = next((each for each in layers(env) if isinstance(each, kinds)), None)
+    if layer is None or (isinstance(layer, package.VecNormalize) and not layer.norm_obs):
+        return space
+    names = getattr(layer, "norm_obs_keys", None) or ()
+    normalizes = isinstance(layer, package.VecNormalize)
+
+    def true(part: spaces.Space[Any], name: str | None = None) -> spaces.Space[Any]:
+        dtype: Any = part.dtype
+        if normalizes and (name is None or name in names):
+            dtype = np.float32
+        elif not isinstance(part, spaces.Box) or not np.issubdtype(dtype, np.floating):
+            return part
+        return spaces.Box(-np.inf, np.inf, part.shape, dtype)
+
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: true(part, name) for name, part in space.items()})
+    return true(space)
+
+
+def layers(env: Any) -> Iterator[Any]:
+    """``env``, and what it lies around."""
+    while env is not None:
+        yield env
+        env = vars(env).get("venv")

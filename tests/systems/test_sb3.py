@@ -1,0 +1,422 @@
+"""Stable-Baselines3: vectors and their wrappers, and trained models as policies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    SubprocVecEnv,
+    VecEnvWrapper,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+)
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from tallyroll.collector import MultiprocessCollector, SyncCollector, evaluate
+from tallyroll.collector.cli.plan import load_policy
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.systems.sb3 import Sb3System
+from tallyroll.collector.envs.testing import SystemContract
+from tallyroll.collector.errors import (
+    ArgumentError,
+    EnvironmentRefused,
+    MissingExtra,
+    PolicyError,
+    SilentReset,
+    SpaceError,
+    TransitionError,
+)
+from tallyroll.collector.policies.sb3_models import Sb3Policy
+from tallyroll.storage import open_storage, verify
+
+from arrays_kit import Stepped, compare, rows_of
+from oracles import OracleEnv
+
+LENGTHS = [[3, 1, 4], [1, 1, 2], [5]]
+
+
+def cartpole(**kwargs: Any) -> Any:
+    return gymnasium.make("CartPole-v1", max_episode_steps=15, **kwargs)
+
+
+def pendulum() -> Any:
+    return gymnasium.make("Pendulum-v1", max_episode_steps=7)
+
+
+class AsDict(gymnasium.ObservationWrapper):  # type: ignore[type-arg]
+    """Of two parts, one of another dtype."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.observation_space = spaces.Dict(
+            {"state": env.observation_space, "sign": spaces.Box(0, 1, (4,), np.int8)}
+        )
+
+    def observation(self, observation: Any) -> Any:
+        return {"state": observation, "sign": (observation > 0).astype(np.int8)}
+
+
+def dicts() -> Any:
+    return AsDict(cartpole())
+
+
+class Doubles(gymnasium.ObservationWrapper):  # type: ignore[type-arg]
+    """Of float64."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.observation_space = spaces.Box(-99, 99, (4,), np.float64)
+
+    def observation(self, observation: Any) -> Any:
+        return observation.astype(np.float64)
+
+
+def doubles() -> Any:
+    return Doubles(cartpole())
+
+
+def normalized() -> Any:
+    return VecNormalize(DummyVecEnv([cartpole] * 3))
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "plain": lambda: DummyVecEnv([cartpole] * 3),
+    "continuous": lambda: DummyVecEnv([pendulum] * 3),
+    "dict": lambda: DummyVecEnv([dicts] * 3),
+    "frames": lambda: VecFrameStack(DummyVecEnv([cartpole] * 3), 2),
+    "normalized": normalized,
+    "normalized doubles": lambda: VecMonitor(VecNormalize(DummyVecEnv([doubles] * 3))),
+    "normalized dicts": lambda: VecNormalize(DummyVecEnv([dicts] * 3), norm_obs_keys=["state"]),
+    "normalized rewards": lambda: VecNormalize(DummyVecEnv([cartpole] * 3), norm_obs=False),
+    "frames of normalized": lambda: VecFrameStack(VecNormalize(DummyVecEnv([doubles] * 3)), 2),
+    "wrapped twice": lambda: VecMonitor(VecFrameStack(DummyVecEnv([dicts] * 3), 2)),
+    "processes": lambda: SubprocVecEnv([cartpole] * 3, start_method="fork"),
+}
+
+
+class Contract(SystemContract):
+    made: ClassVar[str] = "plain"
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        assert lanes == 3
+        return Sb3System(MADE[self.made]())
+
+
+class TestPlain(Contract):
+    steps = 80
+
+
+class TestDict(Contract):
+    made = "wrapped twice"
+    steps = 80
+
+
+def keyed(observation: Any) -> dict[str, Any]:
+    parts = observation if isinstance(observation, dict) else {"observation": observation}
+    return {key: value.copy() for key, value in parts.items()}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_rows_are_what_the_vector_itself_returns(kind: str) -> None:
+    rows = rows_of(MADE[kind], frames_per_batch=50, total_frames=200, seed=5)
+    env = MADE[kind]()
+    env.unwrapped._seeds = lane_seeds(5, 3, 0)
+    first = keyed(env.reset())
+    gym_first = cartpole().reset(seed=lane_seeds(5, 3, 0)[0])[0]
+    if kind in ("plain", "processes"):
+        assert (first["observation"][0] == gym_first).all(), "seeds of lanes are Gymnasium's"
+
+    def step(action: Any) -> Stepped:
+        obs, reward, done, infos = env.step(action)
+        seen, after = keyed(obs), keyed(obs)
+        for lane in np.flatnonzero(done):
+            for key, value in keyed(infos[lane]["terminal_observation"]).items():
+                after[key][lane] = value
+        cut = np.array([info.get("TimeLimit.truncated", False) for info in infos])
+        return Stepped(after, seen, reward, done & ~cut, done & cut)
+
+    assert compare(rows, 3, first, step) >= 6
+    env.close()
+    if kind == "continuous":
+        assert rows["next", "truncated"].any()
+        assert not rows["next", "terminated"].any()
+
+
+def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "num_envs": 4,
+        "frames_per_batch": 40,
+        "seed": 2,
+        "env_kwargs": {"max_episode_steps": 9},
+    }
+    alone = rows_of("sb3:CartPole-v1", total_frames=120, **arguments)
+    with MultiprocessCollector(
+        "sb3:CartPole-v1", num_workers=2, total_frames=120, storage=tmp_path / "run", **arguments
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    for key in alone.keys(True, True):
+        assert torch.equal(rows[key], alone[key]), key
+    again = {**arguments, "seed": None, "total_frames": 200}
+    rows = rows_of("sb3:CartPole-v1", storage=tmp_path / "run", resume=True, **again)
+    assert len(rows) == 80
+    stored = open_storage(tmp_path / "run")
+    assert len(stored) == 200
+    assert verify(tmp_path / "run").sound
+    made = stored.manifest["runs"][0]["environment"]
+    assert made["id"] == "sb3:CartPole-v1"
+    assert made["type"] == "DummyVecEnv"
+    first_of_resumed = cartpole().reset(seed=lane_seeds(2, 4, 1)[0])[0]
+    assert torch.equal(rows["observation"][0], torch.from_numpy(first_of_resumed))
+
+
+class BothAtOnce(gymnasium.Env[Any, Any]):
+    """Ends with both flags, and returns one array that it overwrites, or not."""
+
+    observation_space = spaces.Box(-9, 9, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, copies: bool = True) -> None:
+        self.state, self.copies = np.zeros(2, np.float32), copies
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.state[:] = 0, self.np_random.random()
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.state[0] += 1
+        over = self.state[0] >= 3
+        return self._seen(), 1.0, bool(over), bool(over), {}
+
+    def _seen(self) -> Any:
+        return self.state.copy() if self.copies else self.state
+
+
+def test_an_end_of_both_kinds_is_terminated_as_the_library_says() -> None:
+    rows = rows_of(lambda: DummyVecEnv([BothAtOnce] * 2), frames_per_batch=30, total_frames=30)
+    assert int(rows["next", "terminated"].sum()) == 10
+    assert not rows["next", "truncated"].any()
+    assert (rows["next", "observation"][rows["next", "terminated"][:, 0]][:, 0] == 3).all()
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, partial(SubprocVecEnv, start_method="fork")])
+def test_an_environment_that_overwrites_its_observations_is_found_out(kind: Any) -> None:
+    make = partial(BothAtOnce, copies=False)
+    with pytest.raises(SilentReset, match="expected the final observation of each episode"):
+        rows_of(lambda: kind([make, make]), frames_per_batch=30, total_frames=300)
+
+
+class Forgets(VecEnvWrapper):
+    """Changes observations, or drops what belongs to an end."""
+
+    def __init__(self, env: Any, what: str) -> None:
+        super().__init__(env)
+        self.what = what
+        if what == "shape":
+            self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def reset(self) -> Any:
+        return self._cut(self.venv.reset())
+
+    def step_wait(self) -> Any:
+        obs, reward, done, infos = self.venv.step_wait()
+        for info in infos if self.what == "final" else ():
+            info.pop("terminal_observation", None)
+        return self._cut(obs), reward, done, infos
+
+    def _cut(self, obs: Any) -> Any:
+        return obs[:, :2] if self.what == "shape" else obs
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("shape", r"expected a terminal_observation of shape \[2\], got \[4\] in lane"),
+        ("final", "gave none at the end of an episode of lane"),
+    ],
+)
+def test_a_wrapper_that_forgets_final_observations(what: str, match: str) -> None:
+    with pytest.raises(TransitionError, match=match):
+        rows_of(lambda: Forgets(MADE["plain"](), what), frames_per_batch=90, total_frames=90)
+
+
+def test_what_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, error: type[Exception], match: str, **arguments: Any) -> None:
+        with pytest.raises(error, match=match):
+            SyncCollector(name, frames_per_batch=4, total_frames=4, **arguments)
+
+    refused("sb3:Nothing-v0", ArgumentError, "gymnasium cannot make 'Nothing-v0'")
+    refused("sb3:CartPole-v1", ArgumentError, "'shade': 1", env_kwargs={"shade": 1})
+    refused("sb3:CartPole-v1", EnvironmentRefused, "reset masks|by mask", max_frames_per_traj=3)
+    refused("sb3:CartPole-v1", ArgumentError, "never_step", surplus="never_step", num_envs=2)
+    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
+    monkeypatch.setitem(sys.modules, "stable_baselines3.common.vec_env", None)
+    refused("sb3:CartPole-v1", MissingExtra, r"pip install 'tallyroll\[sb3\]'")
+
+
+class Texts(BothAtOnce):
+    observation_space = spaces.Text(4)
+
+
+class Watched(BothAtOnce):
+    action_space = spaces.Dict({"a": spaces.Discrete(2)})  # type: ignore[assignment]
+    closed: ClassVar[int] = 0
+
+    def close(self) -> None:
+        Watched.closed += 1
+
+
+def test_spaces_that_fit_no_column_are_refused_and_closed() -> None:
+    gymnasium.register("Watched-v0", Watched)
+    try:
+        with pytest.raises(SpaceError, match="action space"):
+            SyncCollector("sb3:Watched-v0", num_envs=2, frames_per_batch=4, total_frames=4)
+    finally:
+        gymnasium.registry.pop("Watched-v0")
+    assert Watched.closed == 2
+
+
+def test_only_its_own_kind_is_adopted() -> None:
+    env = MADE["frames"]()
+    system = registry.adopt(env)
+    assert isinstance(system, Sb3System)
+    assert system.describe() == {
+        "id": "CartPole-v1",
+        "type": "DummyVecEnv",
+        "wrappers": ["VecFrameStack"],
+    }
+    env.close()
+    assert Sb3System.adopt(OracleEnv(0, [3])) is None
+
+
+def test_vectors_of_supersuit_are_refused() -> None:
+    class Concat(DummyVecEnv):
+        __module__ = "supersuit.vector"
+
+    with pytest.raises(EnvironmentRefused, match="SuperSuit"):
+        Sb3System(VecMonitor(Concat([cartpole])))
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def model(kind: Any = PPO, env: Any = cartpole, policy: str = "MlpPolicy", **kwargs: Any) -> Any:
+    if kind is PPO:
+        kwargs = {"n_steps": 16, "batch_size": 16, **kwargs}
+    small = {"net_arch": [8]}
+    return kind(policy, DummyVecEnv([env]), seed=0, policy_kwargs=small, device="cpu", **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "policy"),
+    [
+        (PPO, cartpole, "MlpPolicy"),
+        (PPO, pendulum, "MlpPolicy"),
+        (PPO, dicts, "MultiInputPolicy"),
+        (DQN, cartpole, "MlpPolicy"),
+    ],
+)
+def test_a_model_acts_by_predict(kind: Any, env: Any, policy: str) -> None:
+    trained = model(kind, env, policy)
+    rows = rows_of(
+        lambda: DummyVecEnv([env] * 3),
+        trained,
+        frames_per_batch=30,
+        total_frames=60,
+        seed=1,
+        exploration_type=ExplorationType.MODE,
+    )
+    seen = (
+        rows["observation"].numpy()
+        if env is not dicts
+        else {name: rows[name].numpy() for name in ("state", "sign")}
+    )
+    wanted, _ = trained.predict(seen, deterministic=True)
+    assert np.allclose(rows["action"].numpy(), wanted, atol=1e-6)
+
+
+def test_a_model_explores_and_a_seed_repeats_it() -> None:
+    arguments: dict[str, Any] = {"frames_per_batch": 60, "total_frames": 60, "seed": 1}
+    for kind in (PPO, DQN):
+        trained = model(kind)
+        trained.exploration_rate = 0.5 if kind is DQN else 0.0
+        runs = [rows_of("CartPole-v1", trained, num_envs=3, **arguments) for _ in range(2)]
+        assert torch.equal(runs[0]["action"], runs[1]["action"])
+        greedy, _ = trained.predict(runs[0]["observation"].numpy(), deterministic=True)
+        assert 0 < (runs[0]["action"].numpy() != greedy).sum() < 60
+
+
+def test_a_model_is_evaluated_as_the_library_evaluates_it() -> None:
+    trained = model().learn(64)
+    found = evaluate(trained, "sb3:CartPole-v1", episodes=5, num_envs=1, seed=3)
+    env = DummyVecEnv([lambda: gymnasium.make("CartPole-v1")])
+    env._seeds = lane_seeds(3, 1, 0)
+    returns, _ = evaluate_policy(
+        trained, env, 5, deterministic=True, return_episode_rewards=True, warn=False
+    )
+    assert found.returns.tolist() == returns
+
+
+def test_workers_have_the_model_and_its_new_weights() -> None:
+    trained = model()
+    arguments: dict[str, Any] = {
+        "num_envs": 4,
+        "frames_per_batch": 40,
+        "seed": 2,
+        "total_frames": 80,
+        "exploration_type": ExplorationType.DETERMINISTIC,
+    }
+    with MultiprocessCollector("CartPole-v1", trained, num_workers=2, **arguments) as collector:
+        for version, batch in enumerate(collector):
+            wanted, _ = trained.predict(batch["observation"].numpy(), deterministic=True)
+            assert (batch["action"].numpy() == wanted).all()
+            assert (batch["collector", "policy_version"] == version).all()
+            with torch.no_grad():
+                for weights in trained.policy.parameters():
+                    weights.mul_(-1)
+            collector.update_policy_weights_()
+
+
+def test_a_policy_alone_a_mask_and_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = model().policy
+    rows = rows_of("CartPole-v1", policy, frames_per_batch=8, total_frames=8, seed=0)
+    assert rows["collector", "policy_version"].eq(0).all()
+
+    class Masks(type(policy)):  # type: ignore[misc]
+        def predict(self, observation: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+            return action_masks.argmax(-1), None
+
+    policy.__class__ = Masks
+    td = TensorDict(
+        {"observation": torch.zeros(2, 4), "action_mask": torch.tensor([[0, 1], [1, 0]]).bool()},
+        [2],
+    )
+    with set_exploration_type(ExplorationType.MODE):
+        assert Sb3Policy(policy)(td)["action"].tolist() == [1, 0]
+    policy.lstm_actor = torch.nn.LSTM(2, 2)
+    with pytest.raises(PolicyError, match="is recurrent"):
+        SyncCollector("CartPole-v1", policy, frames_per_batch=4, total_frames=4)
+    (tmp_path / "my_models.py").write_text(
+        "from stable_baselines3 import PPO\nmodel = PPO('MlpPolicy', 'CartPole-v1', device='cpu')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert isinstance(load_policy("my_models:model"), Sb3Policy)
