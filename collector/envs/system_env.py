@@ -521,10 +521,11 @@ class SystemEnv(EnvBase):
         if self._looks_behind or not self.has_reset_slots:
             self._require_skipped(skipped, pending)
         # Which lanes wait for a reset slot is followed from the first time that it speaks of it.
-        self._tells_skips |= skipped is not None
+        if skipped is not None and not self._tells_skips:
+            self._tells_skips = True
         if self.has_reset_slots:
             self._draw_contexts(pending)
-            self._pending = ended
+            self._pending[...] = ended  # setting an attribute of a module costs five times as much
 
     def _require_skipped(
         self, skipped: Array | None, pending: Mask, lanes: Array | None = None

@@ -30,8 +30,8 @@ _REFUSED = {
     "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
     "in reset slots and loses the transitions of every other lane there; use the CPU version of "
     "the environment",
-    "envpool": "EnvPool needs an adapter of its own, which this version does not have; use "
-    "gymnasium.make_vec",
+    "envpool": "EnvPool has an adapter of its own, which wrappers of Gymnasium hide: pass its "
+    "environment to the collector as envpool.make gives it, or 'envpool:TASK'",
     "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; pass the vector itself "
     "to the collector, which finds that out, or the PettingZoo environment",
 }

@@ -1,0 +1,150 @@
+"""EnvPool, synchronous: lanes reset themselves in the step after an end, in either of its APIs."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.spaces import Leaf, action_leaf, observation_leaves
+from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.envs.systems.envpool_spaces import cast, true_space
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra, SpaceError
+
+_OF_RUN = {"num_envs", "batch_size", "seed", "env_seed"}
+
+
+class EnvPoolSystem(System):
+    """An environment of EnvPool, of its gymnasium or of its dm API.
+
+    Its dm API does not tell a time limit from a termination (the discount is 0 at both, but for
+    dm_control's tasks), so steps are counted here, and both APIs give the same rows.
+
+    Args:
+        env: closed with this.
+
+    Raises:
+        EnvironmentRefused: an asynchronous one, or one of several players.
+        SpaceError: a space that no column can hold.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        lanes = int(env.config["num_envs"])
+        if env.config["batch_size"] not in (0, lanes):
+            raise EnvironmentRefused(
+                f"EnvPool with batch_size={env.config['batch_size']} of num_envs={lanes} is "
+                "asynchronous: its lanes come back in any order; leave batch_size out"
+            )
+        if (players := env.config.get("max_num_players", 1)) != 1:
+            raise EnvironmentRefused(f"expected one player a lane, got {players}")
+        self._is_dm = hasattr(env, "observation_spec")
+        action = env.spec.gymnasium_action_space
+        if isinstance(action, dict):
+            raise SpaceError(f"expected one action a lane, got those of {sorted(action)}")
+        self._leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
+        self._getters = [self._getter(leaf) for leaf in self._leaves]
+        self._dtypes = [leaf.dtype for leaf in self._leaves]
+        self._limit = int(env.config.get("max_episode_steps", 0)) or np.iinfo(np.int64).max
+        self._steps = np.zeros(lanes, np.int64)
+        taken = action_leaf(action, lanes)
+        self.declares = Declares(
+            lanes=lanes,
+            observation={leaf.key: leaf.spec[0] for leaf in self._leaves},
+            action={taken.key: taken.spec[0]},
+            at_end="reset_slot",
+            seeds="make",
+        )
+
+    def _getter(self, leaf: Leaf) -> Callable[[Any], Any]:
+        """A function from an observation to the array of ``leaf``."""
+        if not self._is_dm:
+            return leaf.getter()
+        only = next(key for key in self.env.spec.state_array_spec if key.startswith("obs"))
+        path = leaf.path or only.removeprefix("obs:").split(".")
+        fields = [re.sub(r"\W", "_", str(name)) for name in path]
+
+        def walk(value: Any) -> Any:
+            for field in fields:
+                value = getattr(value, field)
+            return value
+
+        walk(self.env.observation_spec())
+        return walk
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """A task of EnvPool; ``kwargs`` are those of ``envpool.make``.
+
+        ``env_type`` among them is ``"gymnasium"``, the default, or ``"dm"``.
+        """
+        if wrong := sorted(_OF_RUN & kwargs.keys()):
+            raise ArgumentError(f"env_kwargs: {wrong} are the collector's (num_envs, seed)")
+        package = needs("envpool", "envpool")
+        api = kwargs.pop("env_type", "gymnasium")
+        more = kwargs if seeds is None else {**kwargs, "seed": list(seeds)}
+        try:
+            env = package.make(name, api, num_envs=lanes, **more)
+        except ImportError as error:
+            raise MissingExtra(f"envpool cannot make {name!r}: {error}") from error
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"envpool cannot make {name!r} with {kwargs} by its {api} API: {error}"
+            ) from error
+        try:
+            return cls(env)
+        except BaseException:
+            env.close()
+            raise
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over an environment of EnvPool."""
+        package = sys.modules.get("envpool.python.envpool")
+        return None if package is None or not isinstance(made, package.EnvPoolMixin) else cls(made)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def describe(self) -> dict[str, Any]:
+        """The kind of environment; EnvPool's do not say their names."""
+        return {"id": None, "type": type(self.env).__name__}
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Reset all lanes, or those of a mask."""
+        if options:
+            raise ArgumentError(f"reset: EnvPool takes no options, got {sorted(options)}")
+        self._steps[... if lanes is None else lanes] = 0
+        ids = None if lanes is None else np.flatnonzero(lanes).astype(np.int32)
+        made = self.env.reset(ids)
+        found = self._values(made.observation if self._is_dm else made[0])
+        if lanes is None:
+            return found
+        rows = [np.zeros((len(lanes), *each.shape[1:]), each.dtype) for each in found]
+        for row, value in zip(rows, found, strict=True):
+            row[ids] = value
+        return rows
+
+    def _values(self, observation: Any) -> list[Any]:
+        pairs = zip(self._getters, self._dtypes, strict=True)
+        return [cast(get(observation), dtype) for get, dtype in pairs]
+
+    def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
+        """Step all lanes; those whose episode ended are reset."""
+        if self._is_dm:
+            return self._dm_step(self.env.step(action[0]))
+        obs, reward, terminated, truncated, info = self.env.step(action[0])
+        skipped = info["elapsed_step"] == 0
+        return Step(self._values(obs), (reward,), terminated, truncated, skipped=skipped)
+
+    def _dm_step(self, made: Any) -> Step:
+        first, last = made.step_type == 0, made.step_type == 2
+        self._steps += 1
+        self._steps[first] = 0
+        truncated = last & (self._steps >= self._limit)
+        values = self._values(made.observation)
+        return Step(values, (made.reward,), last & ~truncated, truncated, skipped=first)

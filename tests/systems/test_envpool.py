@@ -1,0 +1,259 @@
+"""EnvPool by both of its APIs: reset slots are no rows, and final observations are true."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import envpool
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torchrl.data import Unbounded
+
+from tallyroll.collector import GymnasiumVectorEnv, MultiprocessCollector, SyncCollector
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.systems.envpool import EnvPoolSystem
+from tallyroll.collector.envs.testing import SystemContract
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.storage import open_storage, verify
+
+from arrays_kit import Stepped, compare, rows_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*precision lowered by casting to float32:UserWarning"
+)
+SHORT: dict[str, int] = {
+    "CartPole-v1": 15,
+    "Pendulum-v1": 7,
+    "Taxi-v3": 9,
+    "HalfCheetah-v4": 6,
+    "CartpoleBalance-v1": 5,
+    "Pong-v5": 4,
+}
+APIS = ("gymnasium", "dm")
+
+
+def made(task: str, api: str, lanes: int = 3, seeds: Any = None) -> Any:
+    seeds = lane_seeds(5, lanes, 0) if seeds is None else seeds
+    return envpool.make(
+        task, api, num_envs=lanes, seed=list(seeds), max_episode_steps=SHORT[task], num_threads=1
+    )
+
+
+def factory(task: str, api: str) -> Callable[[], Any]:
+    """Always with the same seeds."""
+    return lambda: made(task, api)
+
+
+class Contract(SystemContract):
+    task: ClassVar[str] = "CartPole-v1"
+    api: ClassVar[str] = "gymnasium"
+    steps = 90
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        return EnvPoolSystem(made(self.task, self.api, lanes, seeds))
+
+
+class TestGymnasiumApi(Contract):
+    pass
+
+
+class TestDmApi(Contract):
+    api = "dm"
+
+
+class TestParts(Contract):
+    task = "CartpoleBalance-v1"
+
+
+class TestPartsOfTheDmApi(TestParts):
+    api = "dm"
+
+
+class TestIntegers(Contract):
+    task = "Taxi-v3"
+
+
+def by_hand(env: Any, task: str, api: str) -> Any:
+    """First observations, and a step, by EnvPool's own interface."""
+    names = ("position", "velocity") if task.startswith("CartpoleB") else None
+
+    def keyed(obs: Any) -> dict[str, Any]:
+        if names is None:
+            return {"observation": np.array(obs.obs if api == "dm" else obs)}
+        return {name: np.array(getattr(obs, name) if api == "dm" else obs[name]) for name in names}
+
+    def gymnasium_step(action: Any) -> Stepped:
+        obs, reward, terminated, truncated, info = env.step(action)
+        seen = keyed(obs)
+        return Stepped(seen, seen, reward, terminated, truncated, info["elapsed_step"] == 0)
+
+    def dm_step(action: Any) -> Stepped:
+        made = env.step(action)
+        seen, last = keyed(made.observation), made.step_type == 2
+        none = np.zeros_like(last)  # of discounts most tasks have 0 at a time limit too
+        return Stepped(seen, seen, made.reward, last, none, made.step_type == 0)
+
+    if api == "dm":
+        return keyed(env.reset().observation), dm_step
+    return keyed(env.reset()[0]), gymnasium_step
+
+
+@pytest.mark.parametrize("task", SHORT)
+def test_rows_are_what_envpool_returns_by_either_api(task: str) -> None:
+    many = 60 if task == "Pong-v5" else 160
+    rows = {}
+    for api in APIS:
+        torch.manual_seed(0)  # the same random actions
+        rows[api] = rows_of(factory(task, api), frames_per_batch=many // 2, total_frames=many)
+    assert compare(rows["gymnasium"], 3, *by_hand(made(task, "gymnasium"), task, "gymnasium")) > 5
+    for key in rows["dm"].keys(True, True):
+        assert torch.equal(rows["dm"][key], rows["gymnasium"][key]), key
+    ends = rows["dm"]["next", "truncated"]
+    assert ends.any()
+    assert (rows["dm"]["collector", "step"][ends[:, 0]] == SHORT[task] - 1).all()
+
+
+def test_the_dm_api_by_hand() -> None:
+    rows = rows_of(factory("CartPole-v1", "dm"), frames_per_batch=90, total_frames=90)
+    rows["next", "terminated"] |= rows["next", "truncated"]
+    rows["next", "truncated"][:] = False
+    hand = by_hand(made("CartPole-v1", "dm"), "CartPole-v1", "dm")
+    assert compare(rows, 3, *hand) > 3
+
+
+def test_reset_slots_are_counted_apart() -> None:
+    with SyncCollector(
+        factory("CartPole-v1", "gymnasium"), None, frames_per_batch=90, total_frames=180
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+        ledger = collector.ledger
+    ends = int((rows["next", "terminated"] | rows["next", "truncated"]).sum())
+    assert ledger.executed == 180
+    assert ends - 3 <= ledger.reset_slots <= ends
+
+
+def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "num_envs": 4,
+        "frames_per_batch": 40,
+        "env_kwargs": {"max_episode_steps": 9, "num_threads": 1},
+    }
+    alone = rows_of("envpool:CartPole-v1", total_frames=120, seed=2, **arguments)
+    with MultiprocessCollector(
+        "envpool:CartPole-v1",
+        num_workers=2,
+        total_frames=120,
+        storage=tmp_path / "run",
+        seed=2,
+        **arguments,
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    for key in alone.keys(True, True):
+        assert torch.equal(rows[key], alone[key]), key
+    rows = rows_of(
+        "envpool:CartPole-v1", storage=tmp_path / "run", resume=True, total_frames=200, **arguments
+    )
+    assert len(rows) == 80
+    assert len(open_storage(tmp_path / "run")) == 200
+    assert verify(tmp_path / "run").sound
+    again = made("CartPole-v1", "gymnasium", 4, lane_seeds(2, 4, 1)).reset()[0]
+    assert torch.equal(rows["observation"][0], torch.from_numpy(again[0]))
+
+
+def test_seeds_are_taken_when_it_is_made() -> None:
+    env = made("CartPole-v1", "gymnasium")
+    few: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 20}
+    with pytest.raises(ArgumentError, match="takes seeds only when it is made; pass a factory"):
+        SyncCollector(env, None, seed=1, **few)
+    assert len(rows_of(env, **few)) == 20
+
+    def make(seeds: Any = None) -> Any:
+        return made("CartPole-v1", "gymnasium", 3, seeds)
+
+    one, other = rows_of(make, seed=1, **few), rows_of(make, seed=1, **few)
+    assert torch.equal(one["observation"], other["observation"])
+    named = rows_of("envpool:CartPole-v1", num_envs=3, seed=1, **few)
+    assert torch.equal(one["observation"][0], named["observation"][0])
+
+
+def test_a_time_limit_of_the_collector() -> None:
+    rows = rows_of(
+        "envpool:CartPole-v1",
+        num_envs=3,
+        frames_per_batch=60,
+        total_frames=60,
+        seed=1,
+        max_frames_per_traj=4,
+    )
+    assert int(rows["collector", "step"].max()) == 3
+    assert (rows["next", "truncated"][:, 0] == (rows["collector", "step"] == 3)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "match"),
+    [
+        ("Nothing-v0", {}, "Nothing-v0 is not supported"),
+        ("CartPole-v1", {"shade": 1}, "unexpected keyword argument 'shade'"),
+        ("CartPole-v1", {"env_type": "pong"}, "env_type should be one of"),
+        ("CartPole-v1", {"seed": 3}, r"\['seed'\] are the collector's"),
+        ("CartPole-v1", {"batch_size": 1}, r"\['batch_size'\] are the collector's"),
+    ],
+)
+def test_what_cannot_be_made(name: str, kwargs: Any, match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        SyncCollector(f"envpool:{name}", frames_per_batch=4, total_frames=4, env_kwargs=kwargs)
+
+
+def test_what_is_not_driven(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(env: Any, match: str) -> None:
+        with pytest.raises(EnvironmentRefused, match=match):
+            SyncCollector(env, frames_per_batch=4, total_frames=4)
+
+    slow = envpool.make("CartPole-v1", "gymnasium", num_envs=4, batch_size=2)
+    refused(slow, "batch_size=2 of num_envs=4 is asynchronous")
+    env = made("CartPole-v1", "gymnasium")
+    wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
+    refused(wrapped, "pass its environment to the collector as envpool.make gives it")
+    with pytest.raises(EnvironmentRefused, match="an adapter of its own"):
+        GymnasiumVectorEnv(env)
+    assert isinstance(registry.adopt(env), EnvPoolSystem)
+    assert EnvPoolSystem.adopt(wrapped) is None
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[envpool\]'"):
+        SyncCollector("envpool:CartPole-v1", frames_per_batch=4, total_frames=4)
+
+
+def test_bounds_that_nobody_knows_are_none() -> None:
+    space = envpool.make_spec("CartpoleBalance-v1").gymnasium_observation_space
+    assert space["velocity"].low.min() > 0, "EnvPool declares bounds; look whether they are right"
+    found = EnvPoolSystem(made("CartpoleBalance-v1", "gymnasium")).declares.observation
+    assert isinstance(found["velocity",], Unbounded)
+
+
+def test_procgen_keeps_final_observations_where_its_qt_is_installed() -> None:
+    arguments: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 60,
+        "env_kwargs": {"max_episode_steps": 20},
+    }
+    try:
+        envpool.make_gymnasium("CoinrunEasy-v0", num_envs=1)
+    except ImportError:
+        with pytest.raises(MissingExtra, match=r"cannot make 'CoinrunEasy-v0': .*Qt 5 runtime"):
+            rows_of("envpool:CoinrunEasy-v0", total_frames=60, **arguments)
+        return
+    rows = rows_of("envpool:CoinrunEasy-v0", total_frames=120, seed=1, **arguments)
+    ends = (rows["next", "terminated"] | rows["next", "truncated"])[:, 0]
+    assert ends.sum() > 3
+    for lane in range(2):
+        of_lane = rows[rows["collector", "lane"] == lane]
+        over = ends[rows["collector", "lane"] == lane][:-1]
+        after, then = of_lane["next", "observation"][:-1], of_lane["observation"][1:]
+        assert all(not torch.equal(a, b) for a, b in zip(after[over], then[over], strict=True))
