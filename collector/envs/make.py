@@ -12,6 +12,7 @@ from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
+from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import Make, SystemEnv
 from tallyroll.collector.envs.throwaway import close
@@ -76,11 +77,11 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
     if isinstance(made, EnvBase):
         return _with_names(made, options.info_keys, options.rename)
     system = made if isinstance(made, System) else registry.adopt(made)
+    if isinstance(made, VectorEnv) and (system is None or isinstance(system, GymnasiumSystem)):
+        return of_gymnasium.over(made, factory, options)
     if system is not None:
         env = SystemEnv(system, rename=options.rename, make=_with_seeds(factory))
         return _with_names(env, options.info_keys, {})
-    if isinstance(made, VectorEnv):
-        return of_gymnasium.over(made, factory, options)
     if isinstance(made, gymnasium.Env):
         raise ArgumentError(
             f"got a single gymnasium environment, {made}; pass its id, or "
@@ -115,13 +116,16 @@ def _by_name(name: str, options: Options) -> Made:
     else:
         kind, of_kind = found
 
-        def make(seeds: Sequence[int] | None) -> System:
+        def make(seeds: Sequence[int] | None) -> Any:
             return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
 
         system = make(None)
         try:
-            env = SystemEnv(system, rename=options.rename, make=make)
-            _with_names(env, options.info_keys, {})
+            if isinstance(system, GymnasiumSystem):
+                env = of_gymnasium.over(system.env, lambda: make(None).env, options)
+            else:
+                env = SystemEnv(system, rename=options.rename, make=make)
+                _with_names(env, options.info_keys, {})
         except BaseException:
             system.close()
             raise

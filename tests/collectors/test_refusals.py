@@ -476,7 +476,7 @@ def test_observations_that_are_not_as_declared_are_an_error(
     ("module", "match"),
     [
         ("gymnasium.envs.functional_jax_env", "gives reward 1 in reset slots and loses the tran"),
-        ("envpool.python.envpool", "EnvPool needs an adapter of its own"),
+        ("envpool.python.envpool", "EnvPool has an adapter of its own"),
         ("supersuit.vector", "SuperSuit's vectors are wrong where agents die unevenly"),
     ],
 )

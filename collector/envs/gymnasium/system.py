@@ -174,9 +174,7 @@ class GymnasiumSystem(System):
         return self._with_infos(obs, partial(self.infos.write_reset, info=info, lanes=lanes))
 
     def _reset_all(self, seeds: Sequence[int] | None, options: Any) -> list[Any]:
-        seed: Any = seeds
-        if seeds is not None and not self._takes_seeds:
-            seed = seeds[0]
+        seed = None if seeds is None else self._seed(seeds)
         obs, info = self.env.reset(seed=seed, options=options)
         self._refuse_shared()
         if not self.infos.declared:
@@ -184,6 +182,10 @@ class GymnasiumSystem(System):
             self.declares = self._declared()
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info))
+
+    def _seed(self, seeds: Sequence[int]) -> Any:
+        """What ``env.reset`` takes as seeds of its lanes."""
+        return seeds if self._takes_seeds else seeds[0]
 
     def _with_infos(self, obs: Any, write: Callable[[Rows], None]) -> list[Any]:
         values = [get(obs) for get in self._getters]

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem, autoreset_mode
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options import ResetSlots
@@ -32,7 +33,7 @@ class GymnasiumVectorEnv(SystemEnv):
             tuples or ``"episode/r"``, or :class:`Info`. A name alone takes dtype and shape from
             the first reset, and is a column from then on; every step and reset has to give it.
         reset_masks: whether ``reset(options={"reset_mask": …})`` resets a part of the lanes;
-            known for Sync and Async, False otherwise unless you say so.
+            known for Sync, Async and Atari's, False otherwise unless you say so.
         rename: other names for columns, ``{"action": "previous_action"}``: old name -> new name,
             of an observation, or else of an info; nested ones as tuples or ``"a/b"``.
 
@@ -58,7 +59,9 @@ class GymnasiumVectorEnv(SystemEnv):
         reset_masks: bool | None = None,
         rename: Rename | None = None,
     ) -> None:
-        system = GymnasiumSystem(
+        adopted = registry.adopt(env)
+        kind = type(adopted) if isinstance(adopted, GymnasiumSystem) else GymnasiumSystem
+        system = kind(
             env, reset_slots=reset_slots, infos=infos_of(info_keys), reset_masks=reset_masks
         )
         super().__init__(system, rename=rename)

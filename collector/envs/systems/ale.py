@@ -1,0 +1,69 @@
+"""The vector environment of the Arcade Learning Environment, in either of its autoreset modes."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+
+
+class AleSystem(GymnasiumSystem):
+    """An ``AtariVectorEnv``, or what is wrapped around one.
+
+    It takes a seed a lane, and resets lanes by mask. Its mode is read once, from the environment
+    itself: making another one changes what the class says. Its infos count frames:
+    ``"episode_frame_number"`` those of the episode, no-ops and frame skips included.
+
+    Args:
+        env: closed with this.
+        others: as `GymnasiumSystem`.
+
+    Raises:
+        EnvironmentRefused: an asynchronous one.
+    """
+
+    def __init__(self, env: VectorEnv, *, reset_masks: bool | None = None, **others: Any) -> None:
+        base: Any = env.unwrapped
+        if base.batch_size != base.num_envs:
+            raise EnvironmentRefused(
+                f"AtariVectorEnv with batch_size={base.batch_size} of num_envs={base.num_envs} is "
+                "asynchronous: its lanes come back in any order; leave batch_size out"
+            )
+        masks = True if reset_masks is None else reset_masks
+        super().__init__(env, reset_masks=masks, **others)
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """The game ``name``, as ``"ms_pacman"``; ``kwargs`` are those of ``AtariVectorEnv``."""
+        games = needs("ale_py.roms", "atari").get_all_rom_ids()
+        if name not in games:
+            raise ArgumentError(
+                f"ale: expected the name of a game, as 'pong' or 'ms_pacman', got {name!r}"
+            )
+        kind = needs("ale_py.vector_env", "atari").AtariVectorEnv
+        try:
+            env = kind(name, lanes, **kwargs)
+        except (TypeError, ValueError, RuntimeError, gymnasium.error.Error) as error:
+            raise ArgumentError(f"ale cannot make {name!r} with {kwargs}: {error}") from error
+        try:
+            return cls(env)
+        except BaseException:
+            env.close()
+            raise
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over an ``AtariVectorEnv``, or over wrappers of Gymnasium around one."""
+        package = sys.modules.get("ale_py.vector_env")
+        if package is None or not isinstance(made, VectorEnv):
+            return None
+        return cls(made) if isinstance(made.unwrapped, package.AtariVectorEnv) else None
+
+    def _seed(self, seeds: Sequence[int]) -> Any:
+        return np.asarray(seeds, np.int64)
