@@ -70,7 +70,8 @@ def _procgen(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
         f"{type(env).__name__}: Procgen resets itself within step, and what TorchRL returns as an "
         'episode\'s final observation is the first one of the next; pass finals="lost", which '
         "stores collector/next_valid False at ends (Procgen does not tell time limits from "
-        "termination either), or use Procgen's environments in EnvPool with an adapter of your own"
+        "termination either), or collect Procgen's environments of EnvPool, which keep them, as "
+        "'envpool:CoinrunEasy-v0'"
     )
 
 

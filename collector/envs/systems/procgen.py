@@ -1,0 +1,123 @@
+"""gym3's environments, as Procgen's: they reset themselves, and final observations are lost."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+
+
+class ProcgenSystem(System):
+    """A ``gym3.Env``.
+
+    It shows the first observation of the next episode where one ended, the final one nowhere, and
+    does not tell a time limit from a termination. It cannot be reset, and one seed is for all
+    lanes, given when it is made: that of the first lane.
+
+    Args:
+        env: one that was not stepped yet; closed with this.
+
+    Raises:
+        SpaceError: a space that no column can hold.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        lanes = int(env.num)
+        leaves = observation_leaves(_space(env.ob_space), lanes)
+        self._getters = [leaf.getter() for leaf in leaves]
+        action = action_leaf(_space(env.ac_space, acts=True), lanes)
+        self._acts_in = np.dtype(env.ac_space.eltype.dtype_name)
+        self._never = np.zeros(lanes, np.bool_)
+        self.declares = Declares(
+            lanes=lanes,
+            observation={leaf.key: leaf.spec[0] for leaf in leaves},
+            action={action.key: action.spec[0]},
+            at_end="first",
+            finals="lost",
+            truncation=False,
+            resets="none",
+            seeds="make",
+        )
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """A game of Procgen; ``kwargs`` are those of ``ProcgenGym3Env``."""
+        try:
+            package = needs("procgen.env", "procgen")
+        except MissingExtra as error:
+            raise MissingExtra(
+                f"{error}, and then: pip install --no-deps gym3 procgen-mirror (they ask for "
+                "NumPy 1, and work with 2)"
+            ) from error
+        if name not in package.ENV_NAMES:  # Procgen would end the process
+            raise ArgumentError(f"procgen: expected one of {package.ENV_NAMES}, got {name!r}")
+        seed = None if seeds is None else seeds[0]
+        try:
+            env = package.ProcgenGym3Env(lanes, name, **{"rand_seed": seed, **kwargs})
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ArgumentError(f"procgen cannot make {name!r} with {kwargs}: {error}") from error
+        try:
+            return cls(env)
+        except BaseException:
+            env.close()
+            raise
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over a ``gym3.Env``."""
+        package = sys.modules.get("gym3.env")
+        return None if package is None or not isinstance(made, package.Env) else cls(made)
+
+    def describe(self) -> dict[str, Any]:
+        """The game, where it is one of Procgen, and the kind of environment."""
+        base = self.env
+        while hasattr(base, "env"):
+            base = base.env
+        game = getattr(base, "options", {}).get("env_name")
+        return {"id": game, "type": type(base).__name__}
+
+    def close(self) -> None:
+        """Close the environment, where it can be closed."""
+        each = self.env
+        while each is not None:
+            if hasattr(each, "close"):
+                each.close()
+            each = getattr(each, "env", None)
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Look at the first observations."""
+        _, observation, first = self.env.observe()
+        if not np.all(first):
+            raise EnvironmentRefused(
+                "a gym3 environment cannot be reset, and this one was stepped already; pass a "
+                "new one, or a factory"
+            )
+        return [get(observation) for get in self._getters]
+
+    def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
+        """Step all lanes."""
+        self.env.act(action[0].astype(self._acts_in))
+        reward, observation, first = self.env.observe()
+        return Step([get(observation) for get in self._getters], (reward,), first, self._never)
+
+
+def _space(value_type: Any, acts: bool = False) -> spaces.Space[Any]:
+    """The Gymnasium space of a type of gym3's."""
+    if hasattr(value_type, "items"):
+        return spaces.Dict({name: _space(part, acts) for name, part in value_type.items()})
+    element, shape = value_type.eltype, tuple(value_type.shape)
+    dtype = np.dtype(element.dtype_name)
+    if not hasattr(element, "n"):
+        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    if acts:
+        counts = np.full(shape, element.n, np.int64)
+        return spaces.MultiDiscrete(counts) if shape else spaces.Discrete(element.n)
+    return spaces.Box(0, element.n - 1, shape, dtype.type)

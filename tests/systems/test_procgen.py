@@ -1,0 +1,188 @@
+"""gym3's environments and Procgen's: what is lost is flagged, and all else is as they return it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # procgen leaves a file open, and the old gym is out of date
+    import gym3
+    from procgen.env import ProcgenGym3Env
+
+from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.systems.procgen import ProcgenSystem
+from tallyroll.collector.envs.testing import SystemContract
+from tallyroll.collector.errors import (
+    ArgumentError,
+    EnvironmentRefused,
+    MissingExtra,
+    SpaceError,
+)
+from tallyroll.storage import open_storage, verify
+
+from arrays_kit import Stepped, compare, rows_of
+
+EASY: dict[str, Any] = {"distribution_mode": "easy", "num_threads": 1}
+
+
+def bossfight(lanes: int = 3, seeds: Any = None) -> Any:
+    seed = 7 if seeds is None else seeds[0]
+    return ProcgenGym3Env(lanes, "bossfight", rand_seed=seed, **EASY)
+
+
+class Counts(gym3.Env):  # type: ignore[misc]
+    """Observes nested parts; lane ``l`` ends after ``2 + l`` steps."""
+
+    def __init__(self, num: int = 3, action: Any = None) -> None:
+        parts = {
+            "step": gym3.types.TensorType(gym3.types.Discrete(9, "uint8"), ()),
+            "far": gym3.types.TensorType(gym3.types.Real(), (2,)),
+        }
+        space = gym3.types.DictType(inner=gym3.types.DictType(**parts))
+        super().__init__(space, action or gym3.types.discrete_scalar(3), num)
+        self.steps, self.given = np.zeros(num, np.uint8), np.zeros(num)
+
+    def observe(self) -> Any:
+        far = np.stack([self.given, self.steps], -1).astype(np.float32)
+        return self.given, {"inner": {"step": self.steps, "far": far}}, self.steps == 0
+
+    def act(self, ac: Any) -> None:
+        assert ac.dtype == np.int64
+        self.given = ac.astype(np.float64)
+        self.steps += 1
+        self.steps[self.steps >= 2 + np.arange(self.num)] = 0
+
+
+class TestProcgen(SystemContract):
+    steps = 250
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        return ProcgenSystem(bossfight(lanes, seeds))
+
+
+class TestNested(SystemContract):
+    steps = 30
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        return ProcgenSystem(Counts(lanes))
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_rows_are_what_procgen_returns_and_finals_are_flagged(wrap: bool) -> None:
+    def make(seeds: Any = None) -> Any:
+        made = bossfight(3, seeds)
+        return gym3.ExtractDictObWrapper(made, "rgb") if wrap else made
+
+    rows = rows_of(make, frames_per_batch=150, total_frames=450, seed=5)
+    env = bossfight(3, lane_seeds(5, 3, 0))
+    name = "observation" if wrap else "rgb"
+
+    def step(action: Any) -> Stepped:
+        env.act(action)
+        reward, obs, first = env.observe()
+        seen = {name: obs["rgb"].copy()}
+        return Stepped(seen, seen, reward, first.copy(), np.zeros(3, bool))
+
+    assert compare(rows, 3, {name: env.observe()[1]["rgb"].copy()}, step, lost=True) >= 3
+    ends = rows["next", "terminated"][:, 0]
+    assert torch.equal(rows["collector", "next_valid"].reshape(-1), ~ends)
+    assert not rows["next", "truncated"].any()
+
+
+def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 100, "env_kwargs": EASY}
+    with MultiprocessCollector(
+        "procgen:bossfight",
+        num_workers=2,
+        total_frames=200,
+        storage=tmp_path / "run",
+        seed=2,
+        **arguments,
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    seeds = lane_seeds(2, 4, 0)
+    for worker in range(2):  # each makes its own two lanes, seeded by the first of them
+        alone = bossfight(2, seeds[2 * worker :]).observe()[1]["rgb"]
+        for lane in range(2):
+            of_lane = rows[rows["collector", "lane"] == 2 * worker + lane]
+            assert np.array_equal(of_lane["rgb"][0].numpy(), alone[lane])
+    rows = rows_of(
+        "procgen:bossfight", storage=tmp_path / "run", resume=True, total_frames=300, **arguments
+    )
+    assert len(rows) == 100
+    stored = open_storage(tmp_path / "run")
+    assert len(stored) == 300
+    assert verify(tmp_path / "run").sound
+    assert stored.manifest["runs"][0]["environment"]["type"] == "ProcgenGym3Env"
+    again = bossfight(4, lane_seeds(2, 4, 1)).observe()[1]["rgb"]
+    assert np.array_equal(rows["rgb"][0].numpy(), again[0])
+
+
+def test_seeds_resets_and_instances() -> None:
+    few: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 20}
+    with pytest.raises(ArgumentError, match="takes seeds only when it is made; pass a factory"):
+        SyncCollector(bossfight(), None, seed=1, **few)
+    env = bossfight()
+    with SyncCollector(env, None, **few) as collector:
+        assert sum(len(batch) for batch in collector) == 20
+    with pytest.raises(EnvironmentRefused, match="this one was stepped already"):
+        SyncCollector(env, None, **few)
+    with pytest.raises(EnvironmentRefused, match="cannot be reset, and nothing says how"):
+        rows_of(bossfight(), reset_at_each_iter=True, frames_per_batch=20, total_frames=40)
+    one, other = (
+        rows_of("procgen:bossfight", num_envs=2, seed=seed, env_kwargs=EASY, **few)
+        for seed in (1, 2)
+    )
+    assert not torch.equal(one["rgb"], other["rgb"])
+
+
+class Closed(Counts):
+    closed: ClassVar[int] = 0
+
+    def close(self) -> None:
+        Closed.closed += 1
+
+
+def test_what_is_adopted_and_described() -> None:
+    system = registry.adopt(gym3.ExtractDictObWrapper(bossfight(), "rgb"))
+    assert isinstance(system, ProcgenSystem)
+    assert system.describe() == {"id": "bossfight", "type": "ProcgenGym3Env"}
+    system.close()
+    assert ProcgenSystem.adopt(object()) is None
+    actions = gym3.types.DictType(a=gym3.types.discrete_scalar(3))
+    with pytest.raises(SpaceError, match="action space"):
+        SyncCollector(lambda: Closed(2, actions), frames_per_batch=4, total_frames=4)
+    assert len(rows_of(lambda: Closed(2), frames_per_batch=4, total_frames=4)) == 4
+    assert Closed.closed >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "match"),
+    [
+        ("nothing", {}, "expected one of .*'coinrun'.* got 'nothing'"),
+        ("coinrun", {"shade": 1}, "unexpected keyword argument 'shade'"),
+        ("coinrun", {"distribution_mode": "odd"}, "is not a valid distribution mode"),
+        ("coinrun", {"num": 3}, "multiple values for argument 'num'"),
+    ],
+)
+def test_what_cannot_be_made(name: str, kwargs: Any, match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        SyncCollector(f"procgen:{name}", frames_per_batch=4, total_frames=4, env_kwargs=kwargs)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "procgen", None)
+    monkeypatch.setitem(sys.modules, "procgen.env", None)
+    with pytest.raises(MissingExtra, match="pip install --no-deps gym3 procgen-mirror"):
+        SyncCollector("procgen:coinrun", frames_per_batch=4, total_frames=4)
