@@ -60,6 +60,9 @@ def make_env(create: CreateEnv, options: Options) -> Made:
     made: Any = create if factory is None else factory()
     try:
         env = _driven(made, factory, options)
+        base = system_of(env)
+        if factory is None and base is not None and not isinstance(made, EnvBase):
+            base.owns_system = False
         refuse(env)
     except BaseException:
         if factory is not None and hasattr(made, "close"):

@@ -55,6 +55,9 @@ class SystemEnv(EnvBase):
         NameRefused: names of columns that collide.
     """
 
+    owns_system = True
+    """Closing this closes the system."""
+
     def __init__(
         self,
         system: System,
@@ -260,8 +263,11 @@ class SystemEnv(EnvBase):
             self._draw_contexts()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the system too."""
-        if not self.is_closed:
+        """Close the system too, where it is not a caller's.
+
+        TorchRL closes environments that nothing refers to any more.
+        """
+        if not self.is_closed and self.owns_system:
             self.system.close()
         super().close(raise_if_closed=raise_if_closed)
 

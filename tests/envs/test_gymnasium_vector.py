@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -218,3 +219,11 @@ def test_closing_closes_the_vector() -> None:
     env = vec(AutoresetMode.NEXT_STEP)
     env.close()
     assert env.vector_env.closed
+
+
+def test_an_instance_is_not_closed_when_its_collector_is_gone() -> None:
+    vector = make_oracle_vec(3, LENGTHS, mode=AutoresetMode.DISABLED)
+    for limit in (None, 2):
+        collect(vector, frames_per_batch=9, total_frames=9, max_frames_per_traj=limit)
+        gc.collect()
+        assert not vector.closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -371,6 +372,16 @@ def test_a_model_is_evaluated_as_the_library_evaluates_it() -> None:
         trained, env, 5, deterministic=True, return_episode_rewards=True, warn=False
     )
     assert found.returns.tolist() == returns
+
+
+def test_an_instance_stays_open_whatever_was_collected_from_it() -> None:
+    env = SubprocVecEnv([cartpole] * 2, start_method="fork")
+    for _ in range(2):
+        evaluate(model(), env, episodes=3)
+        rows_of(env, frames_per_batch=8, total_frames=8)
+        gc.collect()
+        assert not env.closed
+    env.close()
 
 
 def test_workers_have_the_model_and_its_new_weights() -> None:
