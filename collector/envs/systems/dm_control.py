@@ -1,0 +1,159 @@
+"""Environments with the interface of dm_env: of dm_control's suite by name, others as made."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
+from tallyroll.storage.rows.dtypes import TORCH
+
+_DRAWS_ITS_MODEL = ("lqr",)
+"""Domains that draw their physics when they are made, and not only their first states."""
+
+
+class DmControlSystem(System):
+    """dm_env environments side by side, one a lane; each observation is a column of its own.
+
+    An episode that ends with the discount 1 was truncated, with another one terminated.
+
+    Args:
+        envs: the environments, which are closed with this.
+        seeds: when seeds are taken; ``"reset"`` gives them to the generator of each task.
+
+    Raises:
+        SpaceError: an observation or action that no column can hold.
+    """
+
+    def __init__(self, envs: Sequence[Any], *, seeds: Any = None) -> None:
+        self._envs = list(envs)
+        first, lanes = self._envs[0], len(self._envs)
+        specs = first.observation_spec()
+        self._names = list(specs) if isinstance(specs, Mapping) else None
+        specs = specs if self._names is not None else {"observation": specs}
+        self._generators = [_generator(env) for env in self._envs]
+        if seeds is None:
+            seeds = "none" if any(each is None for each in self._generators) else "reset"
+        self.declares = Declares(
+            lanes=lanes,
+            observation={(name,): _spec(name, spec) for name, spec in specs.items()},
+            action={("action",): _spec("action", first.action_spec())},
+            at_end="final",
+            parts=True,
+            seeds=seeds,
+        )
+        self._obs = [np.zeros((lanes, *s.shape), s.dtype) for s in specs.values()]
+        self._reward = np.zeros(lanes)
+        self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """The task ``DOMAIN/TASK`` or ``DOMAIN-TASK`` of the suite.
+
+        ``kwargs`` are those of ``suite.load``; ``pixels``, True or a mapping of arguments of
+        ``suite.wrappers.pixels.Wrapper``, observes pictures.
+        """
+        suite = needs("dm_control.suite", "dm-control")
+        domain, _, task = name.partition("/" if "/" in name else "-")
+        if not task:
+            raise ArgumentError(f"expected dm_control:DOMAIN/TASK, got {name!r}")
+        pixels = kwargs.pop("pixels", None)
+        given = dict(kwargs.pop("task_kwargs", None) or {})
+        at_making = domain in _DRAWS_ITS_MODEL
+        envs: list[Any] = []
+        try:
+            for lane in range(lanes):
+                own = {"random": seeds[lane]} if seeds is not None and at_making else {}
+                env = suite.load(domain, task, task_kwargs={**given, **own}, **kwargs)
+                envs.append(env)
+                if pixels:
+                    wrapper = needs("dm_control.suite.wrappers.pixels", "dm-control").Wrapper
+                    envs[-1] = wrapper(env, **(pixels if isinstance(pixels, Mapping) else {}))
+            return cls(envs, seeds="make" if at_making else None)
+        except BaseException as error:
+            _close(envs)
+            if not isinstance(error, (ValueError, TypeError)):
+                raise
+            raise ArgumentError(f"dm_control cannot make {name!r}: {error}") from error
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over a ``dm_env.Environment``, or over a list of them, one a lane."""
+        dm_env = sys.modules.get("dm_env")
+        if dm_env is None:
+            return None
+        envs = made if isinstance(made, (list, tuple)) and made else [made]
+        return cls(envs) if all(isinstance(each, dm_env.Environment) for each in envs) else None
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Restart lanes; a seed sets the generator of a lane's task."""
+        for lane in range(len(self._envs)) if lanes is None else np.flatnonzero(lanes).tolist():
+            if seeds is not None:
+                self._generators[lane].seed(seeds[lane])
+            self._put(lane, self._envs[lane].reset().observation)
+        return self._obs
+
+    def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
+        """Step all lanes, or those of a mask."""
+        (given,) = action
+        rewards, put = self._reward, self._put
+        self._terminated[:] = self._truncated[:] = False
+        for lane in range(len(self._envs)) if lanes is None else np.flatnonzero(lanes).tolist():
+            kind, reward, discount, observation = self._envs[lane].step(given[lane])
+            put(lane, observation)
+            rewards[lane] = reward
+            if kind == 2:  # LAST
+                self._truncated[lane] = discount == 1
+                self._terminated[lane] = discount != 1
+            elif kind == 0:  # FIRST
+                raise EnvironmentRefused(
+                    f"lane {self.first_lane + lane}: {type(self._envs[lane]).__name__} reset "
+                    "itself in a step that followed no end of an episode"
+                )
+        return Step(self._obs, (rewards,), self._terminated, self._truncated)
+
+    def _put(self, lane: int, observation: Any) -> None:
+        values = (observation,) if self._names is None else map(observation.get, self._names)
+        for column, value in zip(self._obs, values, strict=True):
+            column[lane] = value
+
+    def close(self) -> None:
+        """Close every environment."""
+        _close(self._envs)
+
+
+def _close(envs: Sequence[Any]) -> None:
+    for env in envs:
+        env.close()
+
+
+def _generator(env: Any) -> np.random.RandomState | None:
+    """The generator that the episodes of ``env`` are drawn from; None: there is none to be seen."""
+    found = getattr(getattr(env, "task", None), "random", None)
+    if found is None:
+        found = getattr(env, "random_state", None)  # of dm_control.composer
+    return found if isinstance(found, np.random.RandomState) else None
+
+
+def _spec(name: str, spec: Any) -> TensorSpec:
+    """A dm_env spec as TorchRL's; told apart by what they have, for none of them is imported."""
+    shape, numpy = getattr(spec, "shape", None), getattr(spec, "dtype", None)
+    if shape is None or numpy is None or np.dtype(numpy) not in TORCH:
+        raise SpaceError(
+            f"{name}: expected one array of numbers, got {spec!r:.200}; wrap the environment"
+        )
+    dtype = TORCH[np.dtype(numpy)]
+    if hasattr(spec, "num_values"):
+        return Categorical(int(spec.num_values), shape=shape, dtype=dtype)
+    if not hasattr(spec, "minimum"):
+        return Unbounded(shape, dtype=dtype)
+    low, high = (np.broadcast_to(each, shape) for each in (spec.minimum, spec.maximum))
+    if np.isinf(low).all() and np.isinf(high).all():
+        return Unbounded(shape, dtype=dtype)
+    bounds = [torch.from_numpy(np.array(each)).to(dtype) for each in (low, high)]
+    return Bounded(*bounds, shape=shape, dtype=dtype)

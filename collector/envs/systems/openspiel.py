@@ -1,0 +1,183 @@
+"""Games of OpenSpiel: turn-based ones, and those in which all players move at once."""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.data import Binary, Bounded, Categorical, TensorSpec, Unbounded
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.system import AgentFlags, Declares, Mask, Step, System
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
+from tallyroll.storage.rows.keys import Key
+
+GROUP = "players"
+OVER = -4  # pyspiel.PlayerId.TERMINAL
+
+
+class OpenSpielSystem(System):
+    """A ``pyspiel.Game``, one play of it a lane; chance is drawn from each lane's own generator.
+
+    Turn-based: what the player to move sees is ``"observation"`` and ``"information_state"``, as
+    far as the game has them, with ``"action_mask"`` and ``"current_player"`` (-4 when the game is
+    over, which the player that moved last sees, with a mask that is all False). The reward is
+    ``[player]``, what each has gained since the move before. A game of simultaneous moves has a
+    group ``"players"`` instead, with all of that for each player.
+
+    Args:
+        game: the game.
+        lanes: plays at a time.
+
+    Raises:
+        EnvironmentRefused: a game that cannot be repeated, or that shows its players nothing.
+    """
+
+    def __init__(self, game: Any, lanes: int = 1) -> None:
+        pyspiel = sys.modules["pyspiel"]
+        kind, self._game = game.get_type(), game
+        name = kind.short_name
+        self._together = kind.dynamics == pyspiel.GameType.Dynamics.SIMULTANEOUS
+        if not self._together and kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+            raise EnvironmentRefused(f"{name}: a mean-field game has no players that move")
+        if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
+            raise EnvironmentRefused(
+                f"{name} draws its chance itself, so that no seed repeats it; use a game whose "
+                "chance_mode is EXPLICIT_STOCHASTIC or DETERMINISTIC"
+            )
+        provided = {
+            "observation": kind.provides_observation_tensor,
+            "information_state": kind.provides_information_state_tensor,
+        }
+        self._seen = [name for name, has in provided.items() if has]
+        if not self._seen:
+            raise EnvironmentRefused(f"{name} gives its players no tensor that they could see")
+        self._players, actions = game.num_players(), game.num_distinct_actions()
+        each = (self._players,) if self._together else ()
+        at: Key = (GROUP,) if self._together else ()
+        self._shapes = [(*each, *getattr(game, f"{name}_tensor_shape")()) for name in self._seen]
+        observation: dict[Key, TensorSpec] = {
+            (*at, name): Unbounded(shape, dtype=torch.float32)
+            for name, shape in zip(self._seen, self._shapes, strict=True)
+        }
+        mask = (*each, actions)
+        observation[*at, "action_mask"] = Binary(actions, mask, dtype=torch.bool)
+        observation["current_player",] = Bounded(OVER, self._players - 1, (), dtype=torch.int64)
+        if self._together:
+            observation[GROUP, "mask"] = Binary(self._players, each, dtype=torch.bool)
+        paid = (self._players, 1) if self._together else (self._players,)
+        self.declares = Declares(
+            lanes=lanes,
+            observation=observation,
+            action={(*at, "action"): Categorical(actions, each, dtype=torch.int64)},
+            reward={(*at, "reward"): Unbounded(paid)},
+            at_end="final",
+            truncation=False,
+            parts=True,
+            groups={GROUP: self._players} if self._together else {},
+        )
+        # Players' tensors are flat lists.
+        flat = [(lanes, *each, math.prod(shape[len(each) :])) for shape in self._shapes]
+        self._tensors = [np.zeros(shape, np.float32) for shape in flat]
+        self._legal = np.zeros((lanes, *mask), np.bool_)
+        self._turn = np.zeros(lanes, np.int64)
+        self._alive = np.ones((lanes, self._players), np.bool_)
+        self._states: list[Any] = [None] * lanes
+        self._rngs = [np.random.default_rng() for _ in range(lanes)]
+        self._returns: NDArray[np.float64] = np.zeros((lanes, self._players))
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """The game of that name, as ``pyspiel.load_game`` reads it; ``kwargs`` parametrise it."""
+        pyspiel = needs("pyspiel", "openspiel")
+        try:
+            return cls(
+                pyspiel.load_game(name, kwargs) if kwargs else pyspiel.load_game(name), lanes
+            )
+        except (pyspiel.SpielError, TypeError) as error:
+            said = str(error).partition("\n")[0]
+            raise ArgumentError(f"OpenSpiel cannot make {name!r} with {kwargs}: {said}") from error
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system of one lane over a ``pyspiel.Game``."""
+        pyspiel = sys.modules.get("pyspiel")
+        return cls(made) if pyspiel is not None and isinstance(made, pyspiel.Game) else None
+
+    def describe(self) -> dict[str, Any]:
+        """The game, with its parameters."""
+        return {"id": str(self._game), "type": type(self).__name__}
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Begin new plays; a seed is that of a lane's chance."""
+        for lane in range(len(self._states)) if lanes is None else np.flatnonzero(lanes).tolist():
+            if seeds is not None:
+                self._rngs[lane] = np.random.default_rng(seeds[lane])
+            self._states[lane] = self._game.new_initial_state()
+            self._look(lane, 0)
+            self._returns[lane] = self._states[lane].returns()
+        return self._observed()
+
+    def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
+        """Move in all lanes, or in those of a mask."""
+        moves = action[0].tolist()
+        reward, over = np.zeros_like(self._returns), np.zeros(len(self._states), np.bool_)
+        for lane in range(len(self._states)) if lanes is None else np.flatnonzero(lanes).tolist():
+            state, move, player = self._states[lane], moves[lane], int(self._turn[lane])
+            self._require_legal(lane, move)
+            if self._together and player < 0:
+                state.apply_actions(move)
+            else:  # in a game of simultaneous moves it may be one player's turn, too
+                state.apply_action(move[player] if self._together else move)
+            self._look(lane, player)
+            gained = np.array(state.returns())
+            reward[lane] = gained - self._returns[lane]
+            self._returns[lane] = gained
+            over[lane] = self._turn[lane] == OVER
+        no = np.zeros_like(over)
+        ends = np.repeat(over[:, None], self._players, 1)
+        agents = {GROUP: AgentFlags(ends, np.zeros_like(ends))} if self._together else {}
+        paid = reward if self._players > 1 or self._together else reward[:, 0]
+        return Step(self._observed(), (paid,), over, no, agents=agents)
+
+    def _require_legal(self, lane: int, move: Any) -> None:
+        legal = self._legal[lane]
+        if not (legal[np.arange(self._players), move].all() if self._together else legal[move]):
+            raise TransitionError(
+                f"lane {self.first_lane + lane}: {move} is no legal move of {self._game}; choose "
+                "by action_mask, as the default random policy does"
+            )
+
+    def _look(self, lane: int, moved: int) -> None:
+        """Let chance play, and write what is seen then; ``moved`` is who moved last."""
+        state = self._states[lane]
+        while state.is_chance_node():
+            drawn = self._rngs[lane].random()
+            for outcome, share in state.chance_outcomes():  # noqa: B007  the last one drawn
+                drawn -= share
+                if drawn < 0:
+                    break
+            state.apply_action(outcome)
+        turn = self._turn[lane] = state.current_player()
+        self._alive[lane] = turn != OVER
+        legal = self._legal[lane]
+        legal[...] = False
+        for name, tensor in zip(self._seen, self._tensors, strict=True):
+            read = getattr(state, f"{name}_tensor")
+            if self._together:
+                tensor[lane] = [read(player) for player in range(self._players)]
+            else:
+                tensor[lane] = read(int(turn) if turn >= 0 else moved)
+        if not self._together:
+            legal[state.legal_actions()] = True
+            return
+        for player in range(self._players):
+            # Who has no move to make, makes the first one.
+            legal[player, (state.legal_actions(player) if turn != OVER else ()) or [0]] = True
+
+    def _observed(self) -> list[Any]:
+        tensors = [t.reshape(len(t), *s) for t, s in zip(self._tensors, self._shapes, strict=True)]
+        return [*tensors, self._legal, self._turn, *([self._alive] if self._together else [])]
