@@ -136,6 +136,7 @@ class LocalDriver(Driver):
         self._bare: BareCall | None = None
         if lanes.fills_slab and not self._extra:
             self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
+        self._action_rows = dict(self._outputs[: len(self._actions)])
         self._first: TensorDictBase | None = None
 
     # --- progress ---------------------------------------------------------------------------------
@@ -238,8 +239,8 @@ class LocalDriver(Driver):
 
     def _act_at_random(self, at: int, ahead: Ahead, slot: int) -> None:
         drawn = self._random.act(self.stepped.seen(at).clone(False), ahead, slot)
-        for key in self._actions:
-            self.stepped.rows(key)[at].copy_(drawn.get(key))
+        for key, rows in self._action_rows.items():
+            rows[at].copy_(drawn.get(key))
 
     def _act(self, at: int) -> None:
         """Write what the policy chooses to slot ``at``, copied."""
@@ -272,8 +273,8 @@ class LocalDriver(Driver):
             out = self._called(seen)
             self._put(out, at)
             at_random = self._random.act(before.clone(False), ahead, 0)
-            for key in self._actions:
-                row = self.stepped.rows(key)[at]
+            for key, rows in self._action_rows.items():
+                row = rows[at]
                 row[lanes] = at_random.get(key)[lanes].to(row.device)
             self.stepped.acted(out, self.policy.writes, before, lanes)
         for key in self._extra:

@@ -1,6 +1,5 @@
 """Games of OpenSpiel: turn-based ones, and those in which all players move at once."""
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Self
@@ -52,16 +51,17 @@ class OpenSpielSystem(System):
             "observation": kind.provides_observation_tensor,
             "information_state": kind.provides_information_state_tensor,
         }
-        self._seen = [name for name, has in provided.items() if has]
-        if not self._seen:
+        names = [name for name, has in provided.items() if has]
+        self._seen = [f"{name}_tensor" for name in names]
+        if not names:
             raise EnvironmentRefused(f"{name} gives its players no tensor that they could see")
         self._players, actions = game.num_players(), game.num_distinct_actions()
         each = (self._players,) if self._together else ()
         at: Key = (GROUP,) if self._together else ()
-        self._shapes = [(*each, *getattr(game, f"{name}_tensor_shape")()) for name in self._seen]
+        shapes = [(*each, *getattr(game, f"{name}_tensor_shape")()) for name in names]
         observation: dict[Key, TensorSpec] = {
             (*at, name): Unbounded(shape, dtype=torch.float32)
-            for name, shape in zip(self._seen, self._shapes, strict=True)
+            for name, shape in zip(names, shapes, strict=True)
         }
         mask = (*each, actions)
         observation[*at, "action_mask"] = Binary(actions, mask, dtype=torch.bool)
@@ -79,9 +79,7 @@ class OpenSpielSystem(System):
             parts=True,
             groups={GROUP: self._players} if self._together else {},
         )
-        # Players' tensors are flat lists.
-        flat = [(lanes, *each, math.prod(shape[len(each) :])) for shape in self._shapes]
-        self._tensors = [np.zeros(shape, np.float32) for shape in flat]
+        self._tensors = [np.zeros((lanes, *shape), np.float32) for shape in shapes]
         self._legal = np.zeros((lanes, *mask), np.bool_)
         self._turn = np.zeros(lanes, np.int64)
         self._alive = np.ones((lanes, self._players), np.bool_)
@@ -113,71 +111,68 @@ class OpenSpielSystem(System):
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Begin new plays; a seed is that of a lane's chance."""
-        for lane in range(len(self._states)) if lanes is None else np.flatnonzero(lanes).tolist():
+        rows = list(range(len(self._states))) if lanes is None else np.flatnonzero(lanes).tolist()
+        for lane in rows:
             if seeds is not None:
                 self._rngs[lane] = np.random.default_rng(seeds[lane])
             self._states[lane] = self._game.new_initial_state()
-            self._look(lane, 0)
-            self._returns[lane] = self._states[lane].returns()
-        return self._observed()
+        return self._look(rows, [0] * len(self._states))
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         """Move in all lanes, or in those of a mask."""
-        moves = action[0].tolist()
-        reward, over = np.zeros_like(self._returns), np.zeros(len(self._states), np.bool_)
-        for lane in range(len(self._states)) if lanes is None else np.flatnonzero(lanes).tolist():
-            state, move, player = self._states[lane], moves[lane], int(self._turn[lane])
-            self._require_legal(lane, move)
-            if self._together and player < 0:
+        rows = list(range(len(self._states))) if lanes is None else np.flatnonzero(lanes).tolist()
+        moves, turns = action[0].tolist(), self._turn.tolist()
+        legal = np.take_along_axis(self._legal, action[0][..., None], -1)
+        if not legal[rows].all():
+            lane = next(lane for lane in rows if not legal[lane].all())
+            raise TransitionError(
+                f"lane {self.first_lane + lane}: {moves[lane]} is no legal move of {self._game}; "
+                "choose by action_mask, as the default random policy does"
+            )
+        for lane in rows:
+            state, move = self._states[lane], moves[lane]
+            if not self._together:
+                state.apply_action(move)
+            elif turns[lane] < 0:
                 state.apply_actions(move)
             else:  # in a game of simultaneous moves it may be one player's turn, too
-                state.apply_action(move[player] if self._together else move)
-            self._look(lane, player)
-            gained = np.array(state.returns())
-            reward[lane] = gained - self._returns[lane]
-            self._returns[lane] = gained
-            over[lane] = self._turn[lane] == OVER
-        no = np.zeros_like(over)
-        ends = np.repeat(over[:, None], self._players, 1)
+                state.apply_action(move[turns[lane]])
+        before = self._returns.copy()
+        seen = self._look(rows, turns)
+        reward, over = self._returns - before, np.zeros(len(self._states), np.bool_)
+        over[rows] = self._turn[rows] == OVER
+        ends, no = np.repeat(over[:, None], self._players, 1), np.zeros_like(over)
         agents = {GROUP: AgentFlags(ends, np.zeros_like(ends))} if self._together else {}
         paid = reward if self._players > 1 or self._together else reward[:, 0]
-        return Step(self._observed(), (paid,), over, no, agents=agents)
+        return Step(seen, (paid,), over, no, agents=agents)
 
-    def _require_legal(self, lane: int, move: Any) -> None:
-        legal = self._legal[lane]
-        if not (legal[np.arange(self._players), move].all() if self._together else legal[move]):
-            raise TransitionError(
-                f"lane {self.first_lane + lane}: {move} is no legal move of {self._game}; choose "
-                "by action_mask, as the default random policy does"
-            )
-
-    def _look(self, lane: int, moved: int) -> None:
-        """Let chance play, and write what is seen then; ``moved`` is who moved last."""
-        state = self._states[lane]
-        while state.is_chance_node():
-            drawn = self._rngs[lane].random()
-            for outcome, share in state.chance_outcomes():  # noqa: B007  the last one drawn
-                drawn -= share
-                if drawn < 0:
-                    break
-            state.apply_action(outcome)
-        turn = self._turn[lane] = state.current_player()
-        self._alive[lane] = turn != OVER
-        legal = self._legal[lane]
-        legal[...] = False
-        for name, tensor in zip(self._seen, self._tensors, strict=True):
-            read = getattr(state, f"{name}_tensor")
-            if self._together:
-                tensor[lane] = [read(player) for player in range(self._players)]
-            else:
-                tensor[lane] = read(int(turn) if turn >= 0 else moved)
-        if not self._together:
-            legal[state.legal_actions()] = True
-            return
-        for player in range(self._players):
-            # Who has no move to make, makes the first one.
-            legal[player, (state.legal_actions(player) if turn != OVER else ()) or [0]] = True
-
-    def _observed(self) -> list[Any]:
-        tensors = [t.reshape(len(t), *s) for t, s in zip(self._tensors, self._shapes, strict=True)]
-        return [*tensors, self._legal, self._turn, *([self._alive] if self._together else [])]
+    def _look(self, rows: list[int], moved: Sequence[int]) -> list[Any]:
+        """Let chance play, and write what is seen then; ``moved`` are who moved last, by lane."""
+        tensors: list[list[Any]] = [[] for _ in self._seen]
+        turns, returns, legal, size = [], [], [], self._legal.shape[-1]
+        for lane in rows:
+            state = self._states[lane]
+            while state.is_chance_node():
+                drawn = self._rngs[lane].random()
+                for outcome, share in state.chance_outcomes():  # noqa: B007  the last one drawn
+                    drawn -= share
+                    if drawn < 0:
+                        break
+                state.apply_action(outcome)
+            turn = state.current_player()
+            turns.append(turn)
+            returns.append(state.returns())
+            who = range(self._players) if self._together else (turn if turn >= 0 else moved[lane],)
+            for name, values in zip(self._seen, tensors, strict=True):
+                values += map(getattr(state, name), who)
+            for player in who:
+                at = (lane * len(who) + player if self._together else lane) * size
+                moves = state.legal_actions(player) if turn != OVER else ()
+                # Of players that move at once, who has no move to make, makes the first one.
+                legal += [at + move for move in moves or ((0,) if self._together else ())]
+        self._turn[rows], self._returns[rows], self._legal[rows] = turns, returns, False
+        self._alive[rows] = self._turn[rows, None] != OVER
+        self._legal.reshape(-1)[legal] = True
+        for column, values in zip(self._tensors, tensors, strict=True):
+            column[rows] = np.array(values, np.float32).reshape(len(rows), *column.shape[1:])
+        return [*self._tensors, self._legal, self._turn, *([self._alive] * self._together)]
