@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import atexit
+from importlib import import_module
 from multiprocessing import forkserver, process
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 # Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from gymnasium.vector import VectorEnv
+    from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
     from tensordict import TensorDictBase
     from tensordict.nn import TensorDictModule
     from torchrl.envs import EnvBase
@@ -31,6 +34,37 @@ OBSERVATIONS: Final = "_observations"
 def own_observations(env: VectorEnv) -> Sequence[Any]:
     """The last observation of each lane of a `SyncVectorEnv`; empty for others."""
     return getattr(env.unwrapped, "_env_obs", None) or ()
+
+
+def widen_rewards(env: SyncVectorEnv, shape: tuple[int, ...]) -> None:
+    """Let each lane's reward be an array of ``shape``, where it is not already."""
+    if env._rewards.shape[1:] != shape:
+        env._rewards = np.zeros((env.num_envs, *shape))
+
+
+def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
+    """The names of arrays ``[lane, ...]`` of which a reset by mask forgets every lane's."""
+    from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics
+
+    names: tuple[str, ...] = ()
+    if isinstance(wrapper, RecordEpisodeStatistics):
+        names = ("episode_returns", "episode_lengths", "episode_start_times", "prev_dones")
+    elif isinstance(wrapper, NormalizeReward):
+        names = ("accumulated_reward", "_prev_dones")
+    return tuple(name for name in names if hasattr(wrapper, name))
+
+
+def mend_joint_types() -> None:
+    """Let gymnasium-robotics tell hinges from other joints.
+
+    It asks whether an integer of NumPy's is ``in`` members of an enumeration, which those of
+    MuJoCo deny since 3.9 to 3.13.
+    """
+    utils: Any = import_module("gymnasium_robotics.utils.mujoco_utils")
+    kinds = utils.mujoco.mjtJoint
+    if hasattr(kinds, "__members__") and np.int32(3) not in (kinds.mjJNT_HINGE,):
+        plain = SimpleNamespace(**{name: int(each) for name, each in kinds.__members__.items()})
+        utils.mujoco = SimpleNamespace(**{**vars(utils.mujoco), "mjtJoint": plain})
 
 
 def info_merge(env: VectorEnv) -> Any:

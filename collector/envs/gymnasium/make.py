@@ -1,5 +1,6 @@
 """Gymnasium environments by id, by an instance and by a factory."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from tallyroll.collector.compat import mend_joint_types
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.errors import ArgumentError, MissingExtra
@@ -54,6 +56,8 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
     try:
         if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
             import_module("ale_py")  # registers the ids
+        if env_id.startswith("gymnasium_robotics:") or "gymnasium_robotics" in sys.modules:
+            mend_joint_types()
         yield
     except (gymnasium.error.Error, ImportError) as error:
         _name_the_extra(env_id, error)
@@ -75,8 +79,10 @@ def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
 def _name_the_extra(env_id: str, error: Exception) -> None:
     """Raise :class:`MissingExtra` where one of tallyroll's extras would have helped."""
     extra = None
-    if env_id.startswith("ALE/") and find_spec("ale_py") is None:
+    if env_id.startswith(("ALE/", "ale_py:")) and find_spec("ale_py") is None:
         extra = "atari"
+    elif env_id.startswith("mo_gymnasium:") and find_spec("mo_gymnasium") is None:
+        extra = "mo-gymnasium"
     elif isinstance(error, gymnasium.error.DependencyNotInstalled) and "mujoco" in str(error):
         extra = "mujoco"
     if extra is not None:

@@ -1,6 +1,6 @@
 """Gymnasium spaces as TorchRL specs, leaf by leaf."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec, Unbounded
 
-from tallyroll.collector.errors import SpaceError
+from tallyroll.collector.errors import SpaceError, TransitionError
 from tallyroll.collector.policies.random_actions import block_draw
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key, spell
@@ -29,32 +30,50 @@ class Leaf:
     spec: TensorSpec
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    text: bool = False
+    """The value is a string: its column holds UTF-8, padded with zeros."""
 
     def getter(self) -> Callable[[Any], Any]:
         """A function from a (batched) value of the space to this leaf's array."""
         path = self.path
-        if not path:
-            return lambda value: value
-        if len(path) == 1:
-            (name,) = path
-            return lambda value: value[name]
 
         def walk(value: Any) -> Any:
             for name in path:
                 value = value[name]
             return value
 
+        if self.text:
+            return lambda value: self._bytes(walk(value))
+        if not path:
+            return lambda value: value
+        if len(path) == 1:
+            (name,) = path
+            return lambda value: value[name]
         return walk
+
+    def _bytes(self, texts: str | Sequence[str]) -> NDArray[np.uint8]:
+        """``[width]`` of a string, ``[string, width]`` of several."""
+        width = self.shape[-1]
+        coded = [text.encode() for text in ((texts,) if isinstance(texts, str) else texts)]
+        if too_long := next((text for text in coded if len(text) > width), None):
+            raise TransitionError(
+                f"{spell(self.key)}: the space declares at most {width} bytes of text, the "
+                f"environment returned {too_long.decode()!r}; correct the environment's space"
+            )
+        joined = b"".join(text.ljust(width, b"\0") for text in coded)
+        array = np.frombuffer(joined, np.uint8)
+        return array if isinstance(texts, str) else array.reshape(-1, width)
 
 
 def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]:
     """The columns of an observation space, for ``lanes`` lanes.
 
     A plain space is ``("observation",)``; a Dict maps its names to root keys, as TorchRL's
-    ``GymWrapper`` does; a Tuple stands under ``"observation"`` as ``"0"``, ``"1"``, ….
+    ``GymWrapper`` does; a Tuple stands under ``"observation"`` as ``"0"``, ``"1"``, …. A Text is
+    its bytes in UTF-8, as many as the longest has, behind them zeros.
 
     Raises:
-        SpaceError: a Text, Graph, Sequence or OneOf space is among the leaves.
+        SpaceError: a Graph, Sequence or OneOf space is among the leaves.
     """
     if isinstance(space, spaces.Dict):
         return tuple(_leaves(space, (), (), lanes))
@@ -99,6 +118,9 @@ def _leaves(
     elif isinstance(space, spaces.Tuple):
         for index, part in enumerate(space.spaces):
             yield from _leaves(part, (*key, str(index)), (*path, index), lanes)
+    elif key[0] != "action" and (width := text_width(space)):
+        spec = Unbounded((lanes, width), dtype=torch.uint8)
+        yield Leaf(key, path, spec, np.dtype(np.uint8), (lanes, width), text=True)
     else:
         dtype, shape = space.dtype, space.shape
         if dtype is None or shape is None or dtype not in _TORCH_DTYPES:
@@ -107,6 +129,21 @@ def _leaves(
                 "column could hold; wrap the environment so that it returns arrays"
             )
         yield Leaf(key, path, _spec(space, lanes), np.dtype(dtype), (lanes, *shape))
+
+
+def text_width(space: spaces.Space[Any]) -> int:
+    """Bytes of the longest string of a space of strings; 0: it is none, or has no longest one."""
+    if isinstance(space, spaces.Text):
+        widest = max((len(char.encode()) for char in space.character_set), default=1)
+        return max(1, int(space.max_length) * widest)
+    # MiniGrid's missions: a function of words, each out of a list.
+    words, mission = (
+        getattr(space, "ordered_placeholders", ()),
+        getattr(space, "mission_func", None),
+    )
+    if mission is None:
+        return 0
+    return len(mission(*(max(each, key=len) for each in words or ())).encode())
 
 
 def _spec(space: spaces.Space[Any], lanes: int) -> TensorSpec:

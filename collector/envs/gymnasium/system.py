@@ -1,16 +1,28 @@
 """Gymnasium's vector environments as a system, in any autoreset mode."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorWrapper,
+)
+from gymnasium.wrappers.vector import DictInfoToList, NormalizeObservation
 from numpy.typing import NDArray
-from torchrl.data import TensorSpec
+from torchrl.data import TensorSpec, Unbounded
 
-from tallyroll.collector.compat import OBSERVATIONS, own_observations
+from tallyroll.collector.compat import (
+    OBSERVATIONS,
+    own_observations,
+    states_of_lanes,
+    widen_rewards,
+)
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
@@ -81,6 +93,17 @@ class GymnasiumSystem(System):
         self.autoreset = autoreset_mode(env)
         self._takes_seeds = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
         self._by_mask = self._takes_seeds if reset_masks is None else reset_masks
+        wrappers = list(_wrappers(env))
+        self._whole = any(isinstance(each, NormalizeObservation) for each in wrappers)
+        self._by_mask = self._by_mask and not self._whole
+        self._stateful = [(each, name) for each in wrappers for name in states_of_lanes(each)]
+        if any(isinstance(each, DictInfoToList) for each in wrappers) and (
+            infos or self.autoreset is AutoresetMode.SAME_STEP
+        ):
+            raise EnvironmentRefused(
+                "DictInfoToList takes infos apart, and columns of infos and, in SAME_STEP mode, "
+                "final observations are read from them; leave it out"
+            )
         if self.autoreset is AutoresetMode.DISABLED and not self._by_mask:
             raise EnvironmentRefused(
                 f"{type(env.unwrapped).__name__} has autoreset disabled and no reset by mask, so "
@@ -89,7 +112,7 @@ class GymnasiumSystem(System):
             )
         if reset_slots == "avoid" and not self._by_mask:
             raise EnvironmentRefused(
-                f'reset_slots="avoid" resets lanes by mask, which {type(env.unwrapped).__name__} '
+                f'reset_slots="avoid" resets lanes by mask, which {self.describe()["type"]} '
                 'ignores; use reset_slots="mask"'
             )
         avoids = reset_slots == "avoid" and self.autoreset is AutoresetMode.NEXT_STEP
@@ -99,12 +122,13 @@ class GymnasiumSystem(System):
         self._leaves = observation_leaves(env.single_observation_space, self._lanes)
         self._getters = [leaf.getter() for leaf in self._leaves]
         self._action = action_leaf(env.single_action_space, self._lanes)
+        self._rewards = rewards_of(env)
         if self.infos:
             install(env, {info.key[-1] for info in self.infos.infos})
         self._infoless = not self.infos
         self._after_end = RESET_SLOT if self._at_end == "reset_slot" else 0
         # The vector may put observations together where they are wanted: one copy less.
-        self._plain = len(self._leaves) == 1 and not self._leaves[0].path
+        self._plain = len(self._leaves) == 1 and not (self._leaves[0].path or self._leaves[0].text)
         self.lends = self._plain and not self.infos and type(env) is SyncVectorEnv and not env.copy
         self.lends = self.lends and hasattr(env, OBSERVATIONS)
         self._own: Any = None
@@ -123,6 +147,7 @@ class GymnasiumSystem(System):
             lanes=self._lanes,
             observation=observation,
             action={self._action.key: self._action.spec[0]},
+            reward={("reward",): Unbounded(self._rewards or (1,))},
             at_end=self._at_end,
             finals="extra" if self._at_end == "first" else "returned",
             resets="mask" if self._by_mask else "all",
@@ -147,7 +172,9 @@ class GymnasiumSystem(System):
     def describe(self) -> dict[str, Any]:
         """The id, and the kind of vector."""
         spec = self.env.spec
-        return {"id": spec.id if spec else None, "type": type(self.env.unwrapped).__name__}
+        kind = type(self.env.unwrapped).__name__
+        whole = f"NormalizeObservation({kind})" if self._whole else kind
+        return {"id": spec.id if spec else None, "type": whole}
 
     def close(self) -> None:
         """Close the vector environment."""
@@ -169,7 +196,11 @@ class GymnasiumSystem(System):
         if lanes is None:
             return self._reset_all(seeds, options.get("options"))
         asked = {**(options.get("options") or {}), "reset_mask": lanes}
+        # Some vector wrappers forget what they know of every lane, also of those that go on.
+        kept = [(each, name, getattr(each, name).copy()) for each, name in self._stateful]
         obs, info = self.env.reset(options=asked)
+        for each, name, value in kept:
+            getattr(each, name)[~lanes] = value[~lanes]
         self.infos.steps[lanes] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info, lanes=lanes))
 
@@ -210,6 +241,8 @@ class GymnasiumSystem(System):
         if lanes is not None and not lanes.all():
             return self._step_some(action[0], np.flatnonzero(lanes))
         obs, reward, terminated, truncated, info = self.env.step(action[0])
+        if self._rewards == (1,):
+            reward = reward[..., 0]
         if self._infoless and "final_obs" not in info:
             values = (obs,) if self._plain else [get(obs) for get in self._getters]
             return Step(values, (reward,), terminated, truncated)
@@ -264,7 +297,7 @@ class GymnasiumSystem(System):
         assert isinstance(self.env, SyncVectorEnv)
         rows: Rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
         infos = self.infos.new_rows()
-        reward = np.zeros(self._lanes)
+        reward = np.zeros((self._lanes, *self._rewards))
         terminated, truncated = np.zeros((2, self._lanes), np.bool_)
         for lane in lanes:
             made = self.env.envs[lane].step(action[lane])
@@ -274,6 +307,7 @@ class GymnasiumSystem(System):
             self.infos.write_one(infos, int(lane), info, False)
         self.infos.steps[lanes] += 1
         self.infos.steps[terminated | truncated] = 0
+        reward = reward[..., 0] if self._rewards == (1,) else reward
         return Step(rows + infos, (reward,), terminated, truncated)
 
     # --- what it must not be ----------------------------------------------------------------------
@@ -293,6 +327,32 @@ class GymnasiumSystem(System):
                     "in one call, so that the final observation is gone when that returns; use "
                     "NEXT_STEP or DISABLED, or return copies"
                 )
+
+
+def _wrappers(env: VectorEnv) -> Iterator[VectorWrapper]:
+    """The vector wrappers of ``env``, outermost first."""
+    while isinstance(env, VectorWrapper):
+        yield env
+        env = env.env
+
+
+def rewards_of(env: VectorEnv) -> tuple[int, ...]:
+    """The shape of a lane's reward: MO-Gymnasium's are vectors."""
+    base: Any = env.unwrapped
+    space = getattr(base, "reward_space", None)
+    if space is None and isinstance(base, SyncVectorEnv):
+        space = _reward_space(base.envs[0])
+        if space is not None:
+            widen_rewards(base, space.shape)
+    return () if space is None else tuple(space.shape)
+
+
+def _reward_space(env: Any) -> Any:
+    while isinstance(env, gymnasium.Wrapper):
+        if type(env).__name__ == "LinearReward":  # of MO-Gymnasium: a weighted sum
+            return None
+        env = env.env
+    return getattr(env, "reward_space", None)
 
 
 def vector_of_lanes(vector: VectorEnv) -> Any:

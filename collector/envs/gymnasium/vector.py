@@ -18,11 +18,12 @@ __all__ = ["GymnasiumVectorEnv", "autoreset_mode"]
 class GymnasiumVectorEnv(SystemEnv):
     """A TorchRL environment over a ``gymnasium.vector.VectorEnv``.
 
-    Observations: Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple of them; a plain
+    Observations: Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple of them; a plain
     space is ``"observation"``, a Dict's names are root keys, a Tuple stands under
-    ``"observation"`` as ``"0"``, ``"1"``, …. Actions: Box, Discrete, MultiDiscrete or
-    MultiBinary, under ``"action"``; discrete ones are integers ``[lanes]``, not one-hot.
-    Reward is float32 ``[lanes, 1]``; done, terminated, truncated are bool ``[lanes, 1]``.
+    ``"observation"`` as ``"0"``, ``"1"``, …; a Text is uint8 ``[lanes, bytes]``, its UTF-8 with
+    zeros behind it. Actions: Box, Discrete, MultiDiscrete or MultiBinary, under ``"action"``;
+    discrete ones are integers ``[lanes]``, not one-hot. Reward is float32 ``[lanes, 1]``,
+    MO-Gymnasium's ``[lanes, objectives]``; done, terminated, truncated are bool ``[lanes, 1]``.
 
     Args:
         env: the vector environment, its ``num_envs`` lanes. Closing this closes it.
