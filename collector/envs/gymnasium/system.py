@@ -121,6 +121,16 @@ class GymnasiumSystem(System):
         self.infos = InfoColumns(infos, self._lanes)
         self._leaves = observation_leaves(env.single_observation_space, self._lanes)
         self._getters = [leaf.getter() for leaf in self._leaves]
+        inner: Any = env.unwrapped
+        if (
+            isinstance(inner, AsyncVectorEnv)
+            and inner.shared_memory
+            and any(leaf.text for leaf in self._leaves)
+        ):
+            raise EnvironmentRefused(
+                "AsyncVectorEnv never reads strings from shared memory again, so each would be "
+                "that of its first moment; pass shared_memory=False"
+            )
         self._action = action_leaf(env.single_action_space, self._lanes)
         self._rewards = rewards_of(env)
         if self.infos:
