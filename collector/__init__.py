@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tallyroll.collector.batches.layouts import split_trajectories
     from tallyroll.collector.counting.episode_log import Episode
     from tallyroll.collector.counting.ledger import Ledger
+    from tallyroll.collector.envs.fixed_width import FixedWidth
     from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
     from tallyroll.collector.errors import CollectorError
     from tallyroll.collector.evaluation import Evaluation, evaluate
@@ -21,6 +22,7 @@ __all__ = [
     "CollectorError",
     "Episode",
     "Evaluation",
+    "FixedWidth",
     "GymnasiumVectorEnv",
     "Info",
     "Ledger",
@@ -35,6 +37,7 @@ _HOMES = {
     "CollectorError": "errors",
     "Episode": "counting.episode_log",
     "Evaluation": "evaluation",
+    "FixedWidth": "envs.fixed_width",
     "GymnasiumVectorEnv": "envs.gymnasium.vector",
     "Info": "slab.info",
     "Ledger": "counting.ledger",

@@ -204,10 +204,18 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
     lead = len(env.batch_size)
     flags = {as_key(key) for key in env.done_spec.keys(True, True)}
     for name, spec in env.observation_spec.items(True, True):
+        shown = spell(as_key(name))
         if spec.dtype is None:
             raise EnvironmentRefused(
-                f"{spell(name)} is {type(spec).__name__}, which no column can hold; leave it out "
-                f'with TransformedEnv(env, ExcludeTransform("{spell(name)}"))'
+                f"{shown} is {type(spec).__name__}, which no column can hold; where it is a "
+                f'string, TransformedEnv(env, FixedWidth({{"{shown}": bytes}})) makes one of it, '
+                f'and TransformedEnv(env, ExcludeTransform("{shown}")) leaves it out'
+            )
+        if -1 in spec.shape:
+            raise EnvironmentRefused(
+                f"{shown} has no fixed shape ({list(spec.shape)}), and a column has one; around "
+                f'each single environment, TransformedEnv(env, FixedWidth({{"{shown}": shape}})) '
+                "puts zeros behind what is shorter"
             )
     layout: dict[Key, SlabColumn] = {}
     for name, value in env.fake_tensordict().items(True, True):

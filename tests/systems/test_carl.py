@@ -13,13 +13,15 @@ with warnings.catch_warnings():  # it speaks of every system that is not install
     warnings.simplefilter("ignore")
     from carl.envs import CARLCartPole
 
+    DEFAULT = CARLCartPole.get_default_context()
+
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CONTEXTS = {at: {"gravity": 5.0 + at, "length": 0.5 + at / 10} for at in range(3)}
+CONTEXTS = {at: {**DEFAULT, "gravity": 5.0 + at, "length": 0.5 + at / 10} for at in range(3)}
 
 
 def make() -> Any:
