@@ -22,6 +22,7 @@ PUBLIC: dict[str, list[str]] = {
         "CollectorError",
         "Episode",
         "Evaluation",
+        "FixedWidth",
         "GymnasiumVectorEnv",
         "Info",
         "Ledger",
