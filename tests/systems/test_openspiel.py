@@ -17,7 +17,8 @@ from tensordict import TensorDictBase
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import Mask, Step
-from tallyroll.collector.envs.systems.openspiel import OVER, OpenSpielSystem
+from tallyroll.collector.envs.systems.openspiel import OpenSpielSystem
+from tallyroll.collector.envs.systems.openspiel_games import OVER
 from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,

@@ -133,6 +133,7 @@ class GymnasiumSystem(System):
             )
         self._action = action_leaf(env.single_action_space, self._lanes)
         self._rewards = rewards_of(env)
+        self._one_of_many = self._rewards == (1,)
         if self.infos:
             install(env, {info.key[-1] for info in self.infos.infos})
         self._infoless = not self.infos
@@ -251,7 +252,7 @@ class GymnasiumSystem(System):
         if lanes is not None and not lanes.all():
             return self._step_some(action[0], np.flatnonzero(lanes))
         obs, reward, terminated, truncated, info = self.env.step(action[0])
-        if self._rewards == (1,):
+        if self._one_of_many:
             reward = reward[..., 0]
         if self._infoless and "final_obs" not in info:
             values = (obs,) if self._plain else [get(obs) for get in self._getters]
@@ -317,7 +318,7 @@ class GymnasiumSystem(System):
             self.infos.write_one(infos, int(lane), info, False)
         self.infos.steps[lanes] += 1
         self.infos.steps[terminated | truncated] = 0
-        reward = reward[..., 0] if self._rewards == (1,) else reward
+        reward = reward[..., 0] if self._one_of_many else reward
         return Step(rows + infos, (reward,), terminated, truncated)
 
     # --- what it must not be ----------------------------------------------------------------------

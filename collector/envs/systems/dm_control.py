@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
-from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
-from tallyroll.storage.rows.dtypes import TORCH
+from tallyroll.collector.envs.systems.dm_specs import generator_of, spec_of
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 _DRAWS_ITS_MODEL = ("lqr",)
 """Domains that draw their physics when they are made, and not only their first states."""
@@ -36,13 +34,13 @@ class DmControlSystem(System):
         specs = first.observation_spec()
         self._names = list(specs) if isinstance(specs, Mapping) else None
         specs = specs if self._names is not None else {"observation": specs}
-        self._generators = [_generator(env) for env in self._envs]
+        self._generators: list[Any] = [generator_of(env) for env in self._envs]
         if seeds is None:
             seeds = "none" if any(each is None for each in self._generators) else "reset"
         self.declares = Declares(
             lanes=lanes,
-            observation={(name,): _spec(name, spec) for name, spec in specs.items()},
-            action={("action",): _spec("action", first.action_spec())},
+            observation={(name,): spec_of(name, spec) for name, spec in specs.items()},
+            action={("action",): spec_of("action", first.action_spec())},
             at_end="final",
             parts=True,
             seeds=seeds,
@@ -130,30 +128,3 @@ class DmControlSystem(System):
 def _close(envs: Sequence[Any]) -> None:
     for env in envs:
         env.close()
-
-
-def _generator(env: Any) -> np.random.RandomState | None:
-    """The generator that the episodes of ``env`` are drawn from; None: there is none to be seen."""
-    found = getattr(getattr(env, "task", None), "random", None)
-    if found is None:
-        found = getattr(env, "random_state", None)  # of dm_control.composer
-    return found if isinstance(found, np.random.RandomState) else None
-
-
-def _spec(name: str, spec: Any) -> TensorSpec:
-    """A dm_env spec as TorchRL's; told apart by what they have, for none of them is imported."""
-    shape, numpy = getattr(spec, "shape", None), getattr(spec, "dtype", None)
-    if shape is None or numpy is None or np.dtype(numpy) not in TORCH:
-        raise SpaceError(
-            f"{name}: expected one array of numbers, got {spec!r:.200}; wrap the environment"
-        )
-    dtype = TORCH[np.dtype(numpy)]
-    if hasattr(spec, "num_values"):
-        return Categorical(int(spec.num_values), shape=shape, dtype=dtype)
-    if not hasattr(spec, "minimum"):
-        return Unbounded(shape, dtype=dtype)
-    low, high = (np.broadcast_to(each, shape) for each in (spec.minimum, spec.maximum))
-    if np.isinf(low).all() and np.isinf(high).all():
-        return Unbounded(shape, dtype=dtype)
-    bounds = [torch.from_numpy(np.array(each)).to(dtype) for each in (low, high)]
-    return Bounded(*bounds, shape=shape, dtype=dtype)

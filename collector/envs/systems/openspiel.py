@@ -11,11 +11,16 @@ from torchrl.data import Binary, Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import AgentFlags, Declares, Mask, Step, System
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
+from tallyroll.collector.envs.systems.openspiel_games import (
+    OVER,
+    play_chance,
+    require_playable,
+    tensors_of,
+)
+from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.storage.rows.keys import Key
 
 GROUP = "players"
-OVER = -4  # pyspiel.PlayerId.TERMINAL
 
 
 class OpenSpielSystem(System):
@@ -36,32 +41,16 @@ class OpenSpielSystem(System):
     """
 
     def __init__(self, game: Any, lanes: int = 1) -> None:
-        pyspiel = sys.modules["pyspiel"]
-        kind, self._game = game.get_type(), game
-        name = kind.short_name
-        self._together = kind.dynamics == pyspiel.GameType.Dynamics.SIMULTANEOUS
-        if not self._together and kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
-            raise EnvironmentRefused(f"{name}: a mean-field game has no players that move")
-        if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
-            raise EnvironmentRefused(
-                f"{name} draws its chance itself, so that no seed repeats it; use a game whose "
-                "chance_mode is EXPLICIT_STOCHASTIC or DETERMINISTIC"
-            )
-        provided = {
-            "observation": kind.provides_observation_tensor,
-            "information_state": kind.provides_information_state_tensor,
-        }
-        names = [name for name, has in provided.items() if has]
-        self._seen = [f"{name}_tensor" for name in names]
-        if not names:
-            raise EnvironmentRefused(f"{name} gives its players no tensor that they could see")
+        require_playable(game)
+        self._game, kind, tensors = game, game.get_type(), tensors_of(game)
+        self._together = kind.dynamics == type(kind).Dynamics.SIMULTANEOUS
+        self._seen = [f"{name}_tensor" for name in tensors]
         self._players, actions = game.num_players(), game.num_distinct_actions()
         each = (self._players,) if self._together else ()
         at: Key = (GROUP,) if self._together else ()
-        shapes = [(*each, *getattr(game, f"{name}_tensor_shape")()) for name in names]
         observation: dict[Key, TensorSpec] = {
-            (*at, name): Unbounded(shape, dtype=torch.float32)
-            for name, shape in zip(names, shapes, strict=True)
+            (*at, name): Unbounded((*each, *shape), dtype=torch.float32)
+            for name, shape in tensors.items()
         }
         mask = (*each, actions)
         observation[*at, "action_mask"] = Binary(actions, mask, dtype=torch.bool)
@@ -79,7 +68,7 @@ class OpenSpielSystem(System):
             parts=True,
             groups={GROUP: self._players} if self._together else {},
         )
-        self._tensors = [np.zeros((lanes, *shape), np.float32) for shape in shapes]
+        self._tensors = [np.zeros((lanes, *each, *s), np.float32) for s in tensors.values()]
         self._legal = np.zeros((lanes, *mask), np.bool_)
         self._turn = np.zeros(lanes, np.int64)
         self._alive = np.ones((lanes, self._players), np.bool_)
@@ -152,13 +141,7 @@ class OpenSpielSystem(System):
         turns, returns, legal, size = [], [], [], self._legal.shape[-1]
         for lane in rows:
             state = self._states[lane]
-            while state.is_chance_node():
-                drawn = self._rngs[lane].random()
-                for outcome, share in state.chance_outcomes():  # noqa: B007  the last one drawn
-                    drawn -= share
-                    if drawn < 0:
-                        break
-                state.apply_action(outcome)
+            play_chance(state, self._rngs[lane])
             turn = state.current_player()
             turns.append(turn)
             returns.append(state.returns())
