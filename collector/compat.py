@@ -58,7 +58,7 @@ def mend_joint_types() -> None:
     """Let gymnasium-robotics tell hinges from other joints.
 
     It asks whether an integer of NumPy's is ``in`` members of an enumeration, which those of
-    MuJoCo deny since 3.9 to 3.13.
+    MuJoCo still say in 3.8.1 and deny in 3.13.
     """
     utils: Any = import_module("gymnasium_robotics.utils.mujoco_utils")
     kinds = utils.mujoco.mjtJoint

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics, RescaleAction
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, ReplayBuffer
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
@@ -72,6 +73,25 @@ def test_a_vector_puts_infos_together_by_its_merge() -> None:
     compat.set_info_merge(env, watched)
     assert env.reset(seed=0)[1]["tick"].tolist() == [0, 0]
     assert seen == [0, 1]
+
+
+def test_a_vector_takes_rewards_of_the_shape_of_its_own_array() -> None:
+    env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
+    assert isinstance(env, SyncVectorEnv)
+    env.reset(seed=0)
+    compat.widen_rewards(env, (2,))
+    assert env.step(np.zeros(2, np.int64))[1].shape == (2, 2)
+
+
+def test_wrappers_keep_what_they_know_of_lanes_in_arrays() -> None:
+    env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
+    for wrapper in (RecordEpisodeStatistics(env), NormalizeReward(env)):
+        wrapper.reset(seed=0)
+        names = compat.states_of_lanes(wrapper)
+        assert len(names) >= 1
+        assert all(getattr(wrapper, name).shape == (2,) for name in names)
+    boxes = make_oracle_vec(2, [3], action="box")
+    assert compat.states_of_lanes(RescaleAction(boxes, np.float32(0), np.float32(1))) == ()
 
 
 @pytest.mark.parametrize("call", ["step", "reset"])
