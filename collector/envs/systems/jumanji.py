@@ -1,0 +1,70 @@
+"""Jumanji: environments that return time steps."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torchrl.data import Unbounded
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.systems.functional import Context, Functional, Outcome
+from tallyroll.collector.envs.systems.functional_specs import (
+    actions,
+    made,
+    observations,
+    refuse_bare,
+)
+
+
+class JumanjiSystem(Functional):
+    """Lanes of a Jumanji environment, without its auto-reset wrappers.
+
+    A last step whose discount is 0, for all agents where there are several, is terminated, any
+    other truncated: so Jumanji's own words. Most of its time limits have the discount 0.
+
+    Args:
+        env: a ``jumanji.env.Environment``.
+        lanes: how many there are.
+        unbounded: names of observations that leave the bounds that they are declared with, as
+            Maze's ``step_count`` does in the last step.
+    """
+
+    extra = "jumanji"
+
+    def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
+        convert = needs("jumanji.specs", self.extra).jumanji_specs_to_gym_spaces
+        self._env = env
+        super().__init__(
+            lanes,
+            actions(convert(env.action_spec)),
+            known=observations(convert(env.observation_spec)),
+            reward={("reward",): Unbounded(tuple(env.reward_spec.shape) or (1,))},
+            unbounded=unbounded,
+        )
+
+    def begin(self, key: Any, context: Context) -> tuple[Any, Any]:
+        """See `Functional.begin`."""
+        state, step = self._env.reset(key)
+        return state, step.observation
+
+    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
+        """See `Functional.advance`."""
+        state, step = self._env.step(state, action[0])
+        last, dead = step.last(), (step.discount == 0).all()
+        return Outcome(state, step.observation, [step.reward], last & dead, last & ~dead)
+
+    def describe(self) -> dict[str, Any]:
+        """Provenance."""
+        return {"id": type(self._env.unwrapped).__name__, "type": type(self).__name__}
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """The environment of ``jumanji:name``; ``kwargs`` are its own, and ``unbounded``."""
+        unbounded = kwargs.pop("unbounded", ())
+        env = made(name, kwargs, needs("jumanji", cls.extra).make)
+        return cls(env, lanes, unbounded=unbounded)
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """None, or raises: an environment does not say how many lanes are wanted."""
+        refuse_bare(made, "jumanji.env", "Environment", cls.__name__)
+        return None
