@@ -22,13 +22,18 @@ def pick(spec: TensorSpec, allowed: torch.Tensor, uniform: Uniform) -> torch.Ten
 
     Args:
         spec: Categorical, OneHot or MultiCategorical.
-        allowed: bool, ``[*batch, n]``, or ``[*batch, sum(nvec)]`` for a MultiCategorical.
+        allowed: bool, ``[*batch, n]``; for a MultiCategorical ``[*batch, sum(nvec)]``, or
+            ``[*batch, *nvec]``, which marks combinations.
         uniform: in [0, 1), of the shape that :func:`uniforms` gives for ``spec``. Where nothing
             is legal, every action is: such a slot is one that an environment ignores.
     """
     marks: NDArray[np.bool_] = allowed.cpu().numpy()
     if type(spec) is MultiCategorical:
-        ends = np.cumsum(spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0])
+        nvec = spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0]
+        if len(nvec) > 1 and marks.shape == (*spec.shape[:-1], *nvec):
+            among = _nth(marks.reshape(*spec.shape[:-1], -1), uniform[..., 0])
+            return torch.from_numpy(np.stack(np.unravel_index(among, nvec), -1)).to(spec.dtype)
+        ends = np.cumsum(nvec)
         parts = np.split(np.broadcast_to(marks, (*spec.shape[:-1], int(ends[-1]))), ends[:-1], -1)
         chosen = [_nth(part, uniform[..., at]) for at, part in enumerate(parts)]
         return torch.from_numpy(np.stack(chosen, -1)).to(spec.dtype)

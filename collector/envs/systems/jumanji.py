@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
-from torchrl.data import Unbounded
+import numpy as np
+from torchrl.data import Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.systems.functional import Context, Functional, Outcome
@@ -13,13 +14,16 @@ from tallyroll.collector.envs.systems.functional_specs import (
     observations,
     refuse_bare,
 )
+from tallyroll.storage.rows.keys import Key
 
 
 class JumanjiSystem(Functional):
     """Lanes of a Jumanji environment, without its auto-reset wrappers.
 
     A last step whose discount is 0, for all agents where there are several, is terminated, any
-    other truncated: so Jumanji's own words. Most of its time limits have the discount 0.
+    other truncated: so Jumanji's own words. Most of its time limits have the discount 0. Rewards
+    are ``[agent]`` where they are that. Random actions keep to ``action_mask``, of the choices of
+    each agent or of whole combinations.
 
     Args:
         env: a ``jumanji.env.Environment``.
@@ -35,7 +39,7 @@ class JumanjiSystem(Functional):
         self._env = env
         super().__init__(
             lanes,
-            actions(convert(env.action_spec)),
+            _of_agents(env) or actions(convert(env.action_spec)),
             known=observations(convert(env.observation_spec)),
             reward={("reward",): Unbounded(tuple(env.reward_spec.shape) or (1,))},
             unbounded=unbounded,
@@ -68,3 +72,16 @@ class JumanjiSystem(Functional):
         """None, or raises: an environment does not say how many lanes are wanted."""
         refuse_bare(made, "jumanji.env", "Environment", cls.__name__)
         return None
+
+
+def _of_agents(env: Any) -> dict[Key, TensorSpec]:
+    """The action of agents that have a row each in the action mask; empty where there are none."""
+    spec, mask = env.action_spec, getattr(env.observation_spec, "action_mask", None)
+    if mask is None or len(spec.shape) != 1 or len(mask.shape) != 2:
+        return {}
+    (agents,), (rows, choices) = spec.shape, mask.shape
+    # MultiCVRP's action may be one more than its mask has choices.
+    has_all = np.all(spec.minimum == 0) and np.all(spec.maximum >= choices - 1)
+    if agents != rows or not has_all or not np.issubdtype(spec.dtype, np.integer):
+        return {}
+    return {("action",): Categorical(choices, (agents,))}
