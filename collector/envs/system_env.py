@@ -877,7 +877,7 @@ def as_flags(value: Array) -> NDArray[np.bool_]:
     if isinstance(value, torch.Tensor):
         value = value.cpu().numpy()
     elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
-        value = as_tensor(value, torch.device("cpu"))
+        value = as_tensor(value, torch.device("cpu")).numpy()
     flags: NDArray[np.bool_] = np.array(value, np.bool_)
     return flags
 

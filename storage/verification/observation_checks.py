@@ -35,10 +35,14 @@ def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
 class _Observation:
     """One observation, and what is known of its zeros."""
 
-    def __init__(self, column: Column, here: ColumnReader, next: ColumnReader) -> None:
+    def __init__(
+        self, column: Column, here: ColumnReader, next: ColumnReader, living: ColumnReader | None
+    ) -> None:
         self.dtype, self.values = column.dtype, math.prod(column.shape)
         self.name, self.next_name = spell(column.key), spell((NEXT, *column.key))
         self.here, self.next, self._row_nbytes = here, next, column.row_nbytes
+        self.living = living
+        """Of a group of agents: who lives next."""
         whole = column.numpy_dtype.kind in "iu" and column.dtype != torch.bfloat16
         self.flags = whole
         """All values are 0 or 1, as far as the rows were looked at: a mask, perhaps."""
@@ -74,7 +78,8 @@ class ObservationChecks:
     Where they do not, it looks like a row that was never written, or a final observation that
     was lost. Flags that are all off at an end, such as the mask of actions of a player that has
     none left, are values like others: bools always, whole numbers that are only 0 and 1 where
-    another observation is not zero there. A final observation that is lost is lost with all its
+    another observation is not zero there, and so are the observations of a group of agents that has
+    died out. A final observation that is lost is lost with all its
     parts. And of a few whole numbers all may be zero by chance, at few ends.
 
     Args:
@@ -84,7 +89,12 @@ class ObservationChecks:
 
     def __init__(self, observations: Sequence[Column], values: Mapping[Key, ColumnReader]) -> None:
         self._observations = [
-            _Observation(column, values[column.key], values[(NEXT, *column.key)])
+            _Observation(
+                column,
+                values[column.key],
+                values[(NEXT, *column.key)],
+                values.get((NEXT, *column.key[:-1], "mask")) if len(column.key) > 1 else None,
+            )
             for column in observations
         ]
         self._rows = self._zero_rows = self._ends = 0
@@ -130,8 +140,10 @@ class ObservationChecks:
             all_next &= next
         for each, turns in turned:
             message = f"{each.next_name} is all zero at ends of episodes, and nowhere else"
+            # Of a group that has died out nothing may be seen.
+            alive = True if each.living is None else _any(each.living, chunk) | all_next
             for gathered, where in (
-                (each.zero_ends, turns),
+                (each.zero_ends, turns & alive),
                 (each.zero_with_all, turns & all_next),
             ):
                 chunk.report(gathered, "finals", message, where, lambda at: "was it lost?")
@@ -155,6 +167,11 @@ class ObservationChecks:
             # A single zero is a number like others, and so are flags that are all off.
             if each.values > 1 and not each.zero_midway and each.dtype != torch.bool:
                 findings.merge(each.zero_with_all if each.flags else each.zero_ends)
+
+
+def _any(mask: ColumnReader, chunk: CheckedRows) -> np.ndarray:
+    """In which rows of a chunk a mask has anything."""
+    return np.asarray(mask.slice(chunk.start, chunk.stop).reshape(len(chunk.ids), -1).any(1))
 
 
 def _other_than(name: str, before: np.ndarray, at: int) -> str:

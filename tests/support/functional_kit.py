@@ -164,7 +164,7 @@ def _require(
     arrays: Mapping[Any, Any], row: int, columns: Mapping[Any, Any], lead: tuple[str, ...]
 ) -> None:
     for name, value in columns.items():
-        names = (*lead, *([name] if isinstance(name, str) else name))
+        names = (*lead, *(name.split("/") if isinstance(name, str) else name))
         got = arrays[names if len(names) > 1 else names[0]][row]
         wanted = np.asarray(value).reshape(got.shape)
         message = f"row {row}: {names}"

@@ -152,7 +152,8 @@ class Functional(System):
         self._carry, *columns, agents = self._turned(self._carry, (*action,), self._context())
         # NumPy views JAX's memory on the CPU, as from_dlpack would, in a fifth of the time.
         first, final, reward, (over, cut) = [[np.asarray(x) for x in each] for each in columns]
-        return Step(first, reward, over, cut, final, agents=agents)
+        flags = {name: AgentFlags(*map(np.asarray, each)) for name, each in agents.items()}
+        return Step(first, reward, over, cut, final, agents=flags)
 
     def _context(self) -> Context:
         # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
