@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,10 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import System
+
+# Half the time of compilations; for this process, and for workers.
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 # --- a toy with Brax's interface ------------------------------------------------------------------
 

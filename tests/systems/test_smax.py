@@ -37,6 +37,8 @@ def battle(lanes: int) -> System:
 
 
 class TestSelfPlay(SystemContract):
+    lanes = 4
+
     def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
         return shared(battle, lanes)
 
