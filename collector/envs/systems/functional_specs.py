@@ -33,6 +33,8 @@ def merged(jax: Any, lanes: Any, new: Any, old: Any) -> Any:
     """The tree ``new`` in ``lanes``, bool ``[lane]``, and ``old`` in the others."""
 
     def pick(one: Any, other: Any) -> Any:
+        if one.shape[:1] != lanes.shape:  # of no lane, as memory of MuJoCo Warp is
+            return other
         return jax.numpy.where(lanes.reshape(-1, *[1] * (one.ndim - 1)), one, other)
 
     return jax.tree.map(pick, new, old)
