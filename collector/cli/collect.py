@@ -116,8 +116,8 @@ class CollectRun:
         env_module = given.env is None and ":" in (before.env or "")
         if env_module or (given.policy is None and before.policy is not None):
             raise CommandError(
-                f"--resume: the manifest in {self.out} names code of yours, which is not run on a "
-                "storage's word; if it is right, name it again:",
+                f"--resume: the manifest in {self.out} names code of yours, or an environment "
+                "system, and neither is run on a storage's word; if it is right, name it again:",
                 self._resume_command(plan),
             )
         if given.episodes is not None and before.frames is not None:
@@ -184,7 +184,7 @@ class CollectRun:
         assert plan.env is not None
         module, colon, _ = plan.env.partition(":")
         if colon and registry.find(plan.env) is None:  # it registers the environment
-            imported(module, plan.env)
+            _import_module_of(plan.env, module)
         policy = load_policy(plan.policy)
         self._warn_of_repetition()
         self.storage.writer.provenance = {"command": plan.as_dict()}
@@ -340,6 +340,20 @@ class CollectRun:
             options += [f"--{name}" for name in ("append", "finalize") if getattr(self.args, name)]
             how = self.plan.command(self.out, *options)
         say(f"tallyroll: stopped by {name}; {kept}. Go on with", below=how)
+
+
+def _import_module_of(env: str, module: str) -> None:
+    """Import the module before the colon of an id."""
+    try:
+        imported(module, env)
+    except CommandError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name == module.partition(".")[0]:
+            raise CommandError(
+                f"{env}: there is neither a module nor an environment system called {module}; "
+                "`tallyroll envs` lists the systems"
+            ) from error
+        raise
 
 
 def _returns(collector: Collector) -> str:

@@ -12,6 +12,7 @@ from tallyroll.collector.cli.output import visible
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
 storage, show the content of a storage, and check that its content is as it was written.
+`tallyroll envs` lists the environment systems that can be collected from.
 """
 _EXAMPLES = """\
 examples:
@@ -44,6 +45,9 @@ examples:
   an environment registered by your own module, with arguments for its constructor:
     tallyroll collect my_envs:Maze-v0 --env-kwargs '{"size": 9}' --frames 5000 --out runs/maze
 
+  another environment system, SYSTEM:ID (`tallyroll envs` lists them, and what each one needs):
+    tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out runs/pool
+
   append a second run, and continue a run that was stopped or killed:
     tallyroll collect CartPole-v1 --frames 50_000 --out runs/cartpole --append
     tallyroll collect --out runs/cartpole --resume
@@ -54,6 +58,21 @@ examples:
 
 On Ctrl-C and SIGTERM the command commits all complete transitions, prints how to resume, and
 exits with status 130 and 143. A run that does not fit on the disk is refused before it begins.
+"""
+_ENVS = """\
+List the environment systems, from which `tallyroll collect SYSTEM:ID` collects: which of them are
+installed, what installs the others, what cannot be installed together, how episodes end and where
+seeds are taken. Nothing of them is imported. Packages can add systems of their own.
+"""
+_ENVS_EXAMPLES = """\
+examples:
+  tallyroll envs
+  tallyroll envs brax && tallyroll collect brax:ant --frames 1e6 --num-envs 64 --out runs/ant
+  tallyroll envs --json | jq -r '.[] | select(.installed) | .name'
+
+exit status:
+  0  listed; those that were named are installed
+  1  one that was named is not installed, or there is none of that name
 """
 _INSPECT = """\
 Show a storage: its columns, its runs, how many rows and trajectories it holds, returns and
@@ -228,7 +247,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "a TensorDictModule or a callable from TensorDict to TensorDict. A class, or a "
         "function that needs no arguments, is called once to make the policy. Modules of the "
         "current directory can be imported (default: random actions)"),
-    "--env-kwargs": (_mapping, "JSON", "arguments for gymnasium.make"),
+    "--env-kwargs": (_mapping, "JSON", "arguments for gymnasium.make, or for the system's own"),
     "--max-frames-per-traj": (_positive, "M", "truncate episodes after M transitions"),
     "--frame-skip": (_frame_skip, "T",
         "simulator ticks in a transition, or the info key that counts ticks (default: 1)"),
@@ -294,6 +313,14 @@ def make_parser() -> argparse.ArgumentParser:
             epilog=_COLLECT_EXAMPLES,
         )
     )
+    envs = commands.add_parser(
+        "envs",
+        help="list environment systems, and what installs them",
+        description=_ENVS,
+        epilog=_ENVS_EXAMPLES,
+    )
+    envs.add_argument("systems", nargs="*", metavar="SYSTEM", help="only these (default: all)")
+    _add(envs, "--json", "--traceback")
     inspect = commands.add_parser(
         "inspect",
         help="show what is in a storage",
@@ -319,7 +346,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
     help_of_env = (
         "Gymnasium id, module:Id-v0 where importing the module registers it, or SYSTEM:ID of an "
-        "installed environment system"
+        "environment system, which `tallyroll envs` lists. A system's name wins over a module's"
     )
     parser.add_argument("env", nargs="?", metavar="ENV", help=help_of_env)
     _add(parser, "--out", required=True)

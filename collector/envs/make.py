@@ -41,8 +41,8 @@ def require_id_options(options: Options) -> None:
     """Raise where ``options`` are given that only a Gymnasium id can have."""
     if options.num_envs is not None or options.env_kwargs:
         raise ArgumentError(
-            "num_envs and env_kwargs go with a Gymnasium id; make the environment as you want it "
-            "in the factory"
+            "num_envs and env_kwargs go with an id; make the environment as you want it in the "
+            "factory"
         )
 
 
@@ -120,7 +120,10 @@ def _by_name(name: str, options: Options) -> Made:
         kind, of_kind = found
 
         def make(seeds: Sequence[int] | None) -> Any:
-            return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
+            try:
+                return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
+            except TypeError as error:
+                raise ArgumentError(f"cannot make {name!r} with {kwargs}: {error}") from error
 
         system = make(None)
         try:
@@ -147,7 +150,8 @@ def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvB
     if missing := ["/".join(name) for name in names if name not in known]:
         raise ArgumentError(
             f"info_keys: {missing} are no columns of the environment; give a TorchRL environment "
-            "an info reader (env.set_info_dict_reader), or pass info_keys to GymnasiumVectorEnv"
+            "an info reader (env.set_info_dict_reader), or pass info_keys to GymnasiumVectorEnv; "
+            "other systems declare their columns themselves"
         )
     if any(info.dtype is not None for info in info_keys):
         raise ArgumentError(

@@ -96,8 +96,8 @@ def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
         )
     if base is not None and not base.resets_by_mask:
         raise EnvironmentRefused(
-            f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; pass "
-            "max_episode_steps to gymnasium.make_vec, or use SyncVectorEnv"
+            f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; limit episodes "
+            "where it is made (gymnasium.make_vec: max_episode_steps), or use SyncVectorEnv"
         )
     return TransformedEnv(env, StepCounter(max_steps=frames))
 

@@ -9,7 +9,7 @@ GROUP = "tallyroll.envs"
 
 
 def names() -> list[str]:
-    """The names of the systems that are installed."""
+    """The names of the systems that are registered, whether their packages are installed or not."""
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
@@ -25,6 +25,17 @@ def find(env_id: str) -> tuple[type[System], str] | None:
     for point in points:
         return _loaded(point), name
     return None
+
+
+def load(name: str) -> type[System]:
+    """The system of that name, one of :func:`names`.
+
+    Raises:
+        MissingExtra: its author's module needs a package that is not installed.
+        ArgumentError: the entry point names no system.
+    """
+    (point, *_) = entry_points(group=GROUP, name=name)
+    return _loaded(point)
 
 
 def adopt(made: object) -> System | None:

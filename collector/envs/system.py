@@ -9,7 +9,7 @@ module has the contract that a system is held to.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +107,15 @@ class System(ABC):
     the first colon of ``create_env_fn`` calls :meth:`make`, and an environment of the system's own
     kind is recognised by :meth:`adopt`.
     """
+
+    package: ClassVar[str] = ""
+    """What has to be installed for it, by the name that is imported; empty: nothing has to."""
+    extra: ClassVar[str] = ""
+    """The extra of tallyroll that brings the package, where there is one."""
+    conflicts: ClassVar[str] = ""
+    """What it cannot be installed beside, and what to do about it: a sentence."""
+    about: ClassVar[str] = ""
+    """How its episodes end and where seeds are taken, in a few words, for ``tallyroll envs``."""
 
     declares: Declares
     next_context: dict[str, NDArray[Any]]

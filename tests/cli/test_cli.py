@@ -294,8 +294,8 @@ def test_a_missing_part_is_named(here: Path, capsys: pytest.CaptureFixture[str])
 
 ERRORS = {
     "Nope-v0 --frames 5": "gymnasium cannot make 'Nope-v0': Environment `Nope` doesn't exist.",
-    "no_module:Nope-v0 --frames 5": "no_module:Nope-v0: importing no_module failed: "
-    "ModuleNotFoundError: No module named 'no_module' (--traceback shows where)",
+    "no_module:Nope-v0 --frames 5": "no_module:Nope-v0: there is neither a module nor an "
+    "environment system called no_module; `tallyroll envs` lists the systems",
     "CartPole-v1 --frames 5 --env-kwargs '{\"nope\": 1}'": "gymnasium cannot make 'CartPole-v1' "
     "with {'nope': 1}: CartPoleEnv.__init__() got an unexpected keyword argument 'nope'",
     "CartPole-v1 --frames 5 --info-keys nope": "info key 'nope' is in no info",
@@ -504,7 +504,10 @@ def test_code_that_a_storage_names_is_not_run(
     sys.modules.pop("sly")
     (here / "sly.py").write_text("open('was-run', 'w').close()\n" + AGENT)
     assert tallyroll("collect", "--resume", "--frames", 30, "--out", "data") == 1
-    assert "names code of yours, which is not run on a storage's word" in capsys.readouterr().err
+    assert (
+        "names code of yours, or an environment system, and neither is run"
+        in capsys.readouterr().err
+    )
     assert not (here / "was-run").exists()
     assert "sly" not in sys.modules
     named = ("--policy", "sly:act", "--resume", "--frames", 30, "--out", "data", "--quiet")

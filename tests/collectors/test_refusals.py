@@ -97,8 +97,8 @@ def torch_env() -> OracleTorchEnv:
             {"validate": "maybe"},
             r"validate: expected one of \['raise', 'warn', 'off'\], got",
         ),
-        ({"num_envs": 3}, "num_envs and env_kwargs go with a Gymnasium id; make the environment"),
-        ({"env_kwargs": {"a": 1}}, "num_envs and env_kwargs go with a Gymnasium id"),
+        ({"num_envs": 3}, "num_envs and env_kwargs go with an id; make the environment"),
+        ({"env_kwargs": {"a": 1}}, "num_envs and env_kwargs go with an id"),
         ({"info_keys": ["lives"]}, "lives|info_keys"),
         (
             {"replay_buffer": 7},

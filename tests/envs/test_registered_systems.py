@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,26 +19,20 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.storage import open_storage, verify
 
+from registered_kit import install
 from toy_systems import TOYS, Arrivals, Contexts, Lost, SeededWhenMade, SomeFinals, Toy
-
-SUPPORT = Path(__file__).parent.parent / "support"
 
 
 @pytest.fixture(autouse=True)
 def registered(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution with entry points, as pip would install it."""
     site = tmp_path_factory.mktemp("site")
-    info = site / "toys-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tallyroll.envs]\ntoy = toy_systems:Toy\nbroken = no_such_package:Toy\n"
-        "wrong = toy_systems:ReadOnly\n"
+    install(
+        site,
+        monkeypatch,
+        toy="toy_systems:Toy",
+        broken="no_such_package:Toy",
+        wrong="toy_systems:ReadOnly",
     )
-    monkeypatch.syspath_prepend(str(site))
-    # Workers and commands are processes of their own.
-    paths = [str(site), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def chains(rows: TensorDictBase) -> None:

@@ -104,12 +104,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "lanes of a factory": (
         (CREATE,),
         {**TWO, "num_envs": 4},
-        "num_envs and env_kwargs go with a Gymnasium id",
+        "num_envs and env_kwargs go with an id",
     ),
     "kwargs of a factory": (
         (CREATE,),
         {**TWO, "env_kwargs": {"a": 1}},
-        "num_envs and env_kwargs go with a Gymnasium id",
+        "num_envs and env_kwargs go with an id",
     ),
     "neither": ((7,), TWO, "create_env_fn: expected a Gymnasium id, a factory or a list of factor"),
     "resets": (

@@ -1,0 +1,95 @@
+"""``tallyroll envs``: the environment systems there are, and what each of them needs."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+from rich.table import Table
+
+from tallyroll.collector.cli.output import CommandError, emit
+from tallyroll.collector.cli.report import Page
+from tallyroll.collector.envs import registry
+from tallyroll.collector.errors import ArgumentError, MissingExtra
+
+_ABOVE = (
+    "Gymnasium ids (CartPole-v1, or module:Id-v0) need no system. What follows is collected as "
+    "SYSTEM:ID."
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A system, and what can be said of it without importing what it needs."""
+
+    name: str
+    installed: bool
+    package: str = ""
+    version: str = ""
+    extra: str = ""
+    conflicts: str = ""
+    about: str = ""
+    fault: str = ""
+    """Why its entry point cannot be used."""
+
+    @property
+    def command(self) -> str:
+        """What installs it."""
+        if self.extra:
+            return f"pip install 'tallyroll[{self.extra}]'"
+        return self.fault or f"needs the package {self.package}"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll envs``; returns the exit status."""
+    names = registry.names()
+    if unknown := [name for name in args.systems if name not in names]:
+        raise CommandError(f"no system is called {unknown[0]}; there are {', '.join(names)}")
+    distributions = metadata.packages_distributions()
+    found = [look(name, distributions) for name in args.systems or names]
+    if args.json:
+        emit(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+    else:
+        emit(as_text(found))
+    return 1 if args.systems and not all(each.installed for each in found) else 0
+
+
+def look(name: str, distributions: Mapping[str, Sequence[str]]) -> Found:
+    """What there is of a system; ``distributions`` are those that have a package."""
+    try:
+        system = registry.load(name)
+    except (MissingExtra, ArgumentError) as error:
+        return Found(name, installed=False, fault=str(error))
+    package = system.package.partition(".")[0]
+    of_it = distributions.get(package, ())
+    return Found(
+        name,
+        installed=not package or find_spec(package) is not None,
+        package=system.package,
+        version=f"{of_it[0]} {metadata.version(of_it[0])}" if of_it else "",
+        extra=system.extra,
+        conflicts=system.conflicts,
+        about=system.about,
+    )
+
+
+def as_text(found: Sequence[Found]) -> str:
+    """The list for people."""
+    page = Page()
+    page.print(_ABOVE)
+    for head, there in (("installed", True), ("not installed", False)):
+        if rows := [each for each in found if each.installed is there]:
+            page.head(head)
+            table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+            for _ in range(3):
+                table.add_column(overflow="fold")
+            for each in rows:
+                table.add_row(each.name, each.version if there else each.command, each.about)
+            page.print(table)
+    if conflicts := [each for each in found if each.conflicts]:
+        page.head("known conflicts")
+        for each in conflicts:
+            page.print(f"{each.name}: {each.conflicts}")
+    return page.text
