@@ -1,55 +1,93 @@
 #!/usr/bin/env bash
-# The whole gate: format, lint, types and tests, all on the built wheel. On a fresh machine it
-# makes a virtual environment in .venv first; a second run reuses it.
+# The gate: format, lint, types and tests, all on the built wheel. On a fresh machine it makes a
+# virtual environment first; a second run reuses it.
 #
-#   ./check.sh            everything
-#   ./check.sh -k ring    the same, and pytest gets these arguments
+#   ./check.sh                the core, in .venv
+#   ./check.sh --all          and environment systems, in .venv-NAME for each NAME in
+#                             tests/systems/environments.toml that has run = "all"
+#   ./check.sh --apart NAME   one of these environments alone, by hand
+#   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
 #
-# PYTHON names the interpreter to build the environment with (default: python3, at least 3.11).
+# PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
 set -Eeuo pipefail
 cd "$(dirname "$0")"
-bin=.venv/bin
-failed=()
+python=${PYTHON:-python3}
+environment=core others=() failed=()
+tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
 
 step() { # step NAME COMMAND...: run it, remember whether it failed
     printf '\n== %s\n' "$1"
     "${@:2}" || failed+=("$1")
 }
 
+listed() { # listed EXPRESSION: its values, a line each; `every` is the list, `this` our entry
+    "$python" -c "import sys, tomllib
+every = tomllib.load(open('tests/systems/environments.toml', 'rb'))
+this = every.get('$environment') or sys.exit('environments are: ' + ', '.join(every))
+sys.stdout.writelines(f'{each}\n' for each in $1)"
+}
+
 set_up() { # the environment, made anew when what it is made from has changed
-    local stamp=.venv/made-from wanted
-    wanted=$(cat pyproject.toml constraints.txt | sha256sum)
-    if [[ ! -x $bin/python ]]; then "${PYTHON:-python3}" -m venv .venv; fi
+    local stamp=$venv/made-from wanted extras
+    wanted=$(cat pyproject.toml constraints.txt tests/systems/environments.toml | sha256sum)
+    extras=$(listed "[this['extras']]")
+    if [[ ! -x $bin/python ]]; then "$python" -m venv "$venv"; fi
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-        $bin/python -m pip install -q -c constraints.txt build setuptools
+        $bin/python -m pip install -q -c constraints.txt "${tools[@]}"
         build_wheel
-        $bin/python -m pip install -q -c constraints.txt "$(echo .venv/dist/*.whl)[test]"
+        listed "this.get('packages', ())" >"$venv/packages"
+        listed "this.get('without-dependencies', ())" >"$venv/without-dependencies"
+        $bin/python -m pip install -q -c constraints.txt "$(echo "$venv"/dist/*.whl)[$extras]" \
+            -r "$venv/packages"
+        $bin/python -m pip install -q -c constraints.txt --no-deps -r "$venv/without-dependencies"
         echo "$wanted" >"$stamp"
     else
         build_wheel
     fi
-    $bin/python -m pip install -q --no-deps --force-reinstall .venv/dist/*.whl
+    $bin/python -m pip install -q --no-deps --force-reinstall "$venv"/dist/*.whl
 }
 
 build_wheel() { # by way of the sdist, so that what the sdist lacks is missed here
-    rm -rf .venv/dist
-    if ! $bin/python -m build --no-isolation --outdir .venv/dist . >.venv/build.log 2>&1; then
-        cat .venv/build.log
+    rm -rf "$venv/dist"
+    if ! $bin/python -m build --no-isolation --outdir "$venv/dist" . >"$venv/build.log" 2>&1; then
+        cat "$venv/build.log"
         return 1
     fi
 }
+
+case ${1-} in
+--all)
+    words=$(listed "(name for name, each in every.items() if each['run'] == 'all')")
+    mapfile -t others <<<"$words"
+    shift
+    ;;
+--apart)
+    environment=${2?"--apart NAME"}
+    shift 2
+    ;;
+esac
+venv=.venv-$environment tests=(tests/systems)
+if [[ $environment == core ]]; then venv=.venv tests=(); fi
+bin=$venv/bin
 
 trap 'printf "\nFAILED: set-up (see above)\n"' ERR
 printf '== set-up\n'
 set_up
 trap - ERR
 
-step "ruff format" $bin/ruff format --check .
-step "ruff check" $bin/ruff check .
-step "mypy" $bin/mypy
-step "imports" $bin/lint-imports --no-cache
+if [[ $environment == core ]]; then
+    step "ruff format" $bin/ruff format --check .
+    step "ruff check" $bin/ruff check .
+    step "mypy" $bin/mypy
+    step "imports" $bin/lint-imports --no-cache
+fi
 # Many tests wait for other processes: two at a time. More would only take each other's time.
-step "pytest" $bin/pytest --numprocesses 2 --dist worksteal "$@"
+export TALLYROLL_TEST_ENVIRONMENT=$environment
+step "pytest" $bin/pytest --numprocesses 2 --dist worksteal "${tests[@]}" "$@"
+
+for other in "${others[@]}"; do
+    step "environment $other" ./check.sh --apart "$other" "$@"
+done
 
 if ((${#failed[@]})); then
     printf '\nFAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"

@@ -536,7 +536,12 @@ def test_an_environment_without_a_done_of_its_own_is_refused(untouched: Path) ->
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, env_id: str, extra: str
 ) -> None:
+    # As if it had never been there: both may be installed, and imported by another test.
+    for name in [*sys.modules]:
+        if name.startswith("gymnasium.envs.mujoco"):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mujoco", None)
+    monkeypatch.delitem(gym.registry, "ALE/Pong-v5", raising=False)
     monkeypatch.setattr("tallyroll.collector.envs.gymnasium.make.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=rf"pip install 'tallyroll\[{extra}\]'"):
         SyncCollector(env_id, frames_per_batch=8, total_frames=8)
