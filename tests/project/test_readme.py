@@ -111,6 +111,7 @@ def test_the_files_that_it_names_are_there() -> None:
         "small_batches",
         "storage",
         "storage_slices",
+        "systems",
         "workers",
     ],
 )

@@ -1,0 +1,371 @@
+"""The environment systems that are measured, an entry each: how Tallyroll, the system itself and
+TorchRL make and step the same task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
+from torchrl import envs as torchrl_envs
+from torchrl.envs import EnvBase, GymWrapper, SerialEnv
+
+from tallyroll.collector import GymnasiumVectorEnv
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.system_env import SystemEnv
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Step = Callable[..., Any]
+"""Takes the actions ``[lane, ...]`` of a vector step, an array for each action of the system."""
+Raw = tuple[Step, Callable[[], None]]
+"""A step, and how to close what was made for it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A system on one task; each of the three is given the number of lanes."""
+
+    name: str
+    raw: Callable[[int], Raw]
+    task: str = ""
+    """``SYSTEM:task`` is made by `System.make`, with ``kwargs``."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[int], EnvBase] | None = None
+    """In its place, where the task has no such name."""
+    torchrl: Callable[[int], EnvBase] | None = None
+    costs: int = 1
+    """How many times fewer steps a batch has, because a step is costly."""
+
+    def ours(self, lanes: int) -> EnvBase:
+        """What Tallyroll's collector is given."""
+        if self.make is not None:
+            return self.make(lanes)
+        system = registry.load(self.name)
+        return SystemEnv(system.make(self.task, lanes, range(lanes), **self.kwargs))
+
+
+def serial(lanes: int, make: Callable[[], EnvBase]) -> EnvBase:
+    """TorchRL's way to step several of an environment that has one lane."""
+    return make() if lanes == 1 else SerialEnv(lanes, make)
+
+
+# --- TorchRL and Gymnasium ------------------------------------------------------------------------
+
+
+def pendulums(lanes: int) -> EnvBase:
+    """TorchRL's own pendulum."""
+    return serial(lanes, torchrl_envs.PendulumEnv)
+
+
+def raw_torchrl(lanes: int) -> Raw:
+    """The loop that TorchRL's collectors are made of."""
+    env = pendulums(lanes)
+    state = {"now": env.reset()}
+
+    def step(action: NDArray[Any]) -> None:
+        state["now"]["action"] = torch.from_numpy(action)
+        _, state["now"] = env.step_and_maybe_reset(state["now"])
+
+    return step, env.close
+
+
+def vector(lanes: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:
+    """CartPole in Gymnasium's own vector."""
+    return gymnasium.make_vec(
+        "CartPole-v1",
+        lanes,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+    )
+
+
+def raw_gymnasium(lanes: int) -> Raw:
+    """The vector in its default mode."""
+    env = vector(lanes)
+    env.reset(seed=0)
+    return env.step, env.close
+
+
+# --- vectors of other libraries -------------------------------------------------------------------
+
+
+def raw_sb3(lanes: int) -> Raw:
+    """Stable-Baselines3's vector in this process."""
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    env = DummyVecEnv([partial(gymnasium.make, "CartPole-v1")] * lanes)
+    env.reset()
+    return env.step, env.close
+
+
+def raw_envpool(lanes: int) -> Raw:
+    """EnvPool's synchronous step."""
+    import envpool
+
+    env = envpool.make_gymnasium("CartPole-v1", num_envs=lanes, seed=0)
+    env.reset()
+    kind = env.action_space.dtype
+    return lambda action: env.step(action.astype(kind)), env.close
+
+
+def raw_ale(lanes: int) -> Raw:
+    """The ALE's own vector of 84 by 84 grey frames."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    env = AtariVectorEnv("pong", num_envs=lanes)
+    env.reset()
+    return env.step, env.close
+
+
+def raw_procgen(lanes: int) -> Raw:
+    """Procgen's act and observe."""
+    from procgen import ProcgenGym3Env
+
+    env = ProcgenGym3Env(num=lanes, env_name="coinrun", rand_seed=0)
+
+    def step(action: NDArray[Any]) -> None:
+        env.act(action)
+        env.observe()
+
+    return step, env.close
+
+
+# --- JAX ------------------------------------------------------------------------------------------
+
+
+def compiled(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) -> Raw:
+    """A loop over ``state, seen = step(state, action)``; waits until all that is seen is there."""
+    import jax
+
+    advance = jax.jit(step)
+    state = {"now": jax.jit(reset)(jax.random.split(jax.random.PRNGKey(0), lanes))}
+
+    def play(action: NDArray[Any]) -> None:
+        state["now"], seen = advance(state["now"], action)
+        jax.tree_util.tree_map(np.asarray, seen)
+
+    return play, lambda: None
+
+
+def raw_brax(lanes: int) -> Raw:
+    """Brax's environment for training: it resets itself."""
+    from brax import envs
+
+    env = envs.create("ant", batch_size=lanes, auto_reset=True)
+
+    def step(state: Any, action: Any) -> Any:
+        state = env.step(state, action)
+        return state, (state.obs, state.reward, state.done)
+
+    return compiled(env.reset, step, lanes)
+
+
+def raw_gymnax(lanes: int) -> Raw:
+    """``env.step``, which resets itself."""
+    import gymnax
+    import jax
+
+    env, params = gymnax.make("CartPole-v1")
+
+    def reset(keys: Any) -> Any:
+        return keys, jax.vmap(env.reset, (0, None))(keys, params)[1]
+
+    def step(carry: Any, action: Any) -> Any:
+        keys = jax.vmap(jax.random.split)(carry[0])
+        seen, state, reward, done, _ = jax.vmap(env.step, (0, 0, 0, None))(
+            keys[:, 1], carry[1], action, params
+        )
+        return (keys[:, 0], state), (seen, reward, done)
+
+    return compiled(reset, step, lanes)
+
+
+def raw_jumanji(lanes: int) -> Raw:
+    """Jumanji's wrapper for training: it resets itself."""
+    import jumanji
+    from jumanji.wrappers import VmapAutoResetWrapper
+
+    env = VmapAutoResetWrapper(jumanji.make("Snake-v1"))
+
+    def step(state: Any, action: Any) -> Any:
+        state, seen = env.step(state, action)
+        return state, (seen.observation, seen.reward, seen.discount, seen.step_type)
+
+    return compiled(lambda keys: env.reset(keys)[0], step, lanes)
+
+
+def raw_smax(lanes: int) -> Raw:
+    """``env.step``, which resets itself."""
+    import jax
+    from jaxmarl import make
+
+    env = make("SMAX")
+
+    def reset(keys: Any) -> Any:
+        return keys, jax.vmap(env.reset)(keys)[1]
+
+    def step(carry: Any, action: Any) -> Any:
+        keys = jax.vmap(jax.random.split)(carry[0])
+        actions = {agent: action[:, index] for index, agent in enumerate(env.agents)}
+        seen, state, reward, done, _ = jax.vmap(env.step)(keys[:, 1], carry[1], actions)
+        return (keys[:, 0], state), (seen, reward, done)
+
+    return compiled(reset, step, lanes)
+
+
+# --- groups, and environments of one lane ---------------------------------------------------------
+
+
+def raw_vmas(lanes: int) -> Raw:
+    """VMAS's step, and a reset of the lanes that ended."""
+    from vmas import make_env
+
+    env = make_env("balance", num_envs=lanes, max_steps=100, seed=0)
+    env.reset()
+
+    def step(action: NDArray[Any]) -> None:
+        done = env.step(list(torch.from_numpy(action).unbind(1)))[2]
+        for lane in done.nonzero().flatten().tolist():
+            env.reset_at(lane)
+
+    return step, lambda: None
+
+
+def raw_pettingzoo(lanes: int) -> Raw:
+    """A parallel environment a lane."""
+    from mpe2 import simple_spread_v3
+
+    each = [simple_spread_v3.parallel_env(max_cycles=25) for _ in range(lanes)]
+    for lane, env in enumerate(each):
+        env.reset(seed=lane)
+    place = {agent: index for index, agent in enumerate(each[0].possible_agents)}
+
+    def step(action: NDArray[Any]) -> None:
+        for env, chosen in zip(each, action.tolist(), strict=True):
+            env.step({agent: chosen[place[agent]] for agent in env.agents})
+            if not env.agents:
+                env.reset()
+
+    return step, lambda: [env.close() for env in each] and None
+
+
+def raw_dm_control(lanes: int) -> Raw:
+    """An environment a lane, which resets itself in the step after its last."""
+    from dm_control import suite
+
+    each = [suite.load("cartpole", "balance", {"random": lane}) for lane in range(lanes)]
+
+    def step(action: NDArray[Any]) -> None:
+        for env, chosen in zip(each, action, strict=True):
+            env.step(chosen)
+
+    return step, lambda: [env.close() for env in each] and None
+
+
+def raw_openspiel(lanes: int) -> Raw:
+    """A game a lane: a random legal action, and what the next player sees."""
+    import pyspiel
+
+    game = pyspiel.load_game("tic_tac_toe")
+    states = [game.new_initial_state() for _ in range(lanes)]
+
+    def step(action: NDArray[Any]) -> None:
+        for lane, wish in enumerate(action.tolist()):
+            state = states[lane]
+            legal = state.legal_actions()
+            state.apply_action(legal[wish % len(legal)])
+            if state.is_terminal():
+                state.returns()
+                state = states[lane] = game.new_initial_state()
+            state.observation_tensor()
+
+    return step, lambda: None
+
+
+ENTRIES = (
+    Entry("torchrl", raw_torchrl, make=pendulums, torchrl=pendulums),
+    Entry(
+        "gymnasium",
+        raw_gymnasium,
+        make=lambda lanes: GymnasiumVectorEnv(vector(lanes)),
+        torchrl=lambda lanes: GymWrapper(
+            vector(lanes, AutoresetMode.DISABLED), categorical_action_encoding=True
+        ),
+    ),
+    Entry("sb3", raw_sb3, "CartPole-v1"),
+    Entry(
+        "envpool",
+        raw_envpool,
+        "CartPole-v1",
+        torchrl=lambda lanes: torchrl_envs.MultiThreadedEnv(
+            lanes, env_name="CartPole-v1", categorical_action_encoding=True
+        ),
+    ),
+    Entry("ale", raw_ale, "pong", costs=8),
+    Entry(
+        "procgen",
+        raw_procgen,
+        "coinrun",
+        torchrl=lambda lanes: torchrl_envs.ProcgenEnv("coinrun", num_envs=lanes),
+        costs=4,
+    ),
+    Entry("brax", raw_brax, "ant", costs=16),
+    Entry("gymnax", raw_gymnax, "CartPole-v1"),
+    Entry(
+        "jumanji",
+        raw_jumanji,
+        "Snake-v1",
+        torchrl=lambda lanes: torchrl_envs.JumanjiEnv("Snake-v1", batch_size=[lanes], jit=True),
+        costs=2,
+    ),
+    Entry("smax", raw_smax, "SMAX", costs=4),
+    Entry(
+        "vmas",
+        raw_vmas,
+        "balance",
+        {"max_steps": 100},
+        torchrl=lambda lanes: torchrl_envs.VmasEnv("balance", num_envs=lanes, max_steps=100),
+        costs=8,
+    ),
+    Entry(
+        "pettingzoo",
+        raw_pettingzoo,
+        "mpe2/simple_spread_v3",
+        {"max_cycles": 25},
+        torchrl=lambda lanes: serial(
+            lanes,
+            partial(
+                torchrl_envs.PettingZooEnv,
+                "mpe/simple_spread_v3",
+                parallel=True,
+                done_on_any=False,
+                use_mask=True,
+            ),
+        ),
+        costs=8,
+    ),
+    Entry(
+        "dm_control",
+        raw_dm_control,
+        "cartpole/balance",
+        torchrl=lambda lanes: serial(
+            lanes, partial(torchrl_envs.DMControlEnv, "cartpole", "balance")
+        ),
+        costs=8,
+    ),
+    Entry(
+        "openspiel",
+        raw_openspiel,
+        "tic_tac_toe",
+        torchrl=lambda lanes: serial(lanes, partial(torchrl_envs.OpenSpielEnv, "tic_tac_toe")),
+        costs=4,
+    ),
+)
