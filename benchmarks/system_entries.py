@@ -305,9 +305,7 @@ ENTRIES = (
         "envpool",
         raw_envpool,
         "CartPole-v1",
-        torchrl=lambda lanes: torchrl_envs.MultiThreadedEnv(
-            lanes, env_name="CartPole-v1", categorical_action_encoding=True
-        ),
+        torchrl=lambda lanes: torchrl_envs.MultiThreadedEnv(lanes, env_name="CartPole-v1"),
     ),
     Entry("ale", raw_ale, "pong", costs=8),
     Entry(

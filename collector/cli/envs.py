@@ -61,7 +61,7 @@ def look(name: str, distributions: Mapping[str, Sequence[str]]) -> Found:
     try:
         system = registry.load(name)
     except (MissingExtra, ArgumentError) as error:
-        return Found(name, installed=False, fault=str(error))
+        return Found(name, installed=False, fault=str(error).removeprefix(f"{name}: "))
     package = system.package.partition(".")[0]
     of_it = distributions.get(package, ())
     return Found(

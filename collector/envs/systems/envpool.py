@@ -31,6 +31,10 @@ class EnvPoolSystem(System):
         SpaceError: a space that no column can hold.
     """
 
+    package = "envpool"
+    extra = "envpool"
+    about = "an end is followed by a reset slot, which is no row; seeds when made"
+
     def __init__(self, env: Any) -> None:
         self.env = env
         lanes = int(env.config["num_envs"])

@@ -35,6 +35,10 @@ class Sb3System(System):
         SpaceError: a space that no column can hold.
     """
 
+    package = "stable_baselines3"
+    extra = "sb3"
+    about = "resets in the step of an end, finals kept in infos; seeds at a reset of all"
+
     def __init__(self, env: Any) -> None:
         if any(type(each).__module__.startswith("supersuit") for each in layers(env)):
             raise EnvironmentRefused(
