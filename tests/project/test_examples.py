@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,32 +19,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# As in pyproject.toml: warnings are errors, but for the one that importing torchrl gives.
-WARNINGS = ("-W", "error", "-W", "ignore:Creating:DeprecationWarning")
-
-
-def run(name: str, directory: Path, **options: float | str) -> str:
-    """What the example prints, run in ``directory``."""
-    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, *WARNINGS, str(EXAMPLES / name), *arguments],
-        cwd=directory,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "TMPDIR": str(directory)},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
-
-
-def numbers(pattern: str, text: str) -> list[int]:
-    """The groups of the only match of ``pattern`` in ``text``."""
-    (match,) = re.finditer(pattern, text, re.MULTILINE)
-    return [int(group) for group in match.groups()]
+from examples_kit import EXAMPLES, numbers, run
 
 
 def cells(label: str, table: str) -> list[str]:
