@@ -57,6 +57,12 @@ def serial(lanes: int, make: Callable[[], EnvBase]) -> EnvBase:
     return make() if lanes == 1 else SerialEnv(lanes, make)
 
 
+def seeded(env: EnvBase) -> EnvBase:
+    """For wrappers that cannot be reset before they were given a seed."""
+    env.set_seed(0)
+    return env
+
+
 # --- TorchRL and Gymnasium ------------------------------------------------------------------------
 
 
@@ -206,8 +212,9 @@ def raw_smax(lanes: int) -> Raw:
     """``env.step``, which resets itself."""
     import jax
     from jaxmarl import make
+    from jaxmarl.environments.smax import map_name_to_scenario
 
-    env = make("SMAX")
+    env = make("SMAX", scenario=map_name_to_scenario("3m"))
 
     def reset(keys: Any) -> Any:
         return keys, jax.vmap(env.reset)(keys)[1]
@@ -271,23 +278,37 @@ def raw_dm_control(lanes: int) -> Raw:
 
 
 def raw_openspiel(lanes: int) -> Raw:
-    """A game a lane: a random legal action, and what the next player sees."""
+    """A game a lane, in which every action is always legal."""
     import pyspiel
 
-    game = pyspiel.load_game("tic_tac_toe")
-    states = [game.new_initial_state() for _ in range(lanes)]
+    game, rng = pyspiel.load_game("catch"), np.random.default_rng(0)
+
+    def begin() -> Any:
+        state = game.new_initial_state()
+        while state.is_chance_node():
+            outcomes, chances = zip(*state.chance_outcomes(), strict=True)
+            state.apply_action(int(rng.choice(outcomes, p=chances)))
+        return state
+
+    states = [begin() for _ in range(lanes)]
 
     def step(action: NDArray[Any]) -> None:
-        for lane, wish in enumerate(action.tolist()):
-            state = states[lane]
-            legal = state.legal_actions()
-            state.apply_action(legal[wish % len(legal)])
-            if state.is_terminal():
-                state.returns()
-                state = states[lane] = game.new_initial_state()
-            state.observation_tensor()
+        for lane, chosen in enumerate(action.tolist()):
+            states[lane].apply_action(chosen)
+            states[lane].rewards()
+            if states[lane].is_terminal():
+                states[lane] = begin()
+            states[lane].observation_tensor()
 
     return step, lambda: None
+
+
+def pettingzoo_of_torchrl() -> EnvBase:
+    """TorchRL's wrapper, as it keeps lanes going until their last agent is done."""
+    from mpe2 import simple_spread_v3
+
+    env = simple_spread_v3.parallel_env(max_cycles=25)
+    return torchrl_envs.PettingZooWrapper(env, done_on_any=False, use_mask=True)
 
 
 ENTRIES = (
@@ -321,10 +342,12 @@ ENTRIES = (
         "jumanji",
         raw_jumanji,
         "Snake-v1",
-        torchrl=lambda lanes: torchrl_envs.JumanjiEnv("Snake-v1", batch_size=[lanes], jit=True),
+        torchrl=lambda lanes: seeded(
+            torchrl_envs.JumanjiEnv("Snake-v1", batch_size=[lanes], jit=True)
+        ),
         costs=2,
     ),
-    Entry("smax", raw_smax, "SMAX", costs=4),
+    Entry("smax", raw_smax, "3m", costs=4),
     Entry(
         "vmas",
         raw_vmas,
@@ -338,16 +361,7 @@ ENTRIES = (
         raw_pettingzoo,
         "mpe2/simple_spread_v3",
         {"max_cycles": 25},
-        torchrl=lambda lanes: serial(
-            lanes,
-            partial(
-                torchrl_envs.PettingZooEnv,
-                "mpe/simple_spread_v3",
-                parallel=True,
-                done_on_any=False,
-                use_mask=True,
-            ),
-        ),
+        torchrl=lambda lanes: serial(lanes, pettingzoo_of_torchrl),
         costs=8,
     ),
     Entry(
@@ -362,8 +376,8 @@ ENTRIES = (
     Entry(
         "openspiel",
         raw_openspiel,
-        "tic_tac_toe",
-        torchrl=lambda lanes: serial(lanes, partial(torchrl_envs.OpenSpielEnv, "tic_tac_toe")),
+        "catch",
+        torchrl=lambda lanes: serial(lanes, partial(torchrl_envs.OpenSpielEnv, "catch")),
         costs=4,
     ),
 )
