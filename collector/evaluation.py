@@ -63,7 +63,7 @@ def evaluate(
         create_env_fn: as for :class:`SyncCollector`.
         episodes: how many.
         num_envs: lanes, with an id.
-        env_kwargs: keyword arguments of ``gymnasium.make``, with an id.
+        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
         seed: as for :class:`SyncCollector`; None draws a fresh one, which the ledger reports.
             Global generators are as before afterwards.
         exploration_type: by default actions are deterministic where the policy knows how.

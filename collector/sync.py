@@ -40,9 +40,10 @@ class SyncCollector(Collector):
     are those of TorchRL's collectors where it has them.
 
     Args:
-        create_env_fn: a Gymnasium id (with ``num_envs`` lanes), a TorchRL environment of batch
-            size ``[]`` or ``[lanes]``, a Gymnasium vector environment, or a factory of one. What
-            the collector makes it closes; an instance stays yours to close.
+        create_env_fn: a Gymnasium id or ``SYSTEM:ID`` (with ``num_envs`` lanes; ``tallyroll envs``
+            lists the systems), a TorchRL environment of batch size ``[]`` or ``[lanes]``, a
+            Gymnasium vector environment, an environment of such a system, or a factory of one.
+            What the collector makes it closes; an instance stays yours to close.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict or a model of
             Stable-Baselines3 (it acts by ``predict``); None draws random actions, and honours
             an ``"action_mask"``. It gets tensors of its own, to
@@ -53,7 +54,7 @@ class SyncCollector(Collector):
         total_frames: transitions in all; -1 goes on until :meth:`stop`.
         total_episodes: instead, exactly that many episodes, whole, those that start first.
         num_envs: lanes, with an id.
-        env_kwargs: keyword arguments of ``gymnasium.make``, with an id.
+        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
         seed: makes the data repeatable from the first observation on; it also seeds torch's
             global generator. None draws one from torch's generator, for the environments and
             for random actions, which :attr:`ledger` reports, and goes on with that generator.
