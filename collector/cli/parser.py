@@ -7,7 +7,7 @@ import sys
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from tallyroll.collector.cli.output import visible
+from tallyroll.collector.cli.output import emit, visible
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
@@ -114,6 +114,10 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
+
+    def print_help(self, file: Any = None) -> None:
+        """Show it on stdout; argparse's own, by the version, drops or passes on a failure."""
+        emit(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with words that may be names of files."""
