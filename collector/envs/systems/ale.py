@@ -28,6 +28,10 @@ class AleSystem(GymnasiumSystem):
         EnvironmentRefused: an asynchronous one.
     """
 
+    package = "ale_py"
+    extra = "atari"
+    about = "finals kept in either mode, lanes reset by mask; seeds at each reset"
+
     def __init__(self, env: VectorEnv, *, reset_masks: bool | None = None, **others: Any) -> None:
         base: Any = env.unwrapped
         if base.batch_size != base.num_envs:

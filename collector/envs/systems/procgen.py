@@ -28,6 +28,15 @@ class ProcgenSystem(System):
         SpaceError: a space that no column can hold.
     """
 
+    package = "procgen"
+    extra = "procgen"
+    conflicts = (
+        "gym3 and procgen-mirror ask for NumPy 1 and work with 2: pip install --no-deps gym3 "
+        "procgen-mirror, after the extra. They bring the old gym, which changes what TorchRL "
+        "refuses."
+    )
+    about = "finals are lost, and flagged in next_valid; seeds when made"
+
     def __init__(self, env: Any) -> None:
         self.env = env
         lanes = int(env.num)
