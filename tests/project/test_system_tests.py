@@ -1,0 +1,40 @@
+"""The tests of environment systems run somewhere: in an environment of environments.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENVIRONMENTS: dict[str, dict[str, Any]] = tomllib.loads(
+    (ROOT / "tests/systems/environments.toml").read_text()
+)
+FILES = {path.stem.removeprefix("test_") for path in (ROOT / "tests/systems").glob("test_*.py")}
+LISTED = {test for each in ENVIRONMENTS.values() for test in each["tests"]}
+
+
+def test_every_system_has_a_test_file() -> None:
+    assert sorted({*PYPROJECT["entry-points"]["tallyroll.envs"]} - FILES) == []
+
+
+def test_every_test_file_has_an_environment() -> None:
+    assert sorted(FILES - LISTED) == [], "these run nowhere"
+    assert sorted(LISTED - FILES) == [], "there are no such files"
+
+
+def test_every_environment_is_run() -> None:
+    assert {name: each["run"] for name, each in ENVIRONMENTS.items() if each["run"] != "all"} == {
+        "core": "always",
+        "procgen": "apart",
+        "playground": "apart",
+        "carl": "apart",
+    }
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "bash check.sh --all"
+
+
+def test_every_extra_is_installed_somewhere() -> None:
+    """But those of the tests and of the benchmarks."""
+    installed = {extra for each in ENVIRONMENTS.values() for extra in each["extras"].split(",")}
+    assert installed ^ {*PYPROJECT["optional-dependencies"]} == {"bench"}
