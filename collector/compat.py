@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from numpy._core import multiarray
 
 # Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+    from numpy.typing import NDArray
     from tensordict import TensorDictBase
     from tensordict.nn import TensorDictModule
     from torchrl.envs import EnvBase
@@ -93,6 +95,12 @@ def lane_in(frame: FrameType) -> int | None:
 def seed_next_reset(env: Any, seeds: Sequence[int]) -> None:
     """Give the next reset of a `VecEnv` a seed a lane; its own ``seed`` counts up from one."""
     env.unwrapped._seeds = list(seeds)
+
+
+# --- NumPy ---------------------------------------------------------------------------------------
+
+# `numpy.count_nonzero` is three Python functions around it.
+count_true: Callable[[NDArray[Any]], int] = multiarray.count_nonzero
 
 
 # --- TorchRL --------------------------------------------------------------------------------------

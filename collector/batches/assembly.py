@@ -25,6 +25,7 @@ from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
 from tallyroll.collector.batches.small_batches import SmallBatches
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns
+from tallyroll.collector.compat import count_true
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.numbering import LaneState
@@ -271,8 +272,9 @@ class Assembly:
         if block.giver is not None:
             block.giver.given(block)
         try:
-            ledger.balance(0)
-            open_lanes = int(np.count_nonzero(state.step))
+            ledger.carried = 0
+            ledger.check()
+            open_lanes = count_true(state.step)
             writer.write_fixed(rows, index, table.next_id, ledger, open_lanes)
         except BaseException:
             if writer.head == head:

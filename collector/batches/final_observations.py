@@ -34,12 +34,9 @@ class FinalsWatch:
     def __init__(self, lanes: int, keys: tuple[Key, ...]) -> None:
         self._keys = keys
         self._resets = SelfResets(lanes) if keys else None
-        self._warned = False
-
-    @property
-    def looks(self) -> bool:
+        self.looks = self._resets is not None
         """It is not decided yet."""
-        return self._resets is not None
+        self._warned = False
 
     def look(self, part: Part | SlabPart) -> None:
         """Compare the rows of ``part``, which follow those of the call before."""
@@ -60,7 +57,7 @@ class FinalsWatch:
             )
         )
         if self._resets.verdict is Verdict.FINE:
-            self._resets = None
+            self._resets, self.looks = None, False
 
     def forget(self, lanes: NDArray[np.bool_]) -> None:
         """Rows of ``lanes`` ``[lane]`` are missing from here on, or their environments are new."""
@@ -86,7 +83,7 @@ class FinalsWatch:
 
     def warn_at_end(self, committed: Callable[[], str]) -> None:
         """Warn where too few episodes ended to be certain, and all say the same."""
-        resets, self._resets = self._resets, None
+        resets, self._resets, self.looks = self._resets, None, False
         if resets is not None and resets.likely:
             text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"
             warnings.warn(text, FinalsWarning, stacklevel=2)

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Composite, TensorSpec
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.compat import count_true
 from tallyroll.collector.counting.numbering import lane_seed, lane_seeds
 from tallyroll.collector.envs.system import (
     AgentFlags,
@@ -342,7 +343,7 @@ class SystemEnv(EnvBase):
         if self._finish is not None:
             root[...] = row
             ended = terminated | truncated
-            if np.count_nonzero(ended):
+            if count_true(ended):
                 try:
                     self._finish(cursor, ended, out, (row,))
                 finally:
@@ -418,7 +419,7 @@ class SystemEnv(EnvBase):
                     for root, row in zip(root_obs, rows, strict=True):
                         root[at] = row
                 ended = terminated[at] | truncated[at]
-                if np.count_nonzero(ended):
+                if count_true(ended):
                     finish(cursor, ended, out, rows)
             if looks_behind or out.skipped is not None:
                 self._after_step(cursor, out)

@@ -79,8 +79,10 @@ class Rollout:
             self._restarting = False
             with self.driver.interruptible():
                 self.driver.begin()
-        if want == self.lanes and self._is_plain:
-            return self._one_slot()
+        if want == self.lanes and self._all_taken and self._held is None:
+            drawing = self.policy is not None and self.random_frames > 0
+            if not (drawing or self.driver.stopping):
+                return self._one_slot()
         have = self.held
         while have < want and self.driver.used < self.slab.slots and not self._over:
             have += self._advance(want - have)
@@ -88,18 +90,8 @@ class Rollout:
                 break
         return self._take(want)
 
-    @property
-    def _is_plain(self) -> bool:
-        """One slot is as many transitions as there are lanes, and nothing else is to be counted."""
-        return (
-            self._all_taken
-            and self._held is None
-            and (self.policy is None or self.random_frames <= 0)
-            and not self.driver.stopping
-        )
-
     def _one_slot(self) -> Block:
-        """The block of one slot of all lanes, where that is plain: what small batches ask for."""
+        """One slot of all lanes, where nothing else is to be counted: what small batches take."""
         driver, slab, policy = self.driver, self.slab, self.policy
         try:
             with driver.interruptible():

@@ -19,9 +19,11 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics, RescaleAction
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.data import LazyMemmapStorage, ReplayBuffer
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import EnvBase, GymWrapper, ParallelEnv
+from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 import tallyroll.collector
 from tallyroll.collector import compat
@@ -146,6 +148,41 @@ def test_tensors_are_copied_in_one_call() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
     compat.copy_all(targets, sources)
     assert all(bool((target == 1).all()) for target in targets)
+
+
+def test_gradients_are_switched_as_torch_does() -> None:
+    before = torch.is_grad_enabled()
+    compat.set_gradients(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        compat.set_gradients(before)
+    assert torch.is_grad_enabled() == before
+
+
+def test_the_exploration_type_is_torchrls() -> None:
+    place = compat.ExplorationPlace()
+    with set_exploration_type(ExplorationType.MEAN):
+        assert place.swap(ExplorationType.MODE) is ExplorationType.MEAN
+        assert exploration_type() is ExplorationType.MODE
+        assert place.swap(ExplorationType.MEAN) is ExplorationType.MODE
+
+
+def test_counting_is_numpys() -> None:
+    assert compat.count_true(np.array([[True, False], [True, True]])) == 3
+    assert compat.count_true(np.array([0, 5, -1])) == 2
+
+
+def test_a_module_knows_who_watches_it_and_how_it_calls() -> None:
+    plain = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
+    assert not compat.is_watched(plain)
+    assert not compat.takes_keywords(plain)
+    with plain.register_forward_hook(lambda *given: None):
+        assert compat.is_watched(plain)
+    with plain.register_forward_pre_hook(lambda *given: None):
+        assert compat.is_watched(plain)
+    named = TensorDictModule(torch.nn.Identity(), in_keys={"input": "a"}, out_keys=["b"])
+    assert compat.takes_keywords(named)
 
 
 def test_the_fork_server_says_what_it_preloads() -> None:
