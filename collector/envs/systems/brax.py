@@ -34,7 +34,8 @@ class BraxSystem(Functional):
         vary: ``vary(sys, context) -> sys``, where a context is not a field.
     """
 
-    extra: ClassVar[str] = "brax"
+    package, extra = "brax", "brax"
+    about = "own time limit, truncated; finals kept, lanes reset by mask; a seed a lane"
     where: ClassVar[tuple[str, str]] = ("brax.envs.base", "Env")
     parameters: ClassVar[str] = "sys"
 

@@ -28,6 +28,9 @@ class DmControlSystem(System):
         SpaceError: an observation or action that no column can hold.
     """
 
+    package, extra = "dm_control", "dm-control"
+    about = "discount 1 is truncated; finals kept, lanes reset by mask; a seed a lane"
+
     def __init__(self, envs: Sequence[Any], *, seeds: Any = None) -> None:
         self._envs = list(envs)
         first, lanes = self._envs[0], len(self._envs)

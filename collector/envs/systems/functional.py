@@ -6,7 +6,7 @@ key and a context of its own. Contexts are arguments of that call: other values 
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from torchrl.data import TensorSpec, Unbounded
@@ -50,8 +50,6 @@ class Functional(System):
         ArgumentError, SpaceError: the declarations do not fit what the environment returns.
         EnvironmentRefused: a step changes what the state is made of.
     """
-
-    extra: ClassVar[str]
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ class GymnaxSystem(Functional):
         unbounded: names of observations that leave the bounds that they are declared with.
     """
 
-    extra = "gymnax"
+    package, extra = "gymnax", "gymnax"
+    about = "its time limit truncates; finals kept, lanes reset by mask; a seed a lane"
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ class JumanjiSystem(Functional):
             Maze's ``step_count`` does in the last step.
     """
 
-    extra = "jumanji"
+    package, extra = "jumanji", "jumanji"
+    about = "discount 0 is terminated; finals kept, lanes reset by mask; a seed a lane"
 
     def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
         convert = needs("jumanji.specs", self.extra).jumanji_specs_to_gym_spaces

@@ -40,6 +40,9 @@ class OpenSpielSystem(System):
         EnvironmentRefused: a game that cannot be repeated, or that shows its players nothing.
     """
 
+    package, extra = "pyspiel", "openspiel"
+    about = "turns, or players at once; legal moves in action_mask; a seed a lane"
+
     def __init__(self, game: Any, lanes: int = 1) -> None:
         require_playable(game)
         self._game, kind, tensors = game, game.get_type(), tensors_of(game)

@@ -33,7 +33,7 @@ class PettingZooSystem(System):
 
     package = "pettingzoo"
     extra = "pettingzoo"
-    about = "an episode ends with its last agent; masks say who lives; a seed a lane at a reset"
+    about = "an episode ends with its last agent; masks say who lives; a seed a lane"
 
     def __init__(
         self, envs: Sequence[Any], groups: Groups | None = None, name: str | None = None

@@ -14,7 +14,7 @@ class PlaygroundSystem(BraxSystem):
     Contexts are fields of its ``mjx_model``: ``"opt.gravity"``, ``"body_mass"``.
     """
 
-    extra = "playground"
+    package, extra = "mujoco_playground", "playground"
     where = ("mujoco_playground._src.mjx_env", "MjxEnv")
     parameters = "mjx_model"
 

@@ -28,7 +28,8 @@ class SmaxSystem(Functional):
         unbounded: names of observations that leave the bounds that they are declared with.
     """
 
-    extra = "smax"
+    package, extra = "jaxmarl", "smax"
+    about = "a lane ends when a team died; masks say who lives; finals kept; a seed a lane"
 
     def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
         self._env = env

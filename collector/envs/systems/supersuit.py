@@ -28,7 +28,7 @@ class SuperSuitSystem(System):
 
     package = "supersuit"
     extra = "supersuit"
-    about = "resets in the step of an end, finals kept in infos; agents that end unevenly refused"
+    about = "resets in the step of an end, finals kept; uneven ends refused"
 
     def __init__(self, env: Any) -> None:
         self.env, lanes = env, int(env.num_envs)
