@@ -120,6 +120,18 @@ def test_rows_are_what_envpool_returns_by_either_api(task: str) -> None:
     assert (rows["dm"]["collector", "step"][ends[:, 0]] == SHORT[task] - 1).all()
 
 
+def test_the_dm_api_is_not_taken_for_one_lane_of_dm_control() -> None:
+    from tallyroll.collector.envs.systems.dm_control import DmControlSystem
+
+    env = made("CartPole-v1", "dm")
+    try:
+        assert DmControlSystem.adopt(env) is None
+        assert DmControlSystem.adopt([env]) is None
+        assert isinstance(registry.adopt(env), EnvPoolSystem)
+    finally:
+        env.close()
+
+
 def test_the_dm_api_by_hand() -> None:
     rows = rows_of(factory("CartPole-v1", "dm"), frames_per_batch=90, total_frames=90)
     rows["next", "terminated"] |= rows["next", "truncated"]

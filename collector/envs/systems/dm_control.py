@@ -89,7 +89,8 @@ class DmControlSystem(System):
         if dm_env is None:
             return None
         envs = made if isinstance(made, (list, tuple)) and made else [made]
-        return cls(envs) if all(isinstance(each, dm_env.Environment) for each in envs) else None
+        one_each = all(isinstance(e, dm_env.Environment) and not _is_pool(e) for e in envs)
+        return cls(envs) if one_each else None
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Restart lanes; a seed sets the generator of a lane's task."""
@@ -126,6 +127,12 @@ class DmControlSystem(System):
     def close(self) -> None:
         """Close every environment."""
         _close(self._envs)
+
+
+def _is_pool(env: object) -> bool:
+    """EnvPool's environments have the class of one lane, and many lanes."""
+    package = sys.modules.get("envpool.python.envpool")
+    return package is not None and isinstance(env, package.EnvPoolMixin)
 
 
 def _close(envs: Sequence[Any]) -> None:
