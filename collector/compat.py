@@ -143,9 +143,12 @@ def steps_in_buffers(env: EnvBase) -> bool:
     return isinstance(env, ParallelEnv) and env._use_buffers is not False
 
 
-def takes_keywords(module: TensorDictModule) -> bool:
-    """Whether it hands its inputs on by name."""
-    return module._kwargs is not None
+def calls_plainly(module: TensorDictModule) -> bool:
+    """Whether it calls what it is around, and hands its inputs on in order and nothing else."""
+    own = vars(module)
+    if own.get("method") is not None or own.get("method_kwargs") or own.get("_get_kwargs"):
+        return False
+    return module._kwargs is None
 
 
 def is_watched(module: TensorDictModule) -> bool:

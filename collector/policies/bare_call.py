@@ -7,11 +7,12 @@ several times as long when a gradient step has driven its code out of the proces
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 
-from tallyroll.collector.compat import is_watched, takes_keywords
+from tallyroll.collector.compat import calls_plainly, is_watched
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.storage.rows.keys import Key, as_key
 
@@ -43,7 +44,7 @@ class BareCall:
         if policy is None or policy.device is not None:
             return None
         module: Any = policy.module
-        if type(module) is not TensorDictModule or takes_keywords(module):
+        if type(module) is not TensorDictModule or not calls_plainly(module):
             return None
         inputs = [rows(as_key(key)) for key in module.in_keys]
         found = [each for each in inputs if each is not None]
@@ -69,4 +70,6 @@ class BareCall:
         """The output, where it comes wrapped."""
         if isinstance(out, (dict, TensorDictBase)):
             return out.get(self._out)
-        return out[0] if isinstance(out, tuple) and len(out) == 1 else None
+        if isinstance(out, tuple):
+            return out[0] if len(out) == 1 else None
+        return torch.as_tensor(out) if isinstance(out, (np.ndarray, list)) else None

@@ -82,8 +82,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     "wrap",
-    [None, lambda action: (action,), lambda action: {"action": action}],
-    ids=["tensor", "tuple", "dict"],
+    [
+        None,
+        lambda action: (action,),
+        lambda action: {"action": action},
+        lambda action: action.numpy(),
+        lambda action: action.tolist(),
+    ],
+    ids=["tensor", "tuple", "dict", "numpy", "list"],
 )
 def test_the_rows_are_those_of_the_way_through_tensordicts(wrap: Any, calls: list[int]) -> None:
     bare = rows_of(module(wrap=wrap))
@@ -136,6 +142,24 @@ def test_several_outputs_and_inputs(calls: list[int]) -> None:
     )
     assert (rows_of(twice)["action"] == 1).all()
     assert len(calls) == FRAMES // 3
+
+
+class Acts(nn.Module):
+    """What acts is another method than `forward`."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        raise AssertionError(observation)
+
+    def act(self, observation: torch.Tensor, chosen: int = 0) -> torch.Tensor:
+        return torch.full((len(observation),), chosen)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_another_method_is_called_with_its_arguments(chosen: int, calls: list[int]) -> None:
+    more = {"method_kwargs": {"chosen": chosen}} if chosen else {}
+    rows = rows_of(TensorDictModule(Acts(), ["observation"], ["action"], method="act", **more))
+    assert (rows["action"] == chosen).all()
+    assert not calls
 
 
 @pytest.mark.parametrize(

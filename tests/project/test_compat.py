@@ -176,13 +176,13 @@ def test_counting_is_numpys() -> None:
 def test_a_module_knows_who_watches_it_and_how_it_calls() -> None:
     plain = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
     assert not compat.is_watched(plain)
-    assert not compat.takes_keywords(plain)
+    assert compat.calls_plainly(plain)
     with plain.register_forward_hook(lambda *given: None):
         assert compat.is_watched(plain)
     with plain.register_forward_pre_hook(lambda *given: None):
         assert compat.is_watched(plain)
     named = TensorDictModule(torch.nn.Identity(), in_keys={"input": "a"}, out_keys=["b"])
-    assert compat.takes_keywords(named)
+    assert not compat.calls_plainly(named)
 
 
 def test_the_fork_server_says_what_it_preloads() -> None:
