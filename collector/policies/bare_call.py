@@ -4,7 +4,7 @@ Around a network of one output a `TensorDictModule` takes as long as a small net
 several times as long when a gradient step has driven its code out of the processor's caches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,10 @@ class BareCall:
     """
 
     def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
-        self._around, self._module = module, module.module
+        self._around = module
+        # Where what it calls is now, for it may be replaced during a run.
+        own = vars(module)
+        self._place: Mapping[str, Any] = own if "module" in own else own["_modules"]
         self._inputs = inputs
         self._single = inputs[0] if len(inputs) == 1 else None
         self._out = module.out_keys[0]
@@ -60,10 +63,14 @@ class BareCall:
 
     def __call__(self, at: int) -> Any:
         """What it chooses in slot ``at``, of inputs of its own."""
+        try:
+            module = self._place["module"]
+        except KeyError:
+            module = self._around.module
         if self._single is not None:
-            out = self._module(self._single[at].clone())
+            out = module(self._single[at].clone())
         else:
-            out = self._module(*[rows[at].clone() for rows in self._inputs])
+            out = module(*[rows[at].clone() for rows in self._inputs])
         return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:

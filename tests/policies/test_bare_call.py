@@ -144,6 +144,26 @@ def test_several_outputs_and_inputs(calls: list[int]) -> None:
     assert len(calls) == FRAMES // 3
 
 
+class Always(nn.Module):
+    def __init__(self, action: int) -> None:
+        super().__init__()
+        self.action = action
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(observation),), self.action)
+
+
+@pytest.mark.parametrize("first", [Always(0), Always(0).forward], ids=["module", "function"])
+def test_what_is_around_may_be_replaced_during_a_run(first: Any, calls: list[int]) -> None:
+    policy = TensorDictModule(first, ["observation"], ["action"])
+    with collector(policy) as made:
+        batches = iter(made)
+        assert (next(batches)["action"] == 0).all()
+        policy.module = Always(1)
+        assert (next(batches)["action"] == 1).all()
+    assert len(calls) == 20
+
+
 class Acts(nn.Module):
     """What acts is another method than `forward`."""
 
