@@ -212,6 +212,7 @@ def test_a_time_limit_of_the_collector() -> None:
     ("name", "kwargs", "match"),
     [
         ("Nothing-v0", {}, "Nothing-v0 is not supported"),
+        ("CartPole-v1", {"max_episode_steps": "a"}, "^envpool cannot make .*$"),
         ("CartPole-v1", {"shade": 1}, "unexpected keyword argument 'shade'"),
         ("CartPole-v1", {"env_type": "pong"}, "env_type should be one of"),
         ("CartPole-v1", {"seed": 3}, r"\['seed'\] are the collector's"),

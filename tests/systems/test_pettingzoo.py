@@ -331,6 +331,8 @@ class Masked(Race):
     [
         ("sisl/no_such_v0", {}, ArgumentError, "neither PettingZoo's registry nor a module has it"),
         ("mpe2.simple_tag_v3", {"cycles": 1}, ArgumentError, "unexpected keyword argument"),
+        ("os:getcwd", {}, ArgumentError, "expected it to make an environment, got a str"),
+        ("test_pettingzoo:Race", {"groups": 3}, ArgumentError, "expected names and the agents"),
         ("test_pettingzoo:Race", {"groups": {"a": ["runner_0"]}}, ArgumentError, "in one group"),
         (
             "test_pettingzoo:Race",

@@ -57,6 +57,8 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
         SpaceError: a space that no column can hold.
     """
     given = by_name(observation, action) if groups is None else groups
+    if not isinstance(given, Mapping):
+        raise ArgumentError(f"groups: expected names and the agents of each, got {given!r}")
     listed = [agent for agents in given.values() for agent in agents]
     if sorted(listed) != sorted(observation) or not all(given.values()):
         raise ArgumentError(

@@ -95,8 +95,9 @@ class EnvPoolSystem(System):
         except ImportError as error:
             raise MissingExtra(f"envpool cannot make {name!r}: {error}") from error
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            said = str(error).partition("\n")[0]
             raise ArgumentError(
-                f"envpool cannot make {name!r} with {kwargs} by its {api} API: {error}"
+                f"envpool cannot make {name!r} with {kwargs} by its {api} API: {said}"
             ) from error
         try:
             return cls(env)

@@ -52,7 +52,13 @@ def make_into(envs: list[Any], name: str, lanes: int, kwargs: Mapping[str, Any])
     factory = factory_of(name)
     try:
         while len(envs) < lanes:
-            envs.append(factory(**kwargs))
+            env = factory(**kwargs)
+            if not hasattr(env, "action_space"):
+                raise ArgumentError(
+                    f"pettingzoo:{name}: expected it to make an environment, got a "
+                    f"{type(env).__name__}"
+                )
+            envs.append(env)
     except (TypeError, AssertionError) as error:
         raise ArgumentError(f"pettingzoo:{name} with {dict(kwargs)}: {error}") from error
     except Exception as error:
