@@ -21,7 +21,13 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.systems.dm_control import DmControlSystem
 from tallyroll.collector.envs.testing import SystemContract
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra, SpaceError
+from tallyroll.collector.errors import (
+    ArgumentError,
+    EnvironmentRefused,
+    MissingExtra,
+    SpaceError,
+    TransitionError,
+)
 from tallyroll.storage import open_storage, verify
 
 SHORT = {"task_kwargs": {"time_limit": 0.15}}  # 15 steps of cartpole
@@ -231,3 +237,14 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         SyncCollector("dm_control:cartpole/balance", None, frames_per_batch=4, total_frames=4)
     assert DmControlSystem.adopt(Chain()) is None
     assert registry.find("dm_control:a/b") == (DmControlSystem, "a/b")
+
+
+@pytest.mark.parametrize("seen", [np.array([1], np.int32), np.array([0.5, 1.5])])
+def test_observations_that_the_spec_does_not_declare_are_refused(seen: Any) -> None:
+    class Liar(Chain):
+        def _seen(self) -> Any:
+            return seen
+
+    system = DmControlSystem([Liar()])
+    with pytest.raises(TransitionError, match=r"the spec declares int32 \[2\], lane 0 returned"):
+        system.reset(None, None)

@@ -9,7 +9,7 @@ import numpy as np
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.dm_specs import generator_of, spec_of
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 
 _DRAWS_ITS_MODEL = ("lqr",)
 """Domains that draw their physics when they are made, and not only their first states."""
@@ -97,8 +97,22 @@ class DmControlSystem(System):
         for lane in range(len(self._envs)) if lanes is None else np.flatnonzero(lanes).tolist():
             if seeds is not None:
                 self._generators[lane].seed(seeds[lane])
-            self._put(lane, self._envs[lane].reset().observation)
+            observation = self._envs[lane].reset().observation
+            self._require_declared(lane, observation)
+            self._put(lane, observation)
         return self._obs
+
+    def _require_declared(self, lane: int, observation: Any) -> None:
+        """Raise where NumPy would spread or cut what is put into a column."""
+        for key, column in zip(self.declares.observation, self._obs, strict=True):
+            value = np.asarray(observation if self._names is None else observation[key[0]])
+            kept = column.dtype.kind == "f" or np.can_cast(value.dtype, column.dtype, "same_kind")
+            if value.shape != column.shape[1:] or not kept:
+                raise TransitionError(
+                    f"{key[0]}: the spec declares {column.dtype} {list(column.shape[1:])}, lane "
+                    f"{self.first_lane + lane} returned {value.dtype} {list(value.shape)}; correct "
+                    "the environment's observation_spec"
+                )
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         """Step all lanes, or those of a mask."""
