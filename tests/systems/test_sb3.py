@@ -231,6 +231,8 @@ class Forgets(VecEnvWrapper):
         self.what = what
         if what == "shape":
             self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        if what == "dtype":
+            self.observation_space = spaces.Box(0, 255, (4,), np.uint8)
 
     def reset(self) -> Any:
         return self._cut(self.venv.reset())
@@ -242,6 +244,8 @@ class Forgets(VecEnvWrapper):
         return self._cut(obs), reward, done, infos
 
     def _cut(self, obs: Any) -> Any:
+        if self.what == "dtype":
+            return (np.abs(obs) * 50).astype(np.uint8)
         return obs[:, :2] if self.what == "shape" else obs
 
 
@@ -249,6 +253,7 @@ class Forgets(VecEnvWrapper):
     ("what", "match"),
     [
         ("shape", r"expected a terminal_observation of shape \[2\], got \[4\] in lane"),
+        ("dtype", r"the terminal_observation in lane \d is no uint8, as the space declares"),
         ("final", "gave none at the end of an episode of lane"),
     ],
 )

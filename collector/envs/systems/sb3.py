@@ -130,4 +130,10 @@ class Sb3System(System):
                         "change that too"
                     )
                 row[lane] = value
+                if row.dtype.kind != "f" and not np.array_equal(row[lane], value):
+                    raise TransitionError(
+                        f"{spell(leaf.key)}: the terminal_observation in lane "
+                        f"{self.first_lane + lane} is no {row.dtype}, as the space declares; a "
+                        "wrapper that changes observations has to change that too"
+                    )
         return rows
