@@ -289,7 +289,7 @@ class RowReader(ABC):
         Raises:
             ColumnsMissing: one is not there, or none is named.
         """
-        wanted = tuple(keys)
+        wanted = (keys,) if isinstance(keys, str) else tuple(keys)
         found = self._chosen.get(wanted)
         if found is None:
             every = {as_key(key): None for key in wanted}

@@ -166,6 +166,7 @@ class ReaderContract:
 
     def test_columns_that_are_wanted_and_not_there(self, both: _Both) -> None:
         for storage in both:
+            assert list(storage.get([0], "pixels").keys()) == ["pixels"]
             with pytest.raises(ColumnsMissing, match="got none"):
                 storage.get([0], [])
             with pytest.raises(ColumnsMissing, match="got pixels, next/sound"):
