@@ -251,8 +251,6 @@ class Assembly:
         What `_add` and `_deliver` do, in few lines: between the steps of an environment, and more
         so behind a gradient step, each line touched costs several times what it costs in a row.
         """
-        if self._finals.looks:
-            return False
         try:
             plain = self._plain[block.slab]
         except KeyError:
@@ -261,16 +259,19 @@ class Assembly:
             return False
         table, rows, index, ticks, agents = plain
         ledger, writer, state, count = self._ledger, self._writer, self.state, len(index)
-        head, ends = writer.head, 0
+        head, ends, finals = writer.head, 0, self._finals
         episodes = table.number_plain(state)
+        self._in_hand = count
+        if block.giver is not None:
+            block.giver.given(block)
+        if finals.looks and (episodes is not None or table.next_id or finals.curious):
+            finals.look(SlabPart(table, index, [], episodes))
+            finals.require_true(self._committed)
         if episodes is not None:
             ends = len(episodes)
             self.episodes.extend(episodes)
         entry = _delivered(count, 0, ticks, ends, agents)
         post(ledger, entry)
-        self._in_hand = count
-        if block.giver is not None:
-            block.giver.given(block)
         try:
             ledger.carried = 0
             ledger.check()

@@ -38,6 +38,11 @@ class FinalsWatch:
         """It is not decided yet."""
         self._warned = False
 
+    @property
+    def curious(self) -> bool:
+        """Rows between the ends of episodes are compared, too."""
+        return self._resets is not None and self._resets.curious
+
     def look(self, part: Part | SlabPart) -> None:
         """Compare the rows of ``part``, which follow those of the call before."""
         if self._resets is None:
