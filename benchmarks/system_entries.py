@@ -171,7 +171,7 @@ def raw_brax(lanes: int) -> Raw:
         state = env.step(state, action)
         return state, (state.obs, state.reward, state.done)
 
-    return compiled(env.reset, step, lanes)
+    return compiled(lambda keys: env.reset(keys[0]), step, lanes)
 
 
 def raw_gymnax(lanes: int) -> Raw:
