@@ -185,8 +185,7 @@ class Assembly:
         """End an iteration, and the run with it where nothing more will come."""
         if self._options.surplus == "discard":
             self.discard()
-        total = self._budget.total
-        if (total is not None and self._ledger.stored >= total) or self._rollout.dry:
+        if self._budget.remaining(self._ledger.stored) == 0 or self._rollout.dry:
             self.finish()
             self._finals.warn_at_end(self._committed)
 

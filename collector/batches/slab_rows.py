@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_log import EPISODE, episodes_of
 from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
+from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
@@ -144,20 +145,21 @@ class SlabRows:
 
     def number_plain(self, state: LaneState) -> NDArray[np.void] | None:
         """Number the first slot, of which all lanes are rows; returns the episodes that ended."""
-        assert kernel is not None
-        if state is not self._state:
-            self._state, self._table = state, self._table_for(state)
-        found = kernel.number_slots(self._table, 1, None)
+        found = self._numbered(state, 1, None)
         self.next_id = self._largest.item() + 1
         ended = found & 0xFFFF_FFFF
         return self._ended[:ended] if ended else None
 
-    def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
-        taken = None if len(block) == block.taken.size else block.taken
+    def _numbered(self, state: LaneState, slots: int, taken: Mask | None) -> int:
+        """As `Kernel.number_slots`."""
         assert kernel is not None
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
-        found = kernel.number_slots(self._table, block.used, taken)
+        return kernel.number_slots(self._table, slots, taken)
+
+    def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
+        taken = None if len(block) == block.taken.size else block.taken
+        found = self._numbered(state, block.used, taken)
         begun, ended = found >> 32, found & 0xFFFF_FFFF
         part = self._part(
             block,

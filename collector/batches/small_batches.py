@@ -1,14 +1,13 @@
 """Batches of few slots laid out at once, from the columns of a slab that they were stored from."""
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
-from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.engine.kernel import copy_table, kernel
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
@@ -56,9 +55,9 @@ class SmallBatches:
                 array[...] = column[some]
             return
         if room.table is None or room.of is not self:
-            columns = zip(room.addresses, self._columns, room.arrays, strict=True)
-            words = ((to, column.ctypes.data, own[:1].nbytes) for to, column, own in columns)
-            room.table, room.of = table_of(chain.from_iterable(words)), self
+            sources = [column.ctypes.data for column in self._columns]
+            row_nbytes = [column[:1].nbytes for column in self._columns]
+            room.table, room.of = copy_table(room.addresses, sources, row_nbytes), self
         if isinstance(index, range):
             kernel.copy_rows(room.table, 0, index.start, len(index))
         else:

@@ -13,7 +13,7 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.resume import LastRun, last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
-from tallyroll.collector.counting.ledger import COUNTS, Ledger, counts_of
+from tallyroll.collector.counting.ledger import COUNTS, Ledger
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
@@ -333,7 +333,7 @@ class BatchWriter:
             self._stored_before,
             -1 if ledger.seed is None else ledger.seed,
             ledger.incarnation,
-            *counts_of(ledger),
+            *ledger.values,
             open_lanes,
             self._next_id,
         )

@@ -102,7 +102,7 @@ class Ledger:
                 f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + "
                 f"{self.lost}"
             )
-        if min(counts_of(self)) < 0:
+        if min(_counts_of(self)) < 0:
             negative = {name: count for name, count in self.counts().items() if count < 0}
             raise LedgerError(f"negative counts: {negative}")
 
@@ -117,12 +117,12 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Every count by name."""
-        return dict(zip(COUNTS, counts_of(self), strict=True))
+        return dict(zip(COUNTS, _counts_of(self), strict=True))
 
     @property
     def values(self) -> tuple[int, ...]:
         """Every count, in the order of `COUNTS`."""
-        return counts_of(self)
+        return _counts_of(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The counts, the seed and the versions: what a report of the run needs."""
@@ -139,8 +139,7 @@ class Ledger:
 
 COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in ("seed", "versions"))
 """The names of the counts."""
-counts_of: Callable[[Ledger], tuple[int, ...]] = attrgetter(*COUNTS)
-"""Every count, in the order of `COUNTS`."""
+_counts_of: Callable[[Ledger], tuple[int, ...]] = attrgetter(*COUNTS)
 
 
 def post(ledger: Ledger, entry: LedgerEntry) -> None:

@@ -33,7 +33,6 @@ class BareCall:
         own = vars(module)
         self._place: Mapping[str, Any] = own if "module" in own else own["_modules"]
         self._inputs = inputs
-        self._single = inputs[0] if len(inputs) == 1 else None
         self._out = module.out_keys[0]
 
     @staticmethod
@@ -67,10 +66,7 @@ class BareCall:
             module = self._place["module"]
         except KeyError:
             module = self._around.module
-        if self._single is not None:
-            out = module(self._single[at].clone())
-        else:
-            out = module(*[rows[at].clone() for rows in self._inputs])
+        out = module(*[rows[at].clone() for rows in self._inputs])
         return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:

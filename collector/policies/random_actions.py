@@ -1,6 +1,6 @@
 """Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -173,13 +173,6 @@ class RandomActions:
         if own is not None:
             drawn = [array[:, own] for array in drawn]
         return zip(self._draws, drawn, strict=True)
-
-    def write(self, at: int, columns: Sequence[Array]) -> None:
-        """Write what is drawn for one slot to slot ``at`` of the columns of all actions."""
-        stock, drawn = self._rng.slot(self._drawers, self._width)
-        own = self._own
-        for column, array in zip(columns, stock, strict=True):
-            column[at] = array[drawn] if own is None else array[drawn, own]
 
     def ahead(self, slots: int) -> Ahead:
         """Draw what can be drawn for so many slots before they are stepped."""

@@ -65,13 +65,6 @@ class SlotRng:
             slots -= count
         return [np.concatenate(piece) for piece in pieces]
 
-    def slot(self, draws: Sequence[Draw], width: int) -> tuple[list[Array], int]:
-        """As :meth:`take`, for one slot: arrays that have many, and which of them it is."""
-        if self._taken >= self._size:
-            self._refill(draws, max(1, min(_NUMBERS // max(1, width), _MOST_SLOTS)))
-        at, self._taken = self._taken, self._taken + 1
-        return self._stock, at
-
     def _refill(self, draws: Sequence[Draw], slots: int) -> None:
         taken = 0 if self._size else self._taken  # a stock that was begun before a state was saved
         while taken >= slots:  # by a run of fewer lanes

@@ -131,11 +131,6 @@ class LocalDriver(Driver):
         self._random = random
         self._actions = action_keys(lanes.env)
         self._outputs = [(key, lanes.rows(key)) for key in (*self._actions, *self._extra)]
-        arrays = self.slab.arrays
-        self._action_arrays = [arrays[key] for key in self._actions if key in arrays]
-        """All of them, where NumPy has them; else none."""
-        if len(self._action_arrays) < len(self._actions):
-            self._action_arrays = []
         self._refreshes = type(policy).refresh is not Policy.refresh if policy else False
         """Newer weights may come while slots are filled."""
         self._bare: BareCall | None = None
@@ -188,10 +183,7 @@ class LocalDriver(Driver):
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
         if self._random.block_drawn:
-            if stop - start == 1 and self._action_arrays:
-                self._random.write(start, self._action_arrays)
-            else:
-                self._put_at_random(start, stop)
+            self._put_at_random(start, stop)
             self.stepped.step(start, stop)
             return
         ahead = self._random.ahead(stop - start)

@@ -136,9 +136,7 @@ class Rollout:
     @property
     def dry(self) -> bool:
         """No more will come: the run was stopped, or its episodes are complete."""
-        if self._held is not None:
-            return False
-        return self.driver.stopping or (self.gate is not None and self.gate.finished)
+        return self._held is None and self._over
 
     @property
     def _over(self) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.engine.kernel import copy_table, kernel
 from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
@@ -120,8 +119,8 @@ class Columns:
         if kernel is not None:
             table = self._tables.get(rows)
             if table is None:
-                columns = zip(self._bases, rows.addresses, self._row_nbytes, strict=True)
-                table = self._tables[rows] = table_of(chain.from_iterable(columns))
+                table = copy_table(self._bases, rows.addresses, self._row_nbytes)
+                self._tables[rows] = table
             if isinstance(index, range):
                 kernel.copy_rows(table, slot, index.start, len(index))
             else:
@@ -146,12 +145,11 @@ class Columns:
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
             return False
         if room.table is None or room.of is not self:
-            columns: Iterable[tuple[int, int]] = zip(self._bases, self._row_nbytes, strict=True)
+            sources, row_nbytes = self._bases, self._row_nbytes
             if only is not None:
-                every = list(columns)
-                columns = [every[place] for place in only]
-            words = ((to, *of) for to, of in zip(room.addresses, columns, strict=True))
-            room.table, room.of = table_of(chain.from_iterable(words)), self
+                sources = [sources[place] for place in only]
+                row_nbytes = [row_nbytes[place] for place in only]
+            room.table, room.of = copy_table(room.addresses, sources, row_nbytes), self
         try:
             kernel.gather_rows(room.table, 0, slots, self.room)
         except IndexError:  # of links in a damaged storage

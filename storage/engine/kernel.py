@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -56,6 +57,11 @@ KINDS = {
 def table_of(words: Iterable[int]) -> bytes:
     """A table of these numbers."""
     return np.fromiter(words, np.int64).tobytes()
+
+
+def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Iterable[int]) -> bytes:
+    """The table of `Kernel.copy_rows`: addresses and bytes of a row, one each a column."""
+    return table_of(chain.from_iterable(zip(targets, sources, row_nbytes, strict=True)))
 
 
 kernel: Kernel | None
