@@ -75,7 +75,21 @@ static PyThreadState *let_others_run(const Table *table, int64_t count)
     return row * count > (1 << 16) ? PyEval_SaveThread() : NULL;
 }
 
-/* copy_rows(table, slot, first, count): a run of rows of every column. */
+/* A run of rows of every column. */
+static void copy_columns(const Table *table, int64_t slot, int64_t first, int64_t count)
+{
+    PyThreadState *others = let_others_run(table, count);
+    const int64_t *column = table->words, *end = column + table->count;
+    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS) {
+        int64_t size = column[ROW_NBYTES];
+        memcpy(at(column[TARGET]) + slot * size, at(column[SOURCE]) + first * size,
+               (size_t)(count * size));
+    }
+    if (others)
+        PyEval_RestoreThread(others);
+}
+
+/* copy_rows(table, slot, first, count) */
 static PyObject *copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -87,17 +101,64 @@ static PyObject *copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     int64_t count = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
         return NULL;
-    PyThreadState *others = let_others_run(&table, count);
-    const int64_t *column = table.words, *end = column + table.count;
-    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS) {
-        int64_t size = column[ROW_NBYTES];
-        memcpy(at(column[TARGET]) + slot * size, at(column[SOURCE]) + first * size,
-               (size_t)(count * size));
-    }
-    if (others)
-        PyEval_RestoreThread(others);
+    copy_columns(&table, slot, first, count);
     PyBuffer_Release(&table.buffer);
     Py_RETURN_NONE;
+}
+
+/* One word that others may read at any time: what was stored before is there when they see it. */
+static void publish(char *where, uint64_t word)
+{
+    __atomic_store_n((uint64_t *)where, word, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOT, HEADER_WORDS };
+
+/* commit_rows(table, slot, first, count, header, word, seal, record): copy_rows between the two
+   words of a commit, `reserve` and `head`, which are the same `word`; before `head` the record,
+   whose sequence, the first word of its seal, comes last. Native order, as the tables. */
+static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table, header, seal;
+    Py_buffer record;
+    if (want(given, 8) < 0)
+        return NULL;
+    int64_t slot = PyLong_AsLongLong(args[1]);
+    int64_t first = PyLong_AsLongLong(args[2]);
+    int64_t count = PyLong_AsLongLong(args[3]);
+    uint64_t word = PyLong_AsUnsignedLongLong(args[5]), sequence;
+    if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
+        return NULL;
+    if (open_table(args[4], &header, HEADER_WORDS) < 0)
+        goto header_failed;
+    if (open_table(args[6], &seal, 1) < 0)
+        goto seal_failed;
+    if (PyObject_GetBuffer(args[7], &record, PyBUF_SIMPLE) < 0)
+        goto record_failed;
+    char *to = at(header.words[RECORD_SLOT]);
+    Py_ssize_t sealed = seal.buffer.len;
+    publish(at(header.words[RESERVE_WORD]), word);
+    copy_columns(&table, slot, first, count);
+    memcpy(to + sealed, record.buf, (size_t)record.len);
+    memcpy(to + sizeof sequence, (char *)seal.buffer.buf + sizeof sequence,
+           (size_t)sealed - sizeof sequence);
+    memcpy(&sequence, seal.buffer.buf, sizeof sequence);
+    publish(to, sequence);
+    publish(at(header.words[HEAD_WORD]), word);
+    PyBuffer_Release(&record);
+    PyBuffer_Release(&seal.buffer);
+    PyBuffer_Release(&header.buffer);
+    PyBuffer_Release(&table.buffer);
+    Py_RETURN_NONE;
+record_failed:
+    PyBuffer_Release(&seal.buffer);
+seal_failed:
+    PyBuffer_Release(&header.buffer);
+header_failed:
+    PyBuffer_Release(&table.buffer);
+    return NULL;
 }
 
 /* gather_rows(table, slot, index, rows): rows of every column, one behind the other from a slot on;
@@ -283,6 +344,7 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
 
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
+    {"commit_rows", (PyCFunction)(void (*)(void))commit_rows, METH_FASTCALL, NULL},
     {"gather_rows", (PyCFunction)(void (*)(void))gather_rows, METH_FASTCALL, NULL},
     {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},

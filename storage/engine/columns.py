@@ -117,10 +117,7 @@ class Columns:
     def copy_fixed(self, slot: int, rows: FixedRows, index: RowIndex) -> None:
         """Copy some rows of fixed memory to slots from ``slot`` on, which must be `in_place`."""
         if kernel is not None:
-            table = self._tables.get(rows)
-            if table is None:
-                table = copy_table(self._bases, rows.addresses, self._row_nbytes)
-                self._tables[rows] = table
+            table = self.table_of(rows)
             if isinstance(index, range):
                 kernel.copy_rows(table, slot, index.start, len(index))
             else:
@@ -136,6 +133,14 @@ class Columns:
         for column, array in zip(self.arrays, rows.arrays, strict=True):
             # The index is within bounds: "clip" is the mode in which NumPy writes to out directly.
             array.take(index, axis=0, out=column[to], mode="clip")
+
+    def table_of(self, rows: FixedRows) -> bytes:
+        """As `Kernel.copy_rows` wants it."""
+        table = self._tables.get(rows)
+        if table is None:
+            table = copy_table(self._bases, rows.addresses, self._row_nbytes)
+            self._tables[rows] = table
+        return table
 
     def take_compiled(self, slots: np.ndarray, room: Room, only: Places | None = None) -> bool:
         """Copy slots of each column, or of some, to the arrays [*slots.shape, ...] of ``room``.

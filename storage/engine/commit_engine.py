@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from tallyroll.storage.engine.aliasing import LentViews
 from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.kernel import kernel
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
 from tallyroll.storage.errors import (
@@ -230,12 +231,19 @@ class Engine:
 
     def append_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
         """As `append`, of some rows of memory that was looked at before."""
-        self._admit(record)
+        now = self._admit(record)
         with self._mutex:
             start, count, columns = self._header.head, len(index), self._columns
             slot = start % self.ring if self.ring else start
             if not count or not columns.in_place(slot, count):
                 return self._append(rows.taken(index), record)  # type: ignore[arg-type]
+            if kernel is not None and record and type(index) is range and not self._power:
+                one = self._header.commit_in_one(count, record)
+                if one is not None:
+                    table = columns.table_of(rows)
+                    kernel.commit_rows(table, slot, index.start, count, *one, record)
+                    self._header.committed(count)
+                    return self._committed(start, start + count, now)
             self._reserve(start, start + count)
             columns.copy_fixed(slot, rows, index)
             return self._commit(start, start + count, record)
@@ -296,6 +304,9 @@ class Engine:
         self._header.head = head
         if self._power:
             self._sync_head(start)
+        return self._committed(start, head, now)
+
+    def _committed(self, start: int, head: int, now: float) -> range:
         self.commits += 1
         if self.ring and head - self._opened_at >= self.ring:
             self._columns.warm = True
@@ -317,7 +328,8 @@ class Engine:
         with suppress(StorageError, OSError):
             self._format.publish(self._slots(head))
 
-    def _admit(self, record: bytes | None) -> None:
+    def _admit(self, record: bytes | None) -> float:
+        """Refuse whoever may not write; returns the time."""
         # Before the mutex: a thread that held it may not exist in a forked child. And a look at
         # the lock file costs as much as copying five columns: not with every commit.
         if (now := time.monotonic()) >= self._look_at or self._lock is None or self._lock.lost:
@@ -325,6 +337,7 @@ class Engine:
             self._look_at = now + LOOK_SECONDS
         if record is not None and len(record) > RECORD_LIMIT:
             check_record_size(record)
+        return now
 
     def require_writer(self) -> None:
         """Raise a `WriteError` unless this process may write."""

@@ -25,6 +25,24 @@ class Kernel(Protocol):
         The table has three words a column: address of slot 0, address of row 0, bytes of a row.
         """
 
+    def commit_rows(
+        self,
+        table: bytes,
+        slot: int,
+        first: int,
+        count: int,
+        header: bytes,
+        word: int,
+        seal: bytes,
+        record: bytes,
+        /,
+    ) -> None:
+        """`copy_rows`, and what makes the rows count, in the order of a commit; see `Header`.
+
+        ``header`` has three words: addresses of ``reserve``, of ``head`` and of the record's slot.
+        Both counts become ``word``. Into the slot go ``seal``, its first word last, and ``record``.
+        """
+
     def gather_rows(self, table: bytes, slot: int, index: np.ndarray, rows: int, /) -> None:
         """The same of rows ``index``, contiguous intp [n], in their order.
 

@@ -65,6 +65,9 @@ _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
 HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
+OneCommit = tuple[bytes, int, bytes]
+"""Addresses of the places that it is stored to, the word of its count, the head of its record."""
+
 
 def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
     """A new header: no rows, no record; ``ring`` slots, or 0 for a storage that grows."""
@@ -137,6 +140,7 @@ class Header:
                 self._refuse_copy(accept_copy=accept_copy)
             self._check_counts()
             self._left_open = self.open
+            self._places = [self._places_of(index) for index in (0, 1)] if writable else []
         except BaseException:
             os.close(self._file)
             raise
@@ -326,6 +330,33 @@ class Header:
         _REST.pack_into(self._map, start + _SEQUENCE_NBYTES, head, length, crc)
         _SEQUENCE.pack_into(self._map, start, sequence)
         self._sequence = sequence
+
+    def commit_in_one(self, rows: int, payload: bytes) -> OneCommit | None:
+        """What a commit of ``rows`` more rows with ``payload`` stores, for whoever does it at once.
+
+        :meth:`committed` must follow. None where an earlier one was interrupted, or rows are
+        written elsewhere.
+        """
+        head = self._head
+        if head is None or self._reserve != head:
+            return None
+        head += rows
+        sequence, length = self._sequence + 1, len(payload)
+        crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(sequence, head, length)))
+        seal = _SLOT.pack(sequence, head, length, crc)
+        return self._places[sequence % 2], word_of(head), seal
+
+    def committed(self, rows: int) -> None:
+        """The commit that `commit_in_one` told of ``rows`` more rows was done."""
+        assert self._head is not None
+        self._reserve = self._head = self._head + rows
+        self._sequence += 1
+
+    def _places_of(self, index: int) -> bytes:
+        """Addresses of `reserve`, of `head` and of a record slot, as `Kernel.commit_rows` wants."""
+        base = np.frombuffer(self._map, np.uint8).ctypes.data
+        places = (8 * _RESERVE, 8 * _HEAD, self._slot_start(index))
+        return struct.pack("=3q", *(base + place for place in places))
 
     def forget_uncommitted(self) -> None:
         """Wipe records of rows that were never committed: other rows will take their place."""
