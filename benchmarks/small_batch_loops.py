@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
@@ -85,13 +85,22 @@ class Task:
         return replace(self, env_id=PENDULUM)
 
     def learner(self) -> Learner:
-        """A new one, with the same weights every time."""
-        torch.manual_seed(0)
-        env = gym.make(self.env_id)
-        try:
-            return (Dqn if self.algorithm == "dqn" else Sac)(env)
-        finally:
-            env.close()
+        """The same one for every contender: see :func:`learner_of`."""
+        return learner_of(self.algorithm, self.env_id)
+
+
+@lru_cache(maxsize=1)
+def learner_of(algorithm: str, env_id: str) -> Learner:
+    """One learner for all loops: where its weights lie in memory changes its speed by 3 %.
+
+    Its steps are of size 0, so that nobody finds other weights for others having learnt before.
+    """
+    torch.manual_seed(0)
+    env = gym.make(env_id)
+    try:
+        return (Dqn if algorithm == "dqn" else Sac)(env)
+    finally:
+        env.close()
 
 
 TASKS = (
@@ -254,7 +263,7 @@ class Loop(Contender):
     """Vector steps, each followed by sampled rows and, if the task says so, a gradient step."""
 
     def __init__(self, task: Task) -> None:
-        """Build a learner of its own."""
+        """Take the learner that all have."""
         self.task, self.learner = task, task.learner()
         self.actor = self.learner.actor
 

@@ -157,6 +157,7 @@ class Collector(ABC):
             self._provenance(self._lane_seeds),
             count_random=self._policy is not None,
         )
+        self._undivided = _Undivided(self._assembly)
         self.episodes = self._assembly.episodes
 
     # --- iteration --------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class Collector(ABC):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called."""
         while not self._assembly.over:
-            with _Undivided(self, self._assembly):
+            with self._undivided:
                 batch = self._assembly.batch()
             if batch is not None:
                 yield batch
@@ -199,13 +200,15 @@ class Collector(ABC):
             )
         if type(n) is not int or n < 1:
             n = positive("n", n)
-        head, stored = writer.head, 0
+        before = self.ledger.stored
         try:
             if not assembly.over:
-                with _Undivided(self, assembly):
-                    stored = assembly.collect(n)
+                with self._undivided:
+                    assembly.collect(n)
         finally:
-            self.last_rows = None if writer.storage is None else range(head, writer.head)
+            stored = self.ledger.stored - before
+            head = writer.head
+            self.last_rows = None if writer.storage is None else range(head - stored, head)
         return stored
 
     def __len__(self) -> int:
@@ -245,10 +248,11 @@ class Collector(ABC):
         Of a storage of yours that is closed already, what could not be written is a warning.
         """
         with deferred():
-            let_go(self)
             try:
-                if hasattr(self, "_assembly") and not self._assembly.over:
-                    self._assembly.finish()
+                if hasattr(self, "_assembly"):
+                    let_go(self._assembly)
+                    if not self._assembly.over:
+                        self._assembly.finish()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
             finally:
@@ -320,7 +324,7 @@ class Collector(ABC):
         Transitions that wait for the next batch are discarded.
         """
         checked = or_none(not_negative)("seed", seed)
-        with _Undivided(self, self._assembly):
+        with self._undivided:
             self._assembly.discard()
             self._assembly.restart_lanes()
             self._seed_everything(checked)
@@ -398,10 +402,10 @@ class Collector(ABC):
 class _Undivided(deferred):
     """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
 
-    __slots__ = ("_assembly", "_run")
+    __slots__ = ("_assembly",)
 
-    def __init__(self, run: object, assembly: Assembly) -> None:
-        self._run, self._assembly = run, assembly
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
 
     def __enter__(self) -> None:
         """Let handlers wait, and stay where they are until the run is over."""
@@ -412,7 +416,7 @@ class _Undivided(deferred):
             )
         super().__enter__()
         self._assembly.busy = True
-        keep_for(self._run)
+        keep_for(self._assembly)
 
     def __exit__(
         self,
@@ -429,7 +433,7 @@ class _Undivided(deferred):
                 except Exception as again:  # noqa: BLE001  `error` is raised
                     _add_end_note(error, again)
             if self._assembly.over:
-                let_go(self._run)
+                let_go(self._assembly)
         finally:
             super().__exit__(kind, error, trace)
 

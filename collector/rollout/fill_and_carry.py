@@ -80,7 +80,7 @@ class Rollout:
             with self.driver.interruptible():
                 self.driver.begin()
         if want == self.lanes and self._all_taken and self._held is None:
-            drawing = self.policy is not None and self.random_frames > 0
+            drawing = self.random_frames > 0 and self.policy is not None
             if not (drawing or self.driver.stopping):
                 return self._one_slot()
         have = self.held

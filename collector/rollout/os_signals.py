@@ -10,6 +10,7 @@ What lets a handler wait stands in its place from the first batch of a run to it
 Ctrl-C comes back between batches: asyncio looks for it, and puts its own there.
 """
 
+import os
 import signal
 import threading
 import weakref
@@ -51,6 +52,7 @@ _waiting: dict[int, tuple[_Stand, threading.Timer]] = {}
 """Signals that nobody has handled yet, and what sends them again."""
 _again: set[int] = set()
 """Signals that were sent again."""
+_main = main_thread().ident
 _holder: int | None = None
 """The thread, always the main one, inside of :class:`deferred`."""
 _admitting = False
@@ -71,7 +73,7 @@ class deferred:
         global _holder, _admitting
         thread = get_ident()
         self._inner = thread == _holder
-        self._outer = _holder is None and thread == main_thread().ident
+        self._outer = _holder is None and thread == _main
         if self._inner:
             self._before, _admitting = _admitting, False
         elif self._outer:
@@ -157,7 +159,7 @@ def let_go(run: object) -> None:
 def _forget(run: int) -> None:
     _runs.discard(run)
     # Another thread may not, and there a stand does no harm until a signal or a batch comes.
-    if _holder is None and get_ident() == main_thread().ident:
+    if _holder is None and get_ident() == _main:
         _restore()
 
 
@@ -185,6 +187,14 @@ def _restore() -> None:
             and get_handler(number) is stand
         ):
             set_handler(number, stand.handler)
+
+
+def _forked() -> None:
+    global _main
+    _main = get_ident()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:

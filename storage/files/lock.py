@@ -106,7 +106,7 @@ class WriterLock:
         """Made: there was no lock file, so that a writer whose file was removed may still write."""
         self.when_lost: Callable[[], None] | None = None
         """Called in a forked child."""
-        self._inside, self._path = inside, path
+        self._inside, self._path = inside, os.fspath(path)
         self._file = -1
         try:
             self._open(path)

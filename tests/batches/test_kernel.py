@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from tallyroll.collector.batches import slab_rows, value_checks
 from tallyroll.collector.batches.slab_rows import SlabRows
@@ -19,9 +21,13 @@ from tallyroll.collector.counting.transitions import first_in_slot_order
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab, SlabColumn
+from tallyroll.storage import MemmapStorage
+from tallyroll.storage.engine import commit_engine
 from tallyroll.storage.engine import kernel as compiled
+from tallyroll.storage.engine.fixed_rows import FixedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, table_of
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
+from tallyroll.storage.rows.schema import Schema
 
 REWARD = ("next", "reward")
 
@@ -61,6 +67,38 @@ def test_rows_are_copied_and_gathered(kernel: Kernel, nbytes: int, count: int) -
             assert (target[5 : 5 + count] == rows[np.asarray(index)]).all()
             assert not target[:5].any()
             assert not target[5 + count :].any()
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=12), ring=st.sampled_from([0, 16]))
+def test_commits_are_alike(
+    kernel: Kernel, tmp_path_factory: pytest.TempPathFactory, counts: list[int], ring: int
+) -> None:
+    """Every byte of the header is the same, and so are the rows."""
+    rng = np.random.default_rng(0)
+    arrays: dict[Any, np.ndarray] = {
+        ("a",): rng.random((40, 3)),
+        ("b",): rng.integers(0, 9, 40),
+        ("c",): rng.random(40) < 0.5,
+    }
+    rows = TensorDict({key: torch.from_numpy(array) for key, array in arrays.items()}, [40])
+    found = []
+    for way in (kernel, None):
+        path = tmp_path_factory.mktemp("rows") / "rows"
+        with (
+            patch.object(commit_engine, "kernel", way),
+            MemmapStorage(path, max_size=ring or None) as storage,
+        ):
+            storage.initialise(Schema.of(rows))
+            fixed = FixedRows(storage.schema, arrays)
+            for first, count in enumerate(counts):
+                index = range(first, first + count)
+                storage.extend_fixed(fixed, index, record=b"of %d" % first)
+            header = np.fromfile(path / "tallyroll.header", np.uint8)
+            header[192:224] = 0  # which file it is
+            columns = [storage.column(key).tobytes() for key in arrays]
+            found.append((storage.head, storage.record, header.tobytes(), columns))
+    assert found[0] == found[1]
+    assert found[0][0] == sum(counts)
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -173,6 +211,10 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         anything.number_slots(bytes(64), 1, None)
     with pytest.raises(TypeError):
         anything.are_inside("text", 1)
+    with pytest.raises(ValueError, match="too short"):
+        anything.commit_rows(bytes(24), 0, 0, 1, bytes(16), 1, bytes(28), b"")
+    with pytest.raises(TypeError):
+        anything.commit_rows(bytes(24), 0, 0, 1, bytes(24), 1, bytes(28), "text")
     for wrong in ([0, 4], [-1, 0], [2**62, 1]):
         with pytest.raises(IndexError):
             anything.gather_rows(bytes(24), 0, np.array(wrong), 4)

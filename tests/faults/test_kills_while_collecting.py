@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -22,8 +24,10 @@ from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage.engine import commit_engine
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.commit_engine import Engine
+from tallyroll.storage.engine.kernel import kernel
 from tallyroll.storage.files.commit_header import Header
 
 from collect_kit import ByObservation
@@ -156,7 +160,8 @@ def killed_at_each_step(folder: str) -> int:
                     name: str = name,
                     how: tuple[bool, int] = (behind, calls),
                 ) -> None:
-                    with patch.object(owner, name, kill_around(owner, name, *how)):
+                    step = patch.object(owner, name, kill_around(owner, name, *how))
+                    with patch.object(commit_engine, "kernel", None), step:
                         collect_for_ever(path, RING, 4, "DISABLED", told)
 
                 _, status = os.waitpid(forked(act), 0)
@@ -167,6 +172,56 @@ def killed_at_each_step(folder: str) -> int:
 
 def test_killed_at_each_step_of_a_commit(tmp_path: Path) -> None:
     assert in_a_process(killed_at_each_step, str(tmp_path), seconds=110) == 6 * len(POINTS)
+
+
+PLACES = ["reserve", "head", "record", *range(0, 33, 4)]
+"""What a commit in one call stores to: words of the header, and columns by their words."""
+
+
+class Fatal:
+    """In the place of the kernel: a commit has no memory at one of its places, and is killed."""
+
+    def __init__(self, place: str | int, calls: int) -> None:
+        self._place, self._left = place, calls
+
+    def commit_rows(self, table: bytes, *args: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            words, header = np.frombuffer(table, np.int64).copy(), np.frombuffer(args[3], np.int64)
+            header = header.copy()
+            if isinstance(self._place, int):
+                words[self._place // 3 * 3 % len(words)] = 16
+            else:
+                header[["reserve", "head", "record"].index(self._place)] = 16
+            table, args = words.tobytes(), (*args[:3], header.tobytes(), *args[4:])
+        assert kernel is not None
+        kernel.commit_rows(table, *args)
+
+
+def killed_within_one_call(folder: str) -> int:
+    trials = 0
+    for place in PLACES:
+        for calls in (1, 5, 23):
+            path, told, fatal = Path(folder, str(trials)), Told(), Fatal(place, calls)
+            trials += 1
+
+            def act(path: Path = path, told: Told = told, fatal: Fatal = fatal) -> None:
+                faulthandler.disable()
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                with patch.object(commit_engine, "kernel", fatal):
+                    collect_for_ever(path, RING, 4, "DISABLED", told)
+
+            _, status = os.waitpid(forked(act), 0)
+            assert os.WIFSIGNALED(status), (place, calls)
+            assert os.WTERMSIG(status) == signal.SIGSEGV, (place, calls)
+            judge(path, 4, "DISABLED", told.head)
+    return trials
+
+
+@pytest.mark.skipif(kernel is None, reason="commits in one call are the extension's")
+def test_killed_within_a_commit_in_one_call(tmp_path: Path) -> None:
+    done = in_a_process(killed_within_one_call, str(tmp_path), seconds=110)
+    assert done == 3 * len(PLACES)
 
 
 # --- readers beside it ----------------------------------------------------------------------------
