@@ -57,6 +57,16 @@ COLLATE: Final = "_init_collate_fn"
 """The collate function that it will have; None for its default."""
 
 
+ROWS: Final = "_storage"
+"""The attribute of a `TensorStorage` for its rows, of which there are as many as it has slots."""
+STORED: Final = "_len"
+"""That for how many of them were written."""
+LAST_INDEX: Final = "_last_cursor"
+"""That for the index of what was written last."""
+INITIALISE: Final = "_init"
+"""The method that makes its rows, all like the one that it is given."""
+
+
 def attached_buffers(storage: Any) -> list[Any]:
     """The replay buffers over a storage."""
     return list(storage._attached_entities_list)

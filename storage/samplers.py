@@ -91,7 +91,7 @@ class TrajectorySliceSampler(Sampler):
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
         self._check(storage)
         reader = storage.reader
-        if not reader.head:
+        if not len(reader.span):
             return 0
         index = reader.trajectory_index
         with index.lock:

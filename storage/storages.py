@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers.storages import Storage
 
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
@@ -23,6 +22,7 @@ from tallyroll.storage.errors import (
     StateMismatch,
     StorageMissing,
 )
+from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.paths import refuse_impossible, translated
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.format import H5Format
@@ -31,18 +31,20 @@ from tallyroll.storage.formats.zarr.format import ZarrFormat, refuse_newer_group
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.registry import reader_at
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.replay import buffers
+from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
+from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter
+from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
 
 _IDS = ("check", "renumber", "fresh")
 
 
-class DiskStorage(RowStore, Storage):
+class DiskStorage(RowStore, AsTensorStorage):
     """Rows on disk, growing or a ring, that survive whatever happens to the process.
 
     A row is in the storage for good once `extend` has returned. Other processes
@@ -51,7 +53,11 @@ class DiskStorage(RowStore, Storage):
     reopened and a read-only one.
 
     Args:
-        path: where it is, or will be.
+        path: where it is, or will be. Without one it is temporary: in a folder
+            ``tallyroll-*`` of its own where `tempfile` makes them, which goes when the storage is
+            closed or collected, and at the exit of the process that made it; not with a
+            forked child. Batches and readers keep the rows that they refer to. What is
+            killed leaves its folder behind.
         mode: ``"create"`` refuses an existing one, and writes nothing until the
             schema is known; ``"append"`` goes on behind the last row;
             ``"read"`` never writes.
@@ -77,14 +83,15 @@ class DiskStorage(RowStore, Storage):
 
     _default_checkpointer = DiskStorageCheckpointer
 
-    device = torch.device("cpu")
+    _leave_folder: Callable[[], Any] | None = None
+    """Removes the folder of a temporary storage."""
 
     _fresh_in: int | None = None
     """The thread within :meth:`fresh_ids`, whose ids are not looked at."""
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
         mode: Mode = "create",
         capacity: int | None = None,
@@ -92,12 +99,35 @@ class DiskStorage(RowStore, Storage):
         durability: Durability = "process",
         accept_copy: bool = False,
     ) -> None:
-        # Compilable, for otherwise it makes two semaphores that outlive a killed process,
-        # for counts that we take from the header.
-        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
-        RowStore.__init__(self, path, mode, capacity, durability, max_size, accept_copy)
-        if self.ring:
-            self.max_size = self.ring
+        AsTensorStorage.__init__(self)
+        temporary = TemporaryFolder(mode) if path is None else None
+        place = _path_of(path) if temporary is None else temporary.rows
+        try:
+            RowStore.__init__(self, place, mode, capacity, durability, max_size, accept_copy)
+        except BaseException:
+            if temporary is not None:
+                temporary.remove()
+            raise
+        self._fit_ring()
+        if temporary is not None:
+            self._leave_folder = temporary.leave_with(self, self.writer.close)
+
+    def close(self) -> None:
+        """Trim the files to the committed rows and let the next writer in. Twice is harmless.
+
+        What another thread is writing is written first. A temporary storage goes.
+        """
+        super().close()
+        if self._leave_folder is not None:
+            self._leave_folder()
+
+    def finalize(self, progress: Progress | None = None) -> None:
+        """As `RowStore.finalize`; a temporary storage has nobody to do it for."""
+        if self._leave_folder is not None:
+            raise NotAStorage(
+                f"{self.path} is temporary, and goes when it is closed. Give it a path, or dump it."
+            )
+        super().finalize(progress)
 
     def extend(
         self,
@@ -157,6 +187,8 @@ class DiskStorage(RowStore, Storage):
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Append ``data`` at ``cursor``, which must name the rows right behind the last one.
 
+        More rows than a ring has are written piece by piece, so that the last ones stay.
+
         Raises:
             NotAnAppend: any other cursor.
             TrajectoryIdTaken: as `extend`; to renumber, write with `extend`.
@@ -164,13 +196,18 @@ class DiskStorage(RowStore, Storage):
         """
         self.reader.require_open()
         try:
+            if not set_cursor:
+                raise NotAnAppend(f"storage[i] = rows was asked for: {IN_PLACE}")
             rows = consecutive(cursor, self.ring)
-            buffers.check_cursor(self, rows, set_cursor)
+            buffers.check_cursor(self, rows)
             data = buffers.as_batch(data, single=isinstance(cursor, int))
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
             ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
-            self.writer.write(data, None, buffers.writers_index(self), ids)
+            if 0 < self.ring < len(rows):
+                self.writer.write_more(data, buffers.writers_index(self), ids)
+            else:
+                self.writer.write(data, None, buffers.writers_index(self), ids)
         except BaseException:
             # TorchRL's writers count before they write.
             buffers.seat_writers(self)
@@ -201,6 +238,29 @@ class DiskStorage(RowStore, Storage):
             return (item >= -len(self)) & (item < len(self))
         return -len(self) <= int(item) < len(self)
 
+    def dumps(self, path: Any) -> None:
+        """Write a checkpoint to ``path``, by whichever checkpointer was chosen.
+
+        `DiskStorageCheckpointer`, the default, says what it raises; those of TorchRL are given
+        the rows as one of TorchRL's storages.
+        """
+        if isinstance(self.checkpointer, DiskStorageCheckpointer):
+            self.checkpointer.dumps(self, path)
+        else:
+            foreign_checkpoints.dump(self.checkpointer, self, path)
+
+    def loads(self, path: Any) -> None:
+        """Get the rows of a checkpoint; with one of TorchRL's checkpointers only a new storage.
+
+        Raises:
+            StateMismatch: other rows are here.
+        """
+        if isinstance(self.checkpointer, DiskStorageCheckpointer):
+            self.checkpointer.loads(self, path)
+        else:
+            foreign_checkpoints.load(self.checkpointer, self, path)
+        buffers.seat_writers(self)
+
     def state_dict(self) -> dict[str, Any]:
         """Which rows these are. The rows themselves are on disk already."""
         return {"path": str(self.path), "id": self.reader.id, "head": self.head}
@@ -224,12 +284,17 @@ class DiskStorage(RowStore, Storage):
             )
 
     def _empty(self) -> None:
-        if self.head:
+        try:
+            if len(self) and not self.ring:
+                raise NotAnAppend(
+                    f"{self.path} keeps every row it got, {self.head} so far, and only a ring is "
+                    "emptied. Create one, MemmapStorage(path, max_size=...), or another storage."
+                )
+            if len(self):
+                self.writer.empty()
+        finally:
+            # TorchRL's writers count from 0 before they ask.
             buffers.seat_writers(self)
-            raise NotAnAppend(
-                f"{self.path} holds {self.head} rows, and a storage on disk is not emptied. Delete "
-                "it, or create another one."
-            )
 
     @property
     def _mutation_revision(self) -> int:
@@ -237,10 +302,14 @@ class DiskStorage(RowStore, Storage):
         return self.reader.revision
 
     @property
-    def _last_cursor_index(self) -> int | None:
-        return int(self.slots_of(np.array(self.head - 1))) if self.head else None
+    def last_index(self) -> int | None:
+        """The index of the newest row, None without any."""
+        if not len(self):
+            return None
+        return int(self.reader.index_of(np.array(self.reader.head - 1)))
 
-    _last_cursor = _last_cursor_index
+    # TorchRL's samplers ask where a ring begins.
+    _last_cursor_index = _last_cursor = last_index
 
     def __getstate__(self) -> NoReturn:
         raise NotPicklable(
@@ -289,10 +358,18 @@ class _ReaderStorage(DiskStorage):
     def __init__(self, reader: RowReader, mode: Mode) -> None:
         if mode != "read":
             NoWriter(reader).refuse()
-        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
+        AsTensorStorage.__init__(self)
         self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
-        if self.ring:
-            self.max_size = self.ring
+        self._fit_ring()
+
+
+def _path_of(path: Any) -> Any:
+    if type(path) is int:
+        raise TypeError(
+            f"path is where the storage is, got {path}. For a temporary ring of so many rows give "
+            f"max_size={path}."
+        )
+    return path
 
 
 FORMATS: Mapping[str, type[DiskStorage]] = {

@@ -104,6 +104,8 @@ class Engine:
         self._remap(self._slots(header.head), warm=False)
         if lock is not None:
             header.forget_uncommitted()
+            if self.ring and header.reserve == header.head + self.ring:
+                header.set_floor(header.head)  # a writer was killed before it did
             lock.when_lost = self._follow
 
     def _follow(self) -> None:
@@ -132,6 +134,11 @@ class Engine:
             return range(self._header.head)
         head, reserve = self._counts()
         return range(min(head, first_valid(reserve, self.ring)), head)
+
+    @property
+    def floor(self) -> int:
+        """The row at which the ring was emptied last, from which indices are counted."""
+        return self._header.floor
 
     def _counts(self) -> tuple[int, int]:
         """``head`` and ``reserve`` of one moment, or a head too old, which hides rows."""
@@ -192,6 +199,14 @@ class Engine:
             if watch is not None:
                 watch.admit(arrays)
             return self._append(arrays, record)
+
+    def check(self, rows: Mapping[Key, np.ndarray], watch: IdChecks | None) -> None:
+        """Refuse what `append` would refuse, however many rows there are."""
+        self._admit(None)
+        with self._mutex:
+            arrays = self._batch_check.arrays(rows)
+            if watch is not None:
+                watch.admit(arrays)
 
     def append_tensors(
         self,
@@ -438,9 +453,26 @@ class Engine:
                 self._lent.add(self._views)
             return [view[:slots] for view in self._views]
 
-    def shows_slots(self, span: range) -> bool:
-        """Whether the slots in use, in their order, are the valid rows, and stay so while read."""
-        return not self.ring or (not self._follows and len(span) == self._slots(span.stop))
+    def forget_views(self) -> None:
+        """Let nothing that was written to `views` be seen again."""
+        with self._mutex:
+            self._views = None
+            self._format.forget_private()
+
+    def first_shown(self, span: range) -> int | None:
+        """The first slot of the valid rows, if they lie side by side in the order of indices.
+
+        None where they do not, or may not while they are read.
+        """
+        if not self.ring:
+            return 0
+        if self._follows:
+            return None
+        floor = self._header.floor % self.ring
+        if len(span) == self._slots(span.stop):  # all slots in use
+            return None if floor else 0
+        beside = span.start == self._header.floor and floor + len(span) <= self.ring
+        return floor if beside else None
 
     def most_rows(self, span: range) -> int:
         """Number of rows, those of ``span`` included that are being overwritten."""
@@ -462,7 +494,7 @@ class Engine:
             return self._take_checked(index, only)
         with self._mutex:  # no append of another thread
             header = self._header
-            slots = slots_at(index, header.head, header.reserve, self.ring)
+            slots = slots_at(index, header.head, header.reserve, self.ring, header.floor)
             return self.gather(slots, only)
 
     def gather(
@@ -517,10 +549,11 @@ class Engine:
         """Slots of rows that may be few for a moment, while the writer overwrites the oldest."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
+            floor = self._header.floor  # first, for then it is below what is valid by the counts
             head, reserve = self._counts()
             count = head - min(head, first_valid(reserve, self.ring))
             if not index.size or (last := int(index.max())) < count:
-                return slots_at(index, head, reserve, self.ring).copy()
+                return slots_at(index, head, reserve, self.ring, floor).copy()
             files = self._format
             if time.monotonic() > deadline or not is_held(files.inside, files.lock_path):
                 raise IndexOutOfRange(
@@ -528,12 +561,32 @@ class Engine:
                 )
             time.sleep(1e-5)
 
-    def replace(self, columns: Sequence[np.ndarray], head: int, reserve: int) -> None:
+    def empty(self) -> None:
+        """Let no row of the ring be valid any more; rows to come are numbered on.
+
+        One word does it: before it is stored all rows are there, and after it none.
+        """
+        self.require_writer()
+        with self._mutex:
+            header = self._header
+            header.forget_uncommitted()
+            header.reserve = header.head + self.ring
+            if self._power:
+                header.sync()
+            header.set_floor(header.head)
+            if self._power:
+                header.sync()
+            self.commits += 1
+
+    def replace(
+        self, columns: Sequence[np.ndarray], head: int, reserve: int, floor: int = 0
+    ) -> None:
         """Take over all slots [slots, ...] and counts of another ring of the same size."""
         self.require_writer()
         with self._mutex:
             self._make_room(len(columns[0]))
             # Until all are there none is.
+            self._header.set_floor(0)
             self._header.reserve = reserve + self.ring
             if self._power:
                 self._header.sync()
@@ -543,6 +596,7 @@ class Engine:
                 self._format.sync()
             self._header.head = head
             self._header.reserve = reserve
+            self._header.set_floor(floor)
             if self._power:
                 self._header.sync()
             self.commits += 1

@@ -5,6 +5,11 @@ Rows are numbered over all that were ever written: 0, 1, 2, ... In a ring of
 have been written and ``head`` those that are committed, so the rows
 ``[reserve - size, head)`` are valid: what lies between ``head`` and ``reserve`` may
 have been overwritten halfway. Without a ring ``size`` is 0, and row r lies in slot r.
+
+A ring is emptied by a ``reserve`` of ``head + size``: no row is valid then, and those that come
+are, one by one, until there are ``size`` of them. The row at which that was done last is the
+``floor``, no larger than any valid row. Indices are counted from it, as those of a ring that is
+new: row r has index ``(r - floor) % size``.
 """
 
 from __future__ import annotations
@@ -39,11 +44,14 @@ def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
     return [(slot, 0, fitting), (0, fitting, count - fitting)]
 
 
-def slots_at(index: np.ndarray, head: int, reserve: int, size: int) -> np.ndarray:
+def slots_at(index: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
     """The slots of valid rows counted from 0, ``index`` [*], in the order of the slots.
 
-    Slot i for index i, but where rows are half overwritten, which are left out.
+    Slot i for index i, but where rows are half overwritten, which are left out. With a floor
+    slots are counted from that of its row.
     """
+    if floor:
+        return slots_of(slots_at(index, head - floor, reserve - floor, size) + floor, size)
     torn = reserve - head
     if not size or torn <= 0 or reserve <= size:
         return index
@@ -55,8 +63,10 @@ def slots_at(index: np.ndarray, head: int, reserve: int, size: int) -> np.ndarra
     return np.where(index < begin, index, index + torn)
 
 
-def index_at(slots: np.ndarray, head: int, reserve: int, size: int) -> np.ndarray:
+def index_at(slots: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
     """The inverse of `slots_at`: where slots [*] of valid rows stand among those of all."""
+    if floor:
+        return index_at(slots_of(slots - floor, size), head - floor, reserve - floor, size)
     torn = reserve - head
     if not size or torn <= 0 or reserve <= size:
         return slots

@@ -6,6 +6,7 @@ Layout, little-endian, offsets in bytes::
     64     reserve   count: rows that may have been written
     128    head      count: rows that are committed
     192    which file it lies in, and whether a writer has it open (see `header_words`)
+    256    floor     count: the row at which a ring was emptied last, see `ring`; 0 if never
     4096   two record slots, each: sequence, head at write, length, CRC, payload
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
@@ -54,7 +55,7 @@ RECORD_LIMIT = 65536
 _MAGIC = b"TALLYROL"
 _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
-_RESERVE, _HEAD = 64 // 8, 128 // 8
+_RESERVE, _HEAD, _FLOOR = 64 // 8, 128 // 8, 256 // 8
 _MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
 """So that rows can be added to any storage, and counts stay counts."""
 _SLOT = struct.Struct("<qqqI")
@@ -129,6 +130,7 @@ class Header:
             raise failed(path, error, 0) from error
         self._reserve: int | None = None
         self._head: int | None = None
+        self._floor: int | None = None
         self._spelt = (0, word_of(0))
         """The count stored last as reserve, and its word: most are stored as head next."""
         try:
@@ -147,11 +149,11 @@ class Header:
         self._sequence = self._newest_sequence() if writable else 0
         # Nobody but a writer changes the counts, so it need not look.
         if writable:
-            self._reserve, self._head = self.reserve, self.head
+            self._reserve, self._head, self._floor = self.reserve, self.head, self.floor
 
     def follow(self) -> None:
         """Look at the counts every time: another process writes now."""
-        self._reserve = self._head = None
+        self._reserve = self._head = self._floor = None
 
     def _mapped(self, writable: bool) -> mmap.mmap:
         size = os.fstat(self._file).st_size
@@ -193,7 +195,8 @@ class Header:
         return same_age and self._count(INODE) == inode_of(self._file)
 
     def _check_counts(self) -> None:
-        # A reader may look while both change: head first, then it is never the larger one.
+        # A reader may look while they change: in this order, each is never too large.
+        floor = self.floor
         head = self.head
         if head > (reserve := self.reserve):
             raise CorruptStorage(
@@ -204,6 +207,11 @@ class Header:
             raise CorruptStorage(
                 f"{self._path} says {head} rows committed of {reserve} reserved, and no storage "
                 f"has more than {_MOST_ROWS}. Restore it from a copy."
+            )
+        if floor and floor + self.ring > reserve:
+            raise CorruptStorage(
+                f"{self._path} says that its ring of {self.ring} rows was emptied at row {floor}, "
+                f"with {reserve} rows reserved, which cannot be. Restore it from a copy."
             )
 
     def _check(self, schema_crc: int, wanted: int) -> int:
@@ -267,6 +275,16 @@ class Header:
         count, word = self._spelt
         self._words[_HEAD] = word if count == rows else word_of(rows)
         self._head = rows
+
+    @property
+    def floor(self) -> int:
+        """The row at which the ring was emptied last, 0 if it never was."""
+        return self._count(_FLOOR) if self._floor is None else self._floor
+
+    def set_floor(self, row: int) -> None:
+        """Let ``row`` be the floor, when no row below it is valid."""
+        self._words[_FLOOR] = word_of(row)
+        self._floor = row
 
     @property
     def open(self) -> bool:

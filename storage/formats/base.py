@@ -176,6 +176,9 @@ class Format(ABC):
             CorruptStorage: the files are shorter than that.
         """
 
+    def forget_private(self) -> None:  # noqa: B027 - not every format keeps a map
+        """Let the next private map show what is in the files."""
+
     @abstractmethod
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write C-contiguous ``rows`` of a column from ``row`` on, where space is reserved."""

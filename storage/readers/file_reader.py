@@ -153,6 +153,10 @@ class FileReader(RowReader):
         return self.engine.head
 
     @property
+    def floor(self) -> int:
+        return 0 if self.engine is None else self.engine.floor
+
+    @property
     def last_head(self) -> int:
         engine = self.engine
         return self._last_head if engine is None else engine.head
@@ -211,6 +215,10 @@ class FileReader(RowReader):
     def made_wrongly(self) -> Iterator[str]:
         return self.format.made_wrongly(lambda: self.head)
 
+    def forget_views(self) -> None:
+        if self.engine is not None:
+            self.engine.forget_views()
+
     # --- rows -------------------------------------------------------------------------------------
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
@@ -254,10 +262,11 @@ class FileReader(RowReader):
                 raise
             where = resolve(index, rows)
         if isinstance(where, slice):
-            if engine.shows_slots(span):
+            if (first := engine.first_shown(span)) is not None:
                 every = engine.views()
                 shown = every if only is None else [every[place] for place in only]
-                views = [view[where] for view in shown]
+                there = slice(first, first + len(span))
+                views = [view[there][where] for view in shown]
                 return nest(views, (len(views[0]),))
             where = np.arange(where.start, where.stop, where.step)
         if isinstance(where, int):

@@ -184,6 +184,11 @@ class RowReader(ABC):
         return self.span.stop
 
     @property
+    def floor(self) -> int:
+        """The row of a ring from which indices are counted: where it was emptied last."""
+        return 0
+
+    @property
     def last_head(self) -> int:
         """`head`, and once it is closed, what it was then."""
         return self.head
@@ -240,14 +245,15 @@ class RowReader(ABC):
         if not ring:
             return index + first if first else index
         reserve = first + ring if first else span.stop
-        return rows_in(slots_at(index, span.stop, reserve, ring), span.stop, ring)
+        slots = slots_at(index, span.stop, reserve, ring, self.floor)
+        return rows_in(slots, span.stop, ring)
 
     def index_of(self, rows: np.ndarray) -> np.ndarray:
         """The index by which `get` finds rows [*]."""
         slots, ring = self.slots_of(rows), self.ring
         if not ring or not (first := (span := self.span).start):
             return slots
-        return index_at(slots, span.stop, first + ring, ring)
+        return index_at(slots, span.stop, first + ring, ring, self.floor)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         """Copies [*rows.shape, ...] of rows that are there, of all columns or of some."""
@@ -354,6 +360,9 @@ class RowReader(ABC):
         schema = self.schema
         columns = [(column.key, column.dtype) for column in schema.columns]
         return Nest(columns, schema.batch_shapes)
+
+    def forget_views(self) -> None:  # noqa: B027 - not every reader shows any
+        """What was written to rows that `get` showed, and not copied, is not shown again."""
 
     def __len__(self) -> int:
         return len(self.span)

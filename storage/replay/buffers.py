@@ -60,7 +60,7 @@ def as_it_is(batch: Any) -> Any:
 
 def seat_writers(storage: DiskStorage) -> None:
     """Let every attached writer go on behind the last row."""
-    at = _next_slot(storage)
+    at = _next_index(storage)
     for writer in _writers(storage):
         if at <= _limit(writer):
             setattr(writer, CURSOR, at)
@@ -69,29 +69,25 @@ def seat_writers(storage: DiskStorage) -> None:
 def tell_buffers(storage: DiskStorage, rows: range) -> None:
     """Let attached buffers know of rows that did not come through them."""
     seat_writers(storage)
-    index = torch.from_numpy(storage.slots_of(np.arange(rows.start, rows.stop)))
+    index = torch.from_numpy(storage.reader.index_of(np.arange(rows.start, rows.stop)))
     for buffer in attached_buffers(storage):
         if rows and hasattr(buffer, "mark_update"):
             buffer.mark_update(index)
 
 
-def check_cursor(storage: DiskStorage, rows: range, set_cursor: bool) -> None:
+def check_cursor(storage: DiskStorage, rows: range) -> None:
     """Refuse a write anywhere but behind the last row, ``rows`` being slots, counted on.
 
     Raises:
         NotAnAppend: it is not an append.
         CursorOverflow: an attached writer could not count on.
     """
-    at = _next_slot(storage)
+    at = _next_index(storage)
     if rows.start != at:
         raise NotAnAppend(
             f"rows on disk are only added behind the last one, at row {at}, and this write is "
             f"at row {rows.start}. A buffer that did not make its writer itself goes on at the "
             "right row after storage.attach(buffer)."
-        )
-    if not set_cursor:
-        raise NotAnAppend(
-            "storage[i] = rows changes rows in place, and rows on disk are only added. Use extend."
         )
     if rows.stop > min(map(_limit, _writers(storage)), default=rows.stop):
         raise CursorOverflow(
@@ -112,7 +108,10 @@ def as_batch(data: Any, *, single: bool) -> TensorDictBase:
     if is_tensorclass(data):
         data = data.to_tensordict()
     if not isinstance(data, TensorDictBase):
-        raise RowsMismatch(f"a storage holds TensorDicts, got {type(data).__name__}.")
+        raise RowsMismatch(
+            f"a storage holds TensorDicts, whose tensors have names, got {type(data).__name__}. "
+            'Write TensorDict({"data": tensor}, [len(tensor)]).'
+        )
     return data.unsqueeze(0) if single else data
 
 
@@ -128,8 +127,9 @@ def writers_index(storage: DiskStorage) -> Key | None:
     return _INDEX if adds else None
 
 
-def _next_slot(storage: DiskStorage) -> int:
-    return storage.head % storage.ring if storage.ring else storage.head
+def _next_index(storage: DiskStorage) -> int:
+    reader = storage.reader
+    return (reader.head - reader.floor) % reader.ring if reader.ring else reader.head
 
 
 def _writers(storage: DiskStorage) -> list[Any]:
@@ -144,7 +144,7 @@ def _limit(writer: Any) -> int:
 def _seat(writer: Any, storage: DiskStorage) -> None:
     if not isinstance(writer, RoundRobinWriter):
         return  # a writer without a cursor, such as that of an immutable dataset
-    if (at := _next_slot(storage)) > _limit(writer):
+    if (at := _next_index(storage)) > _limit(writer):
         raise CursorOverflow(
             f"TorchRL's writers count rows in 32 bits, up to {_CURSOR_LIMIT}, and {storage.path} "
             f"has {at}. Give the buffer a writer made with compilable=True."

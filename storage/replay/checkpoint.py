@@ -28,6 +28,19 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
     adds the rows that came since.
     """
 
+    def register_save_hook(self, hook: Any) -> None:
+        """Refused: rows are copied as they are, and what is copied could not be opened.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a storage is dumped as it is, without hooks. Give the buffer a checkpointer of "
+            "TorchRL's, such as checkpointer=TensorStorageCheckpointer(), and hooks to that."
+        )
+
+    register_load_hook = register_save_hook
+
     def dumps(self, storage: DiskStorage, path: Any) -> None:
         """Copy the committed rows, the record and the runs to ``path``.
 
@@ -113,9 +126,12 @@ def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
 
 
 def _behind(target: RowReader, source: RowReader) -> bool:
-    """Whether rows of the source are missing, in a ring for a copy that was interrupted too."""
+    """Whether rows of the source are missing; in a ring, also where it has others left.
+
+    Such a copy was interrupted, or one of the two was emptied.
+    """
     return target.head < source.head or (
-        target.head == source.head and target.span.start > source.span.start
+        target.head == source.head and target.span.start != source.span.start
     )
 
 

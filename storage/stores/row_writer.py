@@ -246,8 +246,17 @@ class RowWriter:
         slots = min(span.stop, ring)
         columns = [source.in_slots(key, 0, slots) for key in source.keys]
         reserve = span.start + ring if span.start else span.stop
-        self.reader.running().replace(columns, span.stop, reserve)
+        self.reader.running().replace(columns, span.stop, reserve, source.floor)
         self.__dict__.pop("_id_checks", None)  # it knew other rows
+
+    def empty(self) -> None:
+        """Let no row of a ring be valid any more, and go on behind them."""
+        reader = self.reader
+        with self.turn:
+            engine = reader.running()
+            engine.require_writer()
+            reader.trajectory_index.make_way(reader, range(reader.ring))
+            engine.empty()
 
     def put_record(self, payload: bytes) -> None:
         """As `DiskStorage.put_record`."""
@@ -318,6 +327,19 @@ class RowWriter:
                 watch.settle(span.stop)
             self._staged = None
             return span
+
+    def write_more(self, rows: TensorDictBase, without: Key | None, ids: Ids) -> None:
+        """As `write`, of more rows than a ring has, in pieces of which the last ones stay.
+
+        Whatever is refused is refused before the first piece is written.
+        """
+        reader = self.reader
+        with self.turn:
+            arrays = self._arrays(rows, without)
+            reader.running().check(arrays, None if ids == "fresh" else self._id_checks)
+            size = reader.ring
+            for start in range(0, len(rows), size):
+                self.write(rows[start : start + size], None, without, ids)
 
     def write_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
         """As `DiskStorage.extend_fixed`."""

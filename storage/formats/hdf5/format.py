@@ -290,6 +290,10 @@ class H5Format(Format):
             self._arrays[access] = self._mapped(access)
         return self._arrays[access]
 
+    def forget_private(self) -> None:
+        """Map the file anew."""
+        self._arrays.pop("private", None)
+
     def _require_capacity(self, rows: int) -> None:
         if rows > self._layout.capacity:
             raise CorruptStorage(

@@ -110,6 +110,10 @@ class ChunkedColumn:
             return count
         return max(0, count - region.mapped // self.chunk_nbytes)
 
+    def forget(self, access: Access) -> None:
+        """Map what is asked for in this way anew; maps that others have stay."""
+        self._regions.pop(access, None)
+
     def array(self, count: int, room: int, access: Access) -> np.ndarray:
         """The first ``room`` rows of ``count`` chunks, mapped: an array [room, ...].
 

@@ -230,6 +230,12 @@ class ZarrFormat(DirectoryFormat):
             room = min(count * column.chunk_rows for column, count in pairs)
             return [column.array(count, room, access) for column, count in pairs]
 
+    def forget_private(self) -> None:
+        """Map the chunks anew."""
+        with self._mapping:
+            for column in self._columns:
+                column.forget("private")
+
     @told
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
         """Write through the files, which the maps show at once."""

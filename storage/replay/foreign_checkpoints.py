@@ -1,0 +1,113 @@
+"""TorchRL's own checkpointers over a storage on disk: they are given a storage that they know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data.replay_buffers.storages import TensorStorage
+
+from tallyroll.storage.compat import INITIALISE, LAST_INDEX, ROWS, STORED
+from tallyroll.storage.errors import NotInitialised, RowsMismatch, StateMismatch
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+
+if TYPE_CHECKING:
+    from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+
+    from tallyroll.storage.storages import DiskStorage
+
+
+def dump(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any) -> None:
+    """Let a checkpointer of TorchRL's write the rows to ``path``, as those of its own storages.
+
+    A storage that keeps every row is written as one that is full.
+
+    Raises:
+        NotInitialised: there is nothing to write yet.
+    """
+    reader = storage.reader
+    if not len(reader):
+        raise NotInitialised(f"{reader.path} has no rows to dump yet. Write some first.")
+    rows = reader.get(slice(None))
+    shown = TensorStorage(_with_free_slots(rows, reader.ring))
+    setattr(shown, STORED, len(rows))
+    setattr(shown, LAST_INDEX, storage.last_index)
+    checkpointer.dumps(shown, Path(path))
+
+
+def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
+    """Rows with the slots behind them that a ring has left, whose memory nobody touches."""
+    if len(rows) >= ring:
+        return rows
+    slots: TensorDictBase = torch.empty_like(rows[0].expand(ring, *rows.batch_size[1:]))
+    slots[: len(rows)] = rows
+    return slots
+
+
+def load(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any) -> None:
+    """Append the rows that a checkpointer of TorchRL's finds at ``path``, to a storage without.
+
+    Each gets the index that it had. Of a whole buffer's checkpoint a full ring goes on where it
+    was: the oldest row is overwritten next.
+
+    Raises:
+        StateMismatch: there are rows already, or more than fit.
+        RowsMismatch: what is found are no rows.
+        RunUnderWay: a collector is writing to ``storage``.
+    """
+    writer, reader = storage.writer, storage.reader
+    writer.require_no_run()
+    if len(reader):
+        raise StateMismatch(
+            f"{reader.path} has {len(reader)} rows, and a checkpoint of "
+            f"{type(checkpointer).__name__} would replace them. Load it into a new storage."
+        )
+    found = _Received()
+    checkpointer.loads(found, Path(path))
+    if not isinstance(found.rows, TensorDictBase):
+        raise RowsMismatch(f"{path} holds no rows of TensorDicts, and a storage holds only these.")
+    _append(writer, reader, found.rows[: getattr(found, STORED)], _next_index(path))
+
+
+class _Received:
+    """In the place of a new storage of TorchRL's: keeps what a checkpointer fills it with."""
+
+    initialized = False
+    rows: Any = None
+
+    def __init__(self) -> None:
+        setattr(self, ROWS, self)
+        setattr(self, STORED, 0)
+        setattr(self, INITIALISE, lambda row: None)
+
+    def update_(self, rows: Any) -> None:
+        self.rows = rows
+
+
+def _next_index(path: Any) -> int:
+    """Where the buffer of this checkpoint would have written next; 0 where nobody says."""
+    beside = Path(path).parent / "writer" / "metadata.json"
+    try:
+        cursor = json.loads(beside.read_bytes())["cursor"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return cursor if type(cursor) is int else 0
+
+
+def _append(
+    writer: RowWriter | NoWriter, reader: RowReader, rows: TensorDictBase, next_index: int
+) -> None:
+    if reader.ring and len(rows) > reader.ring:
+        raise StateMismatch(
+            f"the checkpoint has {len(rows)} rows, and {reader.path} is a ring of {reader.ring}. "
+            "Make it larger."
+        )
+    with writer.turn:
+        writer.write(rows)
+        if reader.ring == len(rows) and 0 < next_index < len(rows):
+            # The first rows are the newest: the same once more, which lie where they lay.
+            writer.write(rows[:next_index])
