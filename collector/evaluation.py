@@ -11,7 +11,8 @@ from torchrl.envs.utils import ExplorationType
 from tallyroll.collector.counting.episode_log import Episode
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.envs.make import CreateEnv
-from tallyroll.collector.policies.policy import PolicyFn, generators_restored
+from tallyroll.collector.policies.policy import PolicyFn
+from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.sync import SyncCollector
 
 _FRAMES_PER_BATCH = 4096

@@ -118,7 +118,7 @@ class MultiprocessCollector(Collector):
         rename: Rename | None = None,
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
-        validate: Validate = "raise",
+        validate: Validate = "noise",
         reset_slots: ResetSlots = "mask",
         yield_large: bool = True,
         finals: Finals = "check",

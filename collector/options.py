@@ -15,7 +15,13 @@ from tallyroll.storage.rows.keys import Key
 
 Layout = Literal["rows", "lanes", "trajectories"]
 Surplus = Literal["carry", "discard", "never_step"]
-Validate = Literal["raise", "warn", "off"]
+Validate = Literal["noise", "raise", "warn", "off"]
+"""What happens to values outside their spaces. An action that is NaN or infinite always raises.
+
+``"noise"``: they raise, but for numbers outside the box of an action (exploration noise), which
+warn once and are kept as the environment got them; ``"raise"``: these raise too; ``"warn"``: all
+warn, once; ``"off"``: nobody looks.
+"""
 ResetSlots = Literal["mask", "avoid"]
 Finals = Literal["check", "lost", "kept"]
 """What is known of the observations that episodes end with.

@@ -44,12 +44,16 @@ class SyncCollector(Collector):
             lists the systems), a TorchRL environment of batch size ``[]`` or ``[lanes]``, a
             Gymnasium vector environment, an environment of such a system, or a factory of one.
             What the collector makes it closes; an instance stays yours to close.
-        policy: a TensorDictModule, a callable from TensorDict to TensorDict or a model of
-            Stable-Baselines3 (it acts by ``predict``); None draws random actions, and honours
-            an ``"action_mask"``. It gets tensors of its own, to
-            write to and to keep as it likes. All that it adds to them becomes columns: where
-            the action is enough, make it
-            ``TensorDictSequential(policy, selected_out_keys=["action"])``.
+        policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
+            function of tensors (its arguments are called like observations; a module of one
+            argument may call it anything) or a model of Stable-Baselines3 (it acts by
+            ``predict``); None draws random actions, and honours an ``"action_mask"``. It gets
+            tensors of its own, to write to and to keep as it likes. All that it adds to them
+            becomes columns, but for names that begin with an underscore: where the action is
+            enough, make it ``TensorDictSequential(policy, selected_out_keys=["action"])``.
+            Actions of another dtype, of an axis of one more or less, one-hots for indices and
+            the other way round become what the environment takes, where nothing is lost; that
+            is what is stored.
         frames_per_batch: transitions a batch.
         total_frames: transitions in all; -1 goes on until :meth:`stop`.
         total_episodes: instead, exactly that many episodes, whole, those that start first.
@@ -86,7 +90,11 @@ class SyncCollector(Collector):
         frame_skip: simulator ticks a transition, or an info key that counts the ticks since
             the episode's reset (ALE: ``"episode_frame_number"``).
         exploration_type: TorchRL's exploration type during collection.
-        validate: values outside their spaces: ``"raise"``, ``"warn"`` or ``"off"``.
+        validate: values outside their spaces. ``"noise"`` raises, but for numbers outside the box
+            of a continuous action, as exploration noise makes them: they are executed and stored
+            as they are, and the first is a warning; ``"raise"`` raises for these too, ``"warn"``
+            warns once of the first of all, ``"off"`` lets them pass. An action that is NaN or
+            infinite raises in any case.
         reset_slots: with a Gymnasium vector environment, see :class:`GymnasiumVectorEnv`.
         yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
             that are yielded: they go straight to ``storage``, one copy less.
@@ -130,7 +138,7 @@ class SyncCollector(Collector):
         rename: Rename | None = None,
         frame_skip: int | str = 1,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
-        validate: Validate = "raise",
+        validate: Validate = "noise",
         reset_slots: ResetSlots = "mask",
         yield_large: bool = True,
         finals: Finals = "check",

@@ -124,6 +124,8 @@ class Collector(ABC):
         **call: Any,
     ) -> None:
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
+        for note in plan.notes:
+            warnings.warn(note, stacklevel=4)
         options, source = self._options, RowSource(plan)
         kept = {
             "frames_per_batch": self.frames_per_batch,

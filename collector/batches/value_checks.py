@@ -23,7 +23,7 @@ from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
 
 
 class OutOfRangeWarning(UserWarning):
-    """A value lies outside its declared space, and ``validate="warn"`` lets it pass."""
+    """A value lies outside its declared space, and ``validate`` lets it pass."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,18 @@ class Violation:
     """The first slot, in slot order, whose value is not what was declared."""
 
     slot: int
-    error: Exception
-    by_policy: bool
+    what: str
+    check: "Range"
+    can_pass: bool
+    """It is for ``validate`` to say whether it passes."""
+
+    @property
+    def error(self) -> Exception:
+        """It, as it is raised."""
+        kind = PolicyError if self.check.by_policy else TransitionError
+        lenient = '"noise", "warn"' if self.check.has_noise else '"warn"'
+        way_out = f', or let it pass with validate {lenient} or "off"' if self.can_pass else ""
+        return kind(f"{self.what}; correct it{way_out}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,19 @@ class Range:
     low: NDArray[Any]
     high: NDArray[Any]
     by_policy: bool
+
+    @property
+    def has_noise(self) -> bool:
+        """The column is a continuous action's, which exploration may drive beyond its bounds."""
+        return self.by_policy and self.low.dtype.kind == "f"
+
+    def numbers(self) -> "Range":
+        """Of such a column, all that a policy may give however far it explores."""
+        most = np.finfo(self.low.dtype).max
+        low, high = (
+            np.where(np.isfinite(b), s * most, b) for b, s in ((self.low, -1), (self.high, 1))
+        )
+        return Range(self.key, low.astype(self.low.dtype), high.astype(self.low.dtype), True)
 
     def or_(self, other: "Range") -> "Range":
         """The least range that holds both."""
@@ -143,12 +166,13 @@ class RangeChecks:
 
     Args:
         ranges: what is allowed; see :func:`ranges_of`.
-        validate: ``"raise"``, ``"warn"`` (once) or ``"off"``.
+        validate: see :data:`Validate`.
     """
 
     def __init__(self, ranges: Sequence[Range], validate: Validate) -> None:
         self._validate = validate
-        self._ranges = [] if validate == "off" else list(ranges)
+        self._declared = [] if validate == "off" else list(ranges)
+        self._ranges = _of_numbers(ranges) if validate == "off" else list(ranges)
         self._slot_checks: dict[Slab, _SlotChecks] = {}
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
@@ -159,19 +183,32 @@ class RangeChecks:
                 checks = self._slot_checks[slab] = _SlotChecks(self._ranges, slab)
             if checks.are_good(used):  # reset slots too
                 return None
-        # A wrong action explains what the environment made of it: among equals it comes first.
-        found = self._violations(slab, used, state)
-        first = min(found, key=lambda v: (v.slot, not v.by_policy), default=None)
-        if first is not None and self._validate == "warn":
-            self._ranges.clear()
-            self._slot_checks.clear()
-            warnings.warn(str(first.error), OutOfRangeWarning, stacklevel=4)
-            return None
-        return first
+        while True:
+            # A wrong action explains what the environment made of it: it comes first of equals.
+            found = self._violations(slab, used, state)
+            first = min(found, key=lambda v: (v.slot, not v.check.by_policy), default=None)
+            if first is None or not self._passes(first):
+                return first
+            warnings.warn(f"{first.what}; {_SAID_ONCE}", OutOfRangeWarning, stacklevel=5)
+
+    def _passes(self, found: Violation) -> bool:
+        """Whether ``found`` and all others like it are kept from here on."""
+        if not found.can_pass or self._validate not in ("noise", "warn"):
+            return False
+        if self._validate == "warn":
+            self._ranges = _of_numbers(self._ranges)
+        elif found.check.has_noise:
+            self._ranges = [
+                each.numbers() if each is found.check else each for each in self._ranges
+            ]
+        else:
+            return False
+        self._slot_checks.clear()
+        return True
 
     def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
         """The fault of the policy's actions in ``slot``, which the environment refused."""
-        for check in self._ranges:
+        for check in self._declared:
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
                 bad = check.bad(_values(slab, check.key, slot, slot + 1))
                 if bad is not None:
@@ -188,20 +225,28 @@ class RangeChecks:
                 yield _violation(check, slab, slot, lane, state)
 
 
+_SAID_ONCE = (
+    "it is kept as the environment got or made it, and so are others from here on, without a word"
+)
+
+
+def _of_numbers(ranges: Sequence[Range]) -> list[Range]:
+    """What is left to be seen to where values may lie outside: actions are numbers."""
+    return [each.numbers() for each in ranges if each.has_noise]
+
+
 def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState) -> Violation:
     value = _values(slab, check.key, slot, slot + 1)[0, lane]
-    kind = PolicyError if check.by_policy else TransitionError
     low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
     at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
     where = f" at {[int(index) for index in at]}" if at else ""
     what = "the action space" if check.by_policy else "its space"
-    error = kind(
+    said = (
         f"{spell(check.key)} lies outside {what} at lane {slab.first_lane + lane}, step "
         f"{_step_of(slab, slot, lane, state)} of its trajectory: got {_exact(value[at])}{where}, "
-        f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN; "
-        'correct it, or let it pass with validate "warn" or "off"'
+        f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN"
     )
-    return Violation(slot, error, check.by_policy)
+    return Violation(slot, said, check, not check.has_noise or bool(np.isfinite(value[at])))
 
 
 def _exact(number: Any) -> str:

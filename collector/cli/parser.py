@@ -284,8 +284,9 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "when the run is complete, trim the storage to its rows, and add checksums for verify"),
     "--frames-per-batch": (_positive, "F",
         "transitions in a commit (default: 64 for each lane, at least 1024, at most 8192)"),
-    "--validate": (("raise", "warn", "off"), "",
-        "reaction to values outside their spaces (default: raise)"),
+    "--validate": (("noise", "raise", "warn", "off"), "",
+        "reaction to values outside their spaces; noise: raise, but for numbers outside the box of "
+        "a continuous action, which warn once and are kept (default: noise)"),
     "--finals": (("check", "lost", "kept"), "",
         "final observations of episodes. check: compare the first few with the observations "
         "that follow, and end the run if the environment resets itself within step and returns the "

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.policies.policy import generators_restored
+from tallyroll.collector.policies.trial import generators_restored
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class BareCall:
         """
         if policy is None or policy.device is not None:
             return None
-        module: Any = policy.module
+        module: Any = policy.around
         if type(module) is not TensorDictModule or not calls_plainly(module):
             return None
         inputs = [rows(as_key(key)) for key in module.in_keys]

@@ -11,8 +11,9 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.policies.bare_call import BareCall
-from tallyroll.collector.policies.policy import Policy, no_tensordict
+from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
+from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.collector.rollout.lanes import Account, Lanes, changed, ended_in
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -295,7 +296,10 @@ class LocalDriver(Driver):
         key, rows = self._outputs[index]
         row = rows[at]
         if value is None or value.shape != row.shape or value.dtype != row.dtype:
-            raise changed(key, value, row)
+            form = None if self.policy is None or value is None else self.policy.forms.get(key)
+            if value is None or form is None or not form.takes(value):
+                raise changed(key, value, row)
+            value = form(value)
         row.copy_(value)
 
     def _refresh(self, start: int, stop: int) -> None:

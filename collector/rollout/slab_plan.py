@@ -15,13 +15,14 @@ from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.make import require_names_of
 from tallyroll.collector.envs.observed import observed_keys
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.traits import fills_slabs, loses_finals
+from tallyroll.collector.envs.traits import fills_slabs, loses_finals, system_of
 from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.options import Options
-from tallyroll.collector.policies.policy import Policy, next_keys, try_out
+from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.policies.states import refuse_states
+from tallyroll.collector.policies.trial import next_keys, settle_inputs, try_out
 from tallyroll.collector.rollout.arriving import ArrivingLanes
 from tallyroll.collector.rollout.copying import CopiedLanes
 from tallyroll.collector.rollout.driver import LocalDriver
@@ -29,6 +30,7 @@ from tallyroll.collector.rollout.lanes import Lanes, SystemLanes, ended_in
 from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import (
+    COLLECTOR,
     DONE,
     NEXT,
     NEXT_VALID,
@@ -71,6 +73,8 @@ class SlabPlan:
     """The environment marks which slots are transitions."""
     arrivals: int = 0
     """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
+    notes: tuple[str, ...] = ()
+    """What whoever uses the rows has to be told."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
@@ -122,7 +126,8 @@ def plan_slab(
     extra: dict[Key, SlabColumn] = {}
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
-            extra = try_out(policy, first, env)
+            settle_inputs(policy, first, env, _given(env))
+            extra = try_out(policy, first, env, strict=options.validate == "raise")
     if in_place and next_keys(extra):
         raise PolicyError(
             f"the policy writes {[spell(key) for key in next_keys(extra)]}, which must be carried "
@@ -150,7 +155,16 @@ def plan_slab(
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
         arrivals=arrivals,
+        notes=() if policy is None else tuple(policy.notes),
     )
+
+
+def _given(env: EnvBase) -> list[Key]:
+    """Observations that a policy of tensors may be given."""
+    base = system_of(env)
+    infos = () if base is None else base.info_keys
+    keys = map(as_key, env.observation_spec.keys(True, True))
+    return [key for key in keys if key[0] != COLLECTOR and key not in infos]
 
 
 def make_driver(

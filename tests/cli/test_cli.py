@@ -310,8 +310,9 @@ ERRORS = {
     "failed: ZeroDivisionError: division by zero (--traceback shows where)",
     "CartPole-v1 --frames 5 --policy agent:idle": "policy: expected it to write action, got no new "
     "key; set out_keys",
-    "CartPole-v1 --frames 5 --policy agent:network": "policy: Linear is a plain nn.Module that "
-    "takes tensors; wrap it in tensordict.nn.TensorDictModule",
+    "CartPole-v1 --frames 5 --policy agent:network": "policy: Bilinear is a plain nn.Module whose "
+    "arguments are ['input1', 'input2'], and the observations are ['observation']; call them "
+    "alike, or wrap it in tensordict.nn.TensorDictModule",
     "CartPole-v1 --frames 5 --append": "--append: data does not exist; leave --append out to "
     "create it",
     "--resume --frames 5": "data: there is nothing to take ENV from; give ENV",
@@ -322,7 +323,7 @@ AGENT = """
 import torch
 from tensordict.nn import TensorDictModule
 number = 7
-network = torch.nn.Linear(4, 2)
+network = torch.nn.Bilinear(4, 4, 2)
 def act(td):
     return td.set("action", (td["observation"][..., 2] > 0).long())
 def idle(td):

@@ -95,7 +95,7 @@ def torch_env() -> OracleTorchEnv:
         ),
         (
             {"validate": "maybe"},
-            r"validate: expected one of \['raise', 'warn', 'off'\], got",
+            r"validate: expected one of \['noise', 'raise', 'warn', 'off'\], got",
         ),
         ({"num_envs": 3}, "num_envs and env_kwargs go with an id; make the environment"),
         ({"env_kwargs": {"a": 1}}, "num_envs and env_kwargs go with an id"),

@@ -175,20 +175,34 @@ def writing(**values: Any) -> Any:
     ("policy", "error", "match"),
     [
         (7, ArgumentError, "policy: expected a TensorDictModule, a callable .* got int"),
-        (torch.nn.Linear(3, 2), ArgumentError, "Linear is a plain nn.Module that takes tensors"),
+        (
+            torch.nn.Linear(3, 2),
+            PolicyError,
+            r"action: expected an index or a one-hot of it, got \[-?0\.\d+, ",
+        ),
+        (
+            torch.nn.Bilinear(3, 3, 2),
+            ArgumentError,
+            r"Bilinear is a plain nn.Module whose arguments are \['input1', 'input2'\], and",
+        ),
         (lambda td: td["observation"], PolicyError, "expected a TensorDict back, got Tensor"),
         (lambda _: None, PolicyError, "expected a TensorDict back, got NoneType"),
         (writing(act=torch.zeros(3)), PolicyError, r"to write action, got \['act'\]; set out_keys"),
         (lambda td: td, PolicyError, "expected it to write action, got no new key"),
         (
-            writing(action=torch.zeros(3)),
+            writing(action=torch.zeros(3, 1, 1)),
             PolicyError,
-            r"action is float32 \[3\], expected int64 \[3\]",
+            r"action is float32 \[3, 1, 1\], expected int64 \[3\]",
+        ),
+        (
+            writing(action=torch.full((3,), 0.5)),
+            PolicyError,
+            r"action: expected what int64 can hold, got 0\.5",
         ),
         (
             writing(action=torch.zeros(3, 2, dtype=torch.int64)),
             PolicyError,
-            r"action is int64 \[3, 2\], expected int64 \[3\]",
+            r"action: expected an index or a one-hot of it, got \[0\.0, 0\.0\]",
         ),
         (
             writing(action=torch.tensor([0, 5, 1])),
@@ -224,7 +238,13 @@ def test_an_action_on_another_device_is_refused() -> None:
 )
 def test_an_action_that_is_no_number_is_refused(action: Any, match: str) -> None:
     with pytest.raises(PolicyError, match=match):
-        SyncCollector(vec(action="box"), writing(action=action), frames_per_batch=5, total_frames=9)
+        SyncCollector(
+            vec(action="box"),
+            writing(action=action),
+            frames_per_batch=5,
+            total_frames=9,
+            validate="raise",
+        )
 
 
 def test_a_column_needs_the_lanes_in_front() -> None:
@@ -279,6 +299,7 @@ def test_an_action_gone_wrong_later_keeps_all_that_was_before(
             ChangesItsMind(action),
             frames_per_batch=50,
             total_frames=90,
+            validate="raise",
             storage=tmp_path / "s",
         ) as collector,
         pytest.raises(PolicyError, match=match),

@@ -228,9 +228,12 @@ def test_at_random_a_recurrent_state_stays_as_it_is(run: str, random_frames: int
 
 def test_noise_that_a_policy_carries_goes_from_step_to_step_and_not_on() -> None:
     env = partial(tracked, "torch", 0, LANES)
-    rows = joined(through(SyncCollector(env, noisy(), **BUDGET)).batches)
-    # The module counts its steps since the trajectory began, and writes the count.
-    assert torch.equal(rows["_ou_steps"].view(-1), rows["collector", "step"] + 1)
+    # The module counts its steps since the trajectory began; what it keeps is in no row.
+    telling = TensorDictModule(torch.clone, in_keys=["_ou_steps"], out_keys=["steps"])
+    policy = TensorDictSequential(noisy(), telling)
+    rows = joined(through(SyncCollector(env, policy, **BUDGET)).batches)
+    assert torch.equal(rows["steps"].view(-1), rows["collector", "step"] + 1)
+    assert not [key for key in rows.keys() if key.startswith("_")]
 
 
 @pytest.mark.filterwarnings("ignore:The tensordict passed to Ornstein")

@@ -149,11 +149,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "frames_per_batch: expected an integer abo",
     ),
     "two budgets": ((CREATE,), {**TWO, "total_episodes": 3}, "total_frames .* or total_episodes"),
-    "a plain module": (
-        (CREATE, torch.nn.Linear(3, 2)),
-        TWO,
-        r"policy: Linear is a plain nn.Module that takes tensors; wrap it in",
-    ),
     "no policy at all": ((CREATE, 3), TWO, "policy: expected a TensorDictModule, a callable from"),
 }
 

@@ -1,0 +1,91 @@
+"""Modules and functions that take tensors instead of a TensorDict: what they are given."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage.rows.keys import Key, spell
+
+_NO_DATA = {"step_count", "is_init"}
+"""Observations that count steps: no module takes them by chance."""
+
+
+Inputs = list[Key] | dict[str, Key]
+"""Keys of a module's arguments, in order; by name where some between them are left out."""
+
+
+def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
+    """What the arguments of ``policy`` are given; None: it takes a TensorDict.
+
+    As in TorchRL a module or a function takes the observations that its arguments are called by.
+    A module of one argument takes the observation, whatever it calls it, where there is one.
+
+    Raises:
+        ArgumentError: a module whose arguments are no observations.
+    """
+    if isinstance(policy, TensorDictModuleBase) or hasattr(policy, "out_keys"):
+        return None
+    is_module = isinstance(policy, nn.Module)
+    parameters = _parameters(policy.forward if is_module else policy)
+    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    if len(needed) == 1 and _is_for_tensordicts(parameters[needed[0]]):
+        return None
+    named: dict[str, Key] = {key[0]: key for key in observations if len(key) == 1}
+    if needed and named.keys() >= set(needed):
+        found = {name: named[name] for name in parameters if name in named}
+        first = [*parameters.values()][: len(found)]
+        in_order = all(each.name in found and each.kind != each.KEYWORD_ONLY for each in first)
+        return list(found.values()) if in_order else found
+    if not is_module:
+        return None
+    data = [key for key in observations if key[-1] not in _NO_DATA]
+    if len(needed) == 1 and len(data) == 1:
+        return data
+    raise ArgumentError(
+        f"policy: {type(policy).__name__} is a plain nn.Module whose arguments are {needed}, and "
+        f"the observations are {sorted(map(spell, observations))}; call them alike, or wrap it in "
+        "tensordict.nn.TensorDictModule(module, in_keys=[…], out_keys=[…])"
+    )
+
+
+def _parameters(called: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        found = inspect.signature(called).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return {}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: each for name, each in found.items() if each.kind not in several}
+
+
+def _is_for_tensordicts(parameter: inspect.Parameter) -> bool:
+    hint = parameter.annotation
+    said = "TensorDict" in hint if isinstance(hint, str) else is_tensor_collection(hint)
+    return said or parameter.name in ("tensordict", "td")
+
+
+def around(
+    policy: Callable[..., Any], inputs: Inputs, actions: Sequence[Key], more: int = 0
+) -> TensorDictModule:
+    """``policy`` as a module from TensorDict to TensorDict.
+
+    Of a tuple that it returns the first are the ``actions``; ``more`` that follow are called
+    ``output1``, ``output2``, …, as in TorchRL.
+    """
+    out_keys = [*actions, *(f"output{index + 1}" for index in range(more))]
+    if isinstance(inputs, dict):
+        return TensorDictModule(policy, in_keys=inputs, out_keys=out_keys, out_to_in_map=True)
+    return TensorDictModule(policy, in_keys=[*inputs], out_keys=out_keys)
+
+
+def outputs_of(policy: Callable[..., Any], inputs: Inputs, td: TensorDictBase) -> int:
+    """How many values ``policy`` returns, of the inputs in ``td``."""
+    if isinstance(inputs, dict):
+        out = policy(**{name: td.get(key).clone() for name, key in inputs.items()})
+    else:
+        out = policy(*(td.get(key).clone() for key in inputs))
+    return len(out) if isinstance(out, tuple) else 1

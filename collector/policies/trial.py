@@ -1,0 +1,186 @@
+"""The trial of a policy: a copy is called once on a first observation, and leaves no trace."""
+
+import copy
+import random
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
+from torchrl.data import Bounded
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.policies.action_forms import form_of
+from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.slab.slab import SlabColumn
+from tallyroll.storage.rows.batch_dims import batch_dims_of
+from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
+
+
+def for_trial(policy: Policy) -> Policy:
+    """A copy of ``policy`` that can be called without a trace, where it can be copied."""
+    probe = copy.copy(policy)
+    try:
+        module = copy.deepcopy(policy.module)
+    except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
+        return probe
+    probe.calls(module)
+    return probe
+
+
+def settle_inputs(
+    policy: Policy, td: TensorDictBase, env: EnvBase, observations: Collection[Key]
+) -> None:
+    """Find out what ``policy`` takes, and how many values it returns, where it takes tensors.
+
+    ``observations`` are those of ``env`` that it may be given.
+
+    Raises:
+        ArgumentError: a module whose arguments are no observations.
+        PolicyError: it returns fewer values than there are actions.
+    """
+    inputs = inputs_of(policy.module, observations)
+    if inputs is None:
+        return
+    actions = [as_key(key) for key in env.full_action_spec.keys(True, True)]
+    with generators_restored():
+        count = outputs_of(for_trial(policy).module, inputs, td)
+    if count < len(actions):
+        raise PolicyError(
+            f"policy: expected it to return {', '.join(map(spell, actions))}, got {count} values"
+        )
+    policy.takes(inputs, actions, count - len(actions))
+
+
+def try_out(
+    policy: Policy, td: TensorDictBase, env: EnvBase, *, strict: bool = False
+) -> dict[Key, SlabColumn]:
+    """Call a copy of ``policy`` once on ``td``, and check what it returns.
+
+    Random generators are restored, so that the trial leaves no trace in the data. ``strict``:
+    numbers outside an action's box are refused as well.
+
+    Returns:
+        The columns that the policy writes beside the action, in its order; not those whose names
+        begin with an underscore, which are its own.
+
+    Raises:
+        PolicyError: a missing action, or one of another shape, dtype, device or range.
+    """
+    probe = for_trial(policy)
+    try:
+        with generators_restored():
+            out = probe(td)
+    except KeyError as error:
+        known = sorted(spell(as_key(key)) for key in td.keys(True, True))
+        raise PolicyError(
+            f"policy: {error.args[0]}; what it is given has the keys {known}"
+        ) from error
+    if not is_tensor_collection(out):
+        raise no_tensordict(out)
+    actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
+    for key, spec in actions.items():
+        action = _action_of(policy, key, spec, out, td, len(env.batch_size))
+        _check_action(key, spec, action, strict)
+    lead, given = len(env.batch_size), {as_key(key) for key in td.keys(True)}
+    policy.batch_dims = batch_dims_of(out, lead)
+    policy.notes += [
+        f"the policy writes {spell(as_key(name))}, {type(value).__name__}, which no column can "
+        "hold: it is in no row"
+        for name, value in out.items(True)
+        if is_non_tensor(value) and as_key(name) not in given
+    ]
+    found = {as_key(name): value for name, value in out.items(True, True)}
+    policy.writes = tuple(key for key in found if key in actions or key not in given)
+    extra: dict[Key, SlabColumn] = {}
+    for key in policy.writes:
+        value = found[key]
+        private = any(part.startswith("_") for part in key)  # as TorchRL has it
+        if key in actions or private or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape[:lead] != env.batch_size:
+            raise PolicyError(
+                f"policy: {spell(key)} has shape {list(value.shape)}, expected the batch size "
+                f"{list(env.batch_size)} in front"
+            )
+        extra[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
+    return extra
+
+
+def no_tensordict(got: object) -> PolicyError:
+    """The error for a policy that returns something else."""
+    return PolicyError(
+        f"policy: expected a TensorDict back, got {type(got).__name__}; return the tensordict with "
+        "the action set"
+    )
+
+
+def _action_of(
+    policy: Policy, key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase, lead: int
+) -> torch.Tensor:
+    """The action in ``out`` as the environment takes it; ``policy`` learns how it becomes so."""
+    action: torch.Tensor | None = out.get(key, None)
+    if action is None:
+        got = sorted(spell(name) for name in out.keys(True, True) if name not in td.keys(True))
+        raise PolicyError(
+            f"policy: expected it to write {spell(key)}, got {got or 'no new key'}; set out_keys"
+        )
+    wanted = SlabColumn(spec.dtype, tuple(spec.shape))
+    got_column = SlabColumn(action.dtype, tuple(action.shape))
+    if wanted == got_column:
+        return action
+    form = form_of(key, action, spec, lead)
+    if form is None:
+        raise PolicyError(f"policy: {spell(key)} is {got_column}, expected {wanted}")
+    policy.forms[key] = form
+    if form.note:
+        policy.notes.append(form.note)
+    return form(action)
+
+
+def _check_action(key: Key, spec: Any, action: torch.Tensor, strict: bool) -> None:
+    if spec.device is not None and action.device.type != spec.device.type:
+        raise PolicyError(
+            f"policy: {spell(key)} is on {action.device}, expected {spec.device}; pass "
+            "policy_device"
+        )
+    if action.is_floating_point() and not bool(torch.isfinite(action).all()):
+        raise PolicyError(f"policy: {spell(key)} holds NaN or infinity on the first observation")
+    may_leave = isinstance(spec, Bounded) and action.is_floating_point() and not strict
+    if not may_leave and not spec.is_in(action):
+        raise PolicyError(
+            f"policy: {spell(key)} lies outside the action space on the first observation: got "
+            f"{action.reshape(-1)[:8].tolist()}, expected {describe(spec)}"
+        )
+
+
+def describe(spec: Any) -> str:
+    """The range of a spec, in a few words."""
+    if hasattr(spec, "n") and spec.shape[-1:] != (spec.n,):
+        return f"0..{int(spec.n) - 1}"
+    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
+    if low is not None and high is not None:
+        form = "g" if low.dtype.is_floating_point else ""
+        return f"{low.min().item():{form}}..{high.max().item():{form}}"
+    return str(type(spec).__name__)
+
+
+def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
+    """Columns that the policy writes under ``"next"``: recurrent states."""
+    return [key for key in columns if key[0] == NEXT]
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
+    saved = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            np.random.set_state(saved[0])
+            random.setstate(saved[1])
