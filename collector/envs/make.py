@@ -11,10 +11,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
 from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.declared_env import Make
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.system_env import Make, SystemEnv
+from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.throwaway import close
 from tallyroll.collector.envs.traits import chain, system_of
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.arrays import as_flags, as_tensor, whole
 from tallyroll.collector.envs.system import Mask, Step, System, require_consistent
-from tallyroll.collector.envs.system_env import SystemEnv, as_flags, as_tensor, whole
+from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.policies.random_actions import block_draw
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import (

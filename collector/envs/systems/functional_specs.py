@@ -40,6 +40,17 @@ def merged(jax: Any, lanes: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(pick, new, old)
 
 
+def placed(jax: Any, at: Any, lanes: int, new: Any, old: Any) -> Any:
+    """The tree ``old``, with the rows of ``new`` in the lanes ``at``; `lanes` of it are no lane."""
+
+    def put(one: Any, other: Any) -> Any:
+        if one.shape[:1] != at.shape or other.shape[:1] != (lanes,):
+            return other
+        return other.at[at].set(one, mode="drop")
+
+    return jax.tree.map(put, new, old)
+
+
 def require_same(jax: Any, reset: Any, step: Any, what: str) -> None:
     """Raise where the trees ``[lane, ...]`` of a reset and of a step have other arrays.
 

@@ -1,0 +1,84 @@
+"""What a system returned is compared with what it declares, and refused where it differs."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.arrays import as_flags
+from tallyroll.collector.envs.declared_env import DeclaredEnv
+from tallyroll.collector.envs.system import Array, Mask, Step
+from tallyroll.collector.errors import TransitionError
+from tallyroll.storage.rows.keys import spell
+
+
+class CheckedEnv(DeclaredEnv):
+    """An environment that knows what is wrong with a step."""
+
+    def _array(self, index: int, value: Array, count: int | None = None) -> NDArray[Any]:
+        """An observation as NumPy has it; what its spec does not declare is refused.
+
+        ``count`` are its rows, where they are not those of all lanes.
+        """
+        if isinstance(value, torch.Tensor):
+            value = value.detach().numpy()
+        elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+            value = np.from_dlpack(value)
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        wanted = self._expected[index]
+        if count is not None:
+            wanted = (count, *wanted[0][1:]), wanted[1]
+        if not isinstance(value, np.ndarray) or (shape, dtype) != wanted:
+            raise TransitionError(
+                f"{spell(self.observation_keys[index])}: the space declares {wanted[1]} "
+                f"{list(wanted[0])}, the environment returned {dtype} {list(shape or ())} "
+                f"({type(value).__name__}); correct the environment's space, or cast in a wrapper"
+            )
+        return value
+
+    def _wrong_shapes(self, out: Step) -> TransitionError:
+        got: dict[str, Any] = {
+            "reward": [list(np.shape(each)) for each in out.reward],
+            "terminated": list(np.shape(out.terminated)),
+            "truncated": list(np.shape(out.truncated)),
+        }
+        if len(out.reward) == 1:
+            got["reward"] = got["reward"][0]
+        return TransitionError(
+            f"expected reward, terminated and truncated of shape {list(self.batch_size)}, one "
+            f"number a lane, got the shapes {got}; reduce a vector of rewards in a wrapper"
+        )
+
+    def _lost_finals(self, ended: Mask) -> TransitionError:
+        return TransitionError(
+            f"{self.kind} declares that final observations come beside the first ones, and "
+            "gave none at the end of an episode of lane "
+            f"{self.first_lane + int(np.argmax(ended))}, so they are lost; let a wrapper hand "
+            "them out, or use a mode that does not reset within the step"
+        )
+
+    def _require_skipped(
+        self, skipped: Array | None, pending: Mask, lanes: Array | None = None
+    ) -> None:
+        """Raise where the system ignored other actions than it declares."""
+        if skipped is None:
+            return
+        wrong = as_flags(skipped) != pending
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            lane = self.first_lane + (row if lanes is None else int(lanes[row]))
+            did, when = "ignored", "that followed no"
+            if pending[row]:
+                did, when = "executed", "after an"
+            raise TransitionError(
+                f'lane {lane}: {self.kind} declares at_end="{self._declares.at_end}", and it {did} '
+                f"the action of a step {when} end of an episode"
+            )
+
+    def wrong_arrivals(self, lanes: NDArray[np.int32]) -> TransitionError:
+        """The error for lanes that were not under way, or are more or fewer than declared."""
+        return TransitionError(
+            f"{self.kind}: expected {self.arrivals} different lanes that were sent, got "
+            f"{lanes.tolist()!r:.200}"
+        )

@@ -1,0 +1,65 @@
+"""The specs of an environment over a system, from what the system declares of one lane."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torchrl.data import Binary, Composite, TensorSpec
+
+from tallyroll.collector.envs.system import Declares
+from tallyroll.storage.rows.keys import NEXT_VALID, VALID, Key
+
+
+class Specs(NamedTuple):
+    """Of all lanes; those without a column are left out, but for observations."""
+
+    observation: Composite
+    action: Composite
+    reward: Composite
+    done: Composite
+
+
+def batched_specs(d: Declares, names: Sequence[Key], marks_transitions: bool) -> Specs:
+    """What ``d`` declares with a leading dimension of its lanes, and flags of ends beside it.
+
+    Args:
+        d: what a system declares.
+        names: of its observations, in their order.
+        marks_transitions: there is a column that says which steps are transitions.
+    """
+    device, shape = torch.device(d.device), torch.Size([d.lanes])
+
+    def grown(spec: TensorSpec) -> TensorSpec:
+        return spec.expand(d.lanes, *spec.shape).clone().to(device)
+
+    def flags(*inner: int) -> dict[str, TensorSpec]:
+        spec = Binary(1, shape=(d.lanes, *inner, 1), dtype=torch.bool, device=device)
+        return {name: spec.clone() for name in ("done", "terminated", "truncated")}
+
+    def composite() -> Composite:
+        made = Composite(shape=shape, device=device)
+        for group, size in d.groups.items():
+            made[group] = Composite(shape=(d.lanes, size), device=device)
+        return made
+
+    specs = Specs(composite(), composite(), composite(), composite())
+    for key, spec in zip(names, d.observation.values(), strict=True):
+        specs.observation[key] = grown(spec)
+    if marks_transitions:
+        specs.observation[VALID] = flags()["done"]
+    if d.finals == "some":
+        specs.observation[NEXT_VALID] = Binary(shape=shape, dtype=torch.bool, device=device)
+    for target, declared in ((specs.action, d.action), (specs.reward, d.reward)):
+        for key, spec in declared.items():
+            target[key] = grown(spec)
+    for name, spec in flags().items():
+        specs.done[name] = spec
+    for group, size in d.groups.items():
+        for name, spec in flags(size).items():
+            specs.done[group, name] = spec
+    for each in (specs.action, specs.reward, specs.done):
+        for name in [
+            name for name, part in each.items() if isinstance(part, Composite) and not part
+        ]:
+            del each[name]
+    return specs
