@@ -200,3 +200,23 @@ def is_starting() -> bool:
 def run_exit_functions() -> None:
     """Call what `atexit` would, once."""
     atexit._run_exitfuncs()
+
+
+# --- TorchRL's weight updaters --------------------------------------------------------------------
+
+
+def transport_of(updater: Any) -> Any:
+    """The function by which a weight updater, or a class of them, reaches a worker."""
+    kind: Any = updater if isinstance(updater, type) else type(updater)
+    return kind._sync_weights_with_worker
+
+
+def server_weights(updater: Any, weights: Any) -> Any:
+    """What a weight updater makes of ``weights``, or of those that it gets where they are None."""
+    weights = updater._get_server_weights() if weights is None else weights
+    return None if weights is None else updater._maybe_map_weights(weights)
+
+
+def call_post_hooks(updater: Any) -> None:
+    """Call what is to be called when a weight updater has sent weights."""
+    updater._call_post_hooks()

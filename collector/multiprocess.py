@@ -15,6 +15,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.envs.make import require_id_options
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
@@ -33,6 +34,7 @@ from tallyroll.collector.options import (
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.policies.slot_rng import width_of
+from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
@@ -102,6 +104,7 @@ class MultiprocessCollector(Collector):
         seed: int | None = None,
         layout: Layout = "rows",
         split_trajs: bool = False,
+        set_truncated: bool = False,
         surplus: Surplus = "carry",
         replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
@@ -137,6 +140,7 @@ class MultiprocessCollector(Collector):
         supervision = supervision_of(locals())
         factories = _per_worker(create_env_fn, num_workers, options)
         self.num_workers, self._mode = len(factories), mode
+        self._one_system = isinstance(create_env_fn, str)
         threads = or_none(positive)("threads_per_worker", threads_per_worker)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._policy = None if policy is None else Policy(policy, None, None)
@@ -179,9 +183,19 @@ class MultiprocessCollector(Collector):
             plan,
             self._startup.ranges,
             description,
+            self._torchrl_layout(plan),
             num_workers=self.num_workers,
             mode=self._mode,
         )
+
+    def _torchrl_layout(self, plan: SlabPlan) -> TorchrlLayout | None:
+        if self._options.layout != "torchrl":
+            return None
+        apart = self._mode == "async"
+        shapes = [(lanes,) if plan.batched else () for lanes in self._startup.lanes]
+        if self._one_system and not apart:  # however many processes step it
+            return TorchrlLayout(self._options, plan, [(self.lanes,)])
+        return TorchrlLayout(self._options, plan, shapes, stacked=not apart, apart=apart)
 
     def _carve(self, slots: int, segments: int) -> tuple[Blocks, Share]:
         """Shared memory of slabs with so many slots, known to the workers."""
@@ -218,9 +232,12 @@ class MultiprocessCollector(Collector):
 
     def _leases(self) -> TransitionSource:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
-        # A batch takes one lease of every worker.
-        frames = ceil(self.frames_per_batch / self.num_workers)
+        whole = self._options.layout == "torchrl"
+        # A batch takes one lease of every worker, or, in TorchRL's layout, one of any.
+        frames = self.frames_per_batch if whole else ceil(self.frames_per_batch / self.num_workers)
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
+        if whole:
+            slots = max(slots, ceil(frames / min(map(plan.columns, self._startup.lanes))))
         blocks, share = self._carve(slots, _SEGMENTS)
         return Leases(
             self._worker_pool,

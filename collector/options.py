@@ -13,7 +13,7 @@ from tallyroll.collector.slab.info import Info, infos_of
 from tallyroll.collector.slab.names import checked_rename, split
 from tallyroll.storage.rows.keys import Key
 
-Layout = Literal["rows", "lanes", "trajectories"]
+Layout = Literal["rows", "lanes", "trajectories", "torchrl"]
 Surplus = Literal["carry", "discard", "never_step"]
 Validate = Literal["noise", "raise", "warn", "off"]
 """What happens to values outside their spaces. An action that is NaN or infinite always raises.
@@ -138,6 +138,8 @@ class Options:
     env_kwargs: Annotated[dict[str, Any] | None, or_none(_keywords)]
     seed: Annotated[int | None, or_none(not_negative)]
     layout: Layout
+    split_trajs: bool
+    set_truncated: bool
     surplus: Surplus
     device: Device
     policy_device: Device
@@ -167,7 +169,7 @@ class Options:
             each.name: _checked(each.name, arguments[each.name], each.type) for each in fields(cls)
         }
         _refuse_contradictions(arguments)
-        if arguments["split_trajs"]:
+        if checked["split_trajs"] and checked["layout"] == "rows":
             checked["layout"] = "trajectories"
         for name in ("policy_device", "storing_device"):
             checked[name] = checked[name] or checked["device"]
@@ -212,6 +214,11 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
         )
     if given["split_trajs"] and given["layout"] == "lanes":
         raise ArgumentError('split_trajs=True is layout="trajectories", got layout="lanes" too')
+    if given["set_truncated"] and given["layout"] != "torchrl":
+        raise ArgumentError(
+            'set_truncated marks cuts as TorchRL does, in layout="torchrl" alone, got layout='
+            f'"{given["layout"]}", which has ("collector", "cut") for them'
+        )
     if given["postproc"] is not None and not given["yield_large"]:
         raise ArgumentError(
             "yield_large=False leaves out columns that postproc may want; drop one of them"

@@ -9,6 +9,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.envs.make import CreateEnv, make_env
@@ -64,8 +65,14 @@ class SyncCollector(Collector):
             for random actions, which :attr:`ledger` reports, and goes on with that generator.
         layout: ``"rows"`` ``[frames]``, lane by lane and in time within the lane; ``"lanes"``
             ``[lane, time]`` and ``"trajectories"`` ``[trajectory, time]``, padded, with
-            ``("collector", "mask")``.
-        split_trajs: TorchRL's name for ``layout="trajectories"``.
+            ``("collector", "mask")``; ``"torchrl"`` what TorchRL's collectors give:
+            ``[lanes, time]`` (``[time]`` of an environment without a batch size), ``time`` named,
+            done flags at the root too, and ``("next", "done")`` not True on cuts. Where lanes
+            differ in length it is padded, with a mask, done at each lane's last row, and a warning.
+        split_trajs: TorchRL's name for ``layout="trajectories"``; in ``"torchrl"`` trajectories
+            stand lane by lane.
+        set_truncated: as in TorchRL, the last row of each lane of a batch is ``truncated`` and
+            ``done``; in ``layout="torchrl"`` only, and never in what is stored.
         surplus: what the last batched step of a batch made beyond it: ``"carry"`` opens the
             next batch with it, ``"discard"`` throws it away, ``"never_step"`` steps only as
             many lanes as are needed.
@@ -122,6 +129,7 @@ class SyncCollector(Collector):
         seed: int | None = None,
         layout: Layout = "rows",
         split_trajs: bool = False,
+        set_truncated: bool = False,
         surplus: Surplus = "carry",
         replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
@@ -177,7 +185,10 @@ class SyncCollector(Collector):
         driver = make_driver(self.env, self._policy, plan, slab, self._rng, new_board())
         driver.start_from(first)
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
-        self._drive(self._rollout_of(driver, plan), plan, ranges, description)
+        torchrl = None
+        if options.layout == "torchrl":
+            torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
+        self._drive(self._rollout_of(driver, plan), plan, ranges, description, torchrl)
 
     def _close_source(self) -> None:
         if self._owns_env:

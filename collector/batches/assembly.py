@@ -23,6 +23,7 @@ from tallyroll.collector.batches.rows import (
 )
 from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
 from tallyroll.collector.batches.small_batches import SmallBatches
+from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.compat import count_true
@@ -76,6 +77,7 @@ class Assembly:
         ranges: what values are allowed.
         provenance: written with the schema.
         count_random: whether random actions are an exception that is counted.
+        torchrl: lays batches out where ``layout="torchrl"``.
     """
 
     def __init__(
@@ -90,7 +92,13 @@ class Assembly:
         provenance: Mapping[str, Any],
         *,
         count_random: bool,
+        torchrl: TorchrlLayout | None = None,
     ) -> None:
+        self._torchrl = torchrl
+        self._shapes = torchrl is not None and writer.shapes
+        """A TorchRL buffer gets batches as they are laid out."""
+        if torchrl is not None and self._shapes:
+            torchrl.require_rectangles()
         self._options, self._writer, self._source = options, writer, source
         self._rollout, self._ledger, self.state = rollout, ledger, state
         self.provenance = provenance
@@ -132,10 +140,14 @@ class Assembly:
 
     # --- from blocks to rows ----------------------------------------------------------------------
 
-    def batch(self) -> TensorDictBase | None:
-        """The next batch; None where the run ended without one. The last one ends it."""
+    def batch(self, size: int | None = None) -> TensorDictBase | None:
+        """The next batch; None where the run ended without one. The last one ends it.
+
+        It has ``frames_per_batch`` rows, or another ``size``, as far as the budget goes.
+        """
         self._lays_out = True
-        size = self._budget.batch(self._ledger.stored, self._options.frames_per_batch)
+        most = sys.maxsize if self._apart else size or self._options.frames_per_batch
+        size = self._budget.batch(self._ledger.stored, most)
         self._begin(size)
         with self._acting:
             self._gather(size)
@@ -177,9 +189,15 @@ class Assembly:
         self._iterations += 1
 
     def _gather(self, size: int) -> None:
-        """Take blocks until ``size`` rows are in hand."""
+        """Take blocks until ``size`` rows are in hand, or one where a batch is of one worker."""
         while self._in_hand < size and not self._rollout.dry:
-            self._take(size - self._in_hand, size)
+            self._take(size - self._in_hand, 0 if self._apart else size)
+            if self._apart and self._in_hand:
+                break
+
+    @property
+    def _apart(self) -> bool:
+        return self._torchrl is not None and self._torchrl.apart
 
     def _end(self) -> None:
         """End an iteration, and the run with it where nothing more will come."""
@@ -292,6 +310,8 @@ class Assembly:
             return None
         if not isinstance(ticks, int) or self._masks:
             return None
+        if self._torchrl is not None and self._torchrl.follows:
+            return None
         count = len(block)
         return table, table.fixed(schema), range(count), count * ticks, count * self._agents
 
@@ -331,6 +351,7 @@ class Assembly:
         part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
         count, open_lanes = len(part), int(np.count_nonzero(self.state.step))
         entry, head, batch = self._entry_of(part), self._writer.head, None
+        flags = {} if self._torchrl is None else self._torchrl.root_flags(part)
         post(self._ledger, entry)
         try:
             self._ledger.balance(self._rollout.held)
@@ -339,7 +360,7 @@ class Assembly:
                 if self._lays_out:
                     batch = self._as_small_batch(part)
             else:
-                batch = self._store_rows(part, open_lanes)
+                batch = self._store_rows(part, open_lanes, flags)
         except BaseException:
             committed = self._writer.head - head
             if committed < count:  # else it was raised behind the commit
@@ -354,21 +375,27 @@ class Assembly:
         self._parts.clear()
         while self._kept:
             self._kept.pop().release()
-        return None if batch is None else self._arranged(batch)
+        return None if batch is None else self._arranged(batch, flags)
 
     def _store_slots(self, part: SlabPart, open_lanes: int) -> None:
         if (schema := self._writer.schema) is not None:
             rows = part.table.fixed(schema)
             self._writer.write_fixed(rows, part.index, part.next_id, self._ledger, open_lanes)
 
-    def _store_rows(self, part: Part, open_lanes: int) -> TensorDictBase | None:
+    def _store_rows(self, part: Part, open_lanes: int, flags: Flags) -> TensorDictBase | None:
         rows, large = self._parted(part)
         if self._options.postproc is not None:
-            return self._postprocessed(rows, self._options.postproc, open_lanes)
-        self._writer.write(rows, len(part), self._ledger, open_lanes, large)
+            return self._postprocessed(rows, self._options.postproc, open_lanes, flags)
+        shaped = None
+        if self._torchrl is not None and self._shapes:
+            shaped = self._torchrl.for_buffer(self._as_batch(rows), flags)
+        self._writer.write(rows, len(part), self._ledger, open_lanes, large, shaped)
         return self._as_batch(rows) if self._lays_out else None
 
-    def _arranged(self, batch: TensorDictBase) -> TensorDictBase:
+    def _arranged(self, batch: TensorDictBase, flags: Flags) -> TensorDictBase:
+        if self._torchrl is not None:
+            done_before = self._options.postproc is not None
+            return batch if done_before else self._torchrl(batch, flags)
         if self._options.layout == "lanes":
             return by_lane(batch, len(self._everywhere))
         return split_trajectories(batch) if self._options.layout == "trajectories" else batch
@@ -396,35 +423,62 @@ class Assembly:
 
     def _as_batch(self, rows: Rows) -> TensorDictBase:
         device = self._options.storing_device
-        return as_tensordict(with_cuts(rows, self._source.plan.dones), device, self._source.behind)
+        marked = with_cuts(rows, self._source.plan.dones, marks=self._torchrl is None)
+        return as_tensordict(marked, device, self._source.behind)
 
     def _as_small_batch(self, part: SlabPart) -> TensorDictBase:
         batches = self._small.get(part.table)
         if batches is None:
             source = self._source
-            batches = SmallBatches(part.table, self._laid_out, source.plan.dones, source.behind)
+            batches = SmallBatches(
+                part.table,
+                self._laid_out,
+                source.plan.dones,
+                source.behind,
+                marks=self._torchrl is None,
+            )
             self._small[part.table] = batches
         batch, device = batches.batch(part), self._options.storing_device
         return batch if device is None else batch.to(device)
 
-    def _postprocessed(self, rows: Rows, postproc: Postproc, open_lanes: int) -> TensorDictBase:
-        own = own_flags(rows, self._source.plan.dones) if self._writer.stores else None
+    def _postprocessed(
+        self, rows: Rows, postproc: Postproc, open_lanes: int, flags: Flags
+    ) -> TensorDictBase:
+        torchrl = self._torchrl
+        marked = self._source.plan.dones if torchrl is None else torchrl.marked
+        own = own_flags(rows, marked) if self._writer.stores else None
+        batch = self._as_batch(rows)
+        if torchrl is not None:
+            batch = torchrl(batch, flags)
         with admitted():
-            batch = postproc(self._as_batch(rows))
-        count = len(rows[STEP])
-        if not isinstance(batch, TensorDictBase) or batch.batch_size != torch.Size([count]):
-            got = list(getattr(batch, "batch_size", [])) or type(batch).__name__
+            batch = postproc(batch)
+        count, shaped = len(rows[STEP]), None
+        if torchrl is not None:
+            if not isinstance(batch, TensorDictBase):
+                raise ArgumentError(
+                    f"postproc: expected a TensorDict back, got {type(batch).__name__}"
+                )
+            if self._shapes:
+                shaped = torchrl.processed_for_buffer(batch)
+            if self._writer.storage is None:  # whatever it made of them, these are the rows
+                if not self._writer.ready:
+                    self._writer.open(rows, self.provenance, self._source.behind)
+                self._writer.write(rows, count, self._ledger, open_lanes, {}, shaped)
+                return batch
+        stored = batch if torchrl is None else torchrl.rows_of(batch)
+        if not isinstance(stored, TensorDictBase) or stored.batch_size != torch.Size([count]):
+            got = list(getattr(stored, "batch_size", [])) or type(stored).__name__
             raise ArgumentError(
                 f"postproc: expected a TensorDict of batch size [{count}], got {got}"
             )
-        missing = [spell(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if batch.get(k, None) is None]
+        missing = [spell(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if stored.get(k, None) is None]
         if missing:
             raise ArgumentError(f"postproc: expected the columns {missing} kept, they are gone")
-        stored = without_cuts({as_key(key): leaf for key, leaf in batch.items(True, True)}, own)
+        kept = without_cuts({as_key(key): leaf for key, leaf in stored.items(True, True)}, own)
         if not self._writer.ready:
-            behind = behind_rows(stored, batch_dims_of(batch))
-            self._writer.open(stored, self.provenance, behind)
-        self._writer.write(stored, count, self._ledger, open_lanes, {})
+            behind = behind_rows(kept, batch_dims_of(stored))
+            self._writer.open(kept, self.provenance, behind)
+        self._writer.write(kept, count, self._ledger, open_lanes, {}, shaped)
         return batch
 
     def _entry_of(self, part: Part | SlabPart) -> LedgerEntry:

@@ -83,14 +83,14 @@ def last_rows(rows: Rows) -> NDArray[np.bool_]:
     return last
 
 
-def with_cuts(rows: Rows, dones: Sequence[Key] = ()) -> Rows:
+def with_cuts(rows: Rows, dones: Sequence[Key] = (), *, marks: bool = True) -> Rows:
     """Mark ``cut``, and every done where a trajectory's rows end, as yielded batches have it.
 
-    ``dones`` are the done keys below the root.
+    ``dones`` are the done keys below the root. Without ``marks``, ``cut`` alone.
     """
     last = torch.from_numpy(last_rows(rows))
     marked = {**rows, CUT: last & ~rows[DONE].reshape(-1).cpu()}
-    for key in (DONE, *dones):
+    for key in (DONE, *dones) if marks else ():
         done = rows[key]
         marked[key] = done | last.to(done.device).view(-1, *(1 for _ in done.shape[1:]))
     return marked

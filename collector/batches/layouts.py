@@ -87,24 +87,28 @@ def by_lane(rows: TensorDictBase, lanes: int) -> TensorDict:
     return padded(rows, counts)
 
 
-def padded(rows: TensorDictBase, lengths: Int) -> TensorDict:
-    """Consecutive groups of ``rows`` as ``[group, longest]``, zeros behind each group's end."""
+def padded(rows: TensorDictBase, lengths: Int, lead: tuple[int, ...] | None = None) -> TensorDict:
+    """Consecutive groups of ``rows`` as ``[group, longest]``, zeros behind each group's end.
+
+    ``lead`` are other dimensions in the place of ``group``, of as many elements.
+    """
     groups, longest = len(lengths), int(lengths.max(initial=0))
     within = np.arange(longest)[None, :] < lengths[:, None]
     at = torch.from_numpy(np.flatnonzero(within))
     full = groups * longest == len(rows)
+    size = (*((groups,) if lead is None else lead), longest)
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         if full:
-            return leaf.reshape(groups, longest, *leaf.shape[1:])
+            return leaf.reshape(*size, *leaf.shape[1:])
         wide = leaf.new_zeros((groups * longest, *leaf.shape[1:]))
         wide.index_copy_(0, at.to(leaf.device), leaf)
-        return wide.view(groups, longest, *leaf.shape[1:])
+        return wide.view(*size, *leaf.shape[1:])
 
-    out: TensorDict = rows.apply(pad, batch_size=[groups, longest])
+    out: TensorDict = rows.apply(pad, batch_size=size)
     for level in batch_dims_of(rows):
-        out.get(level).batch_size = (groups, longest, *rows.get(level).batch_size[1:])
-    out.set(MASK, torch.from_numpy(within).to(rows.device or "cpu"))
+        out.get(level).batch_size = (*size, *rows.get(level).batch_size[1:])
+    out.set(MASK, torch.from_numpy(within).view(size).to(rows.device or "cpu"))
     return out
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from types import TracebackType
@@ -15,6 +15,7 @@ from torchrl.data import ReplayBuffer
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.provenance import run_provenance, versions
 from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
@@ -121,9 +122,13 @@ class Collector(ABC):
         plan: SlabPlan,
         ranges: Sequence[Range],
         description: Mapping[str, Any],
+        torchrl: TorchrlLayout | None = None,
         **call: Any,
     ) -> None:
-        """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance."""
+        """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance.
+
+        ``torchrl`` lays batches out, where TorchRL's layout is wanted.
+        """
         for note in plan.notes:
             warnings.warn(note, stacklevel=4)
         options, source = self._options, RowSource(plan)
@@ -158,6 +163,7 @@ class Collector(ABC):
             ranges,
             self._provenance(self._lane_seeds),
             count_random=self._policy is not None,
+            torchrl=torchrl,
         )
         self._undivided = _Undivided(self._assembly)
         self.episodes = self._assembly.episodes
@@ -167,10 +173,14 @@ class Collector(ABC):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called."""
         while not self._assembly.over:
-            with self._undivided:
-                batch = self._assembly.batch()
+            batch = self._batch()
             if batch is not None:
                 yield batch
+
+    def _batch(self, size: int | None = None) -> TensorDictBase | None:
+        """The next batch, of ``size`` rows where it is not to be of ``frames_per_batch``."""
+        with self._undivided:
+            return self._assembly.batch(size)
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
@@ -326,11 +336,16 @@ class Collector(ABC):
         Transitions that wait for the next batch are discarded.
         """
         checked = or_none(not_negative)("seed", seed)
+        self._restart(partial(self._seed_everything, checked))
+        return seed if static_seed else lane_seed(seed, self.lanes, 0)
+
+    def _restart(self, then: Callable[[], None] | None = None) -> None:
+        """Start new trajectories; transitions that wait for the next batch are discarded."""
         with self._undivided:
             self._assembly.discard()
             self._assembly.restart_lanes()
-            self._seed_everything(checked)
-        return seed if static_seed else lane_seed(seed, self.lanes, 0)
+            if then is not None:
+                then()
 
     @abstractmethod
     def _env_state(self) -> Any:

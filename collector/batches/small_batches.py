@@ -22,14 +22,22 @@ class SmallBatches:
         keys: of those that are yielded, in their order.
         dones: done keys below the root, which are True too where a trajectory's rows end.
         behind: further batch dimensions of nested TensorDicts, parents first.
+        marks: done is True there at all.
     """
 
     def __init__(
-        self, table: SlabRows, keys: Sequence[Key], dones: Sequence[Key], behind: Shapes
+        self,
+        table: SlabRows,
+        keys: Sequence[Key],
+        dones: Sequence[Key],
+        behind: Shapes,
+        *,
+        marks: bool = True,
     ) -> None:
         self._columns = [table.columns[key] for key in keys]
         self._pool = BufferPool([(each.dtype, each.shape[1:]) for each in self._columns])
-        self._marked = [keys.index(key) for key in (DONE, *dones)]
+        self._done = keys.index(DONE)
+        self._marked = [keys.index(key) for key in (DONE, *dones)] if marks else []
         self._ids = keys.index(TRAJ_IDS)
         dtypes = [torch.from_numpy(each[:0]).dtype for each in self._columns]
         self._nest = Nest([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
@@ -41,7 +49,7 @@ class SmallBatches:
         ids = arrays[self._ids]
         last = np.ones(len(ids), np.bool_)
         np.not_equal(ids[1:], ids[:-1], out=last[:-1])
-        cut = last & ~arrays[self._marked[0]].reshape(-1)
+        cut = last & ~arrays[self._done].reshape(-1)
         for index in self._marked:
             done = arrays[index]
             done |= last.reshape(-1, *(1 for _ in done.shape[1:]))

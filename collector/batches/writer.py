@@ -1,7 +1,7 @@
 """Write batches to a storage, a TorchRL replay buffer, both, or nowhere."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,8 @@ class BatchWriter:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
         self.stores = self.storage is not None or replay_buffer is not None
         """There is a storage or a replay buffer."""
+        self.shapes = replay_buffer is not None and not isinstance(behind, DiskStorage)
+        """The replay buffer keeps batches as they are laid out, and no rows."""
         self._reader = None if self.storage is None else self.storage.reader
         self._resume, self._frames = resume, frames
         self._last: LastRun | None = None
@@ -234,11 +236,12 @@ class BatchWriter:
         ledger: Ledger,
         open_lanes: int,
         large: Columns,
+        shaped: Sequence[TensorDictBase] | None = None,
     ) -> None:
         """Commit ``rows``, of which ``count`` were counted, and the ledger as it stands with them.
 
         ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
-        which only the storage knows.
+        which only the storage knows. ``shaped`` is what a replay buffer gets in their place.
 
         Raises:
             LedgerError: other than ``count`` rows would be stored; nothing is.
@@ -251,7 +254,11 @@ class BatchWriter:
         _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
         buffer, direct = self.replay_buffer, self._direct
         for number, piece in enumerate(pieces, start=1):
-            batch = None if buffer is None else _for_buffer(piece, buffer, self._behind)  # type: ignore[arg-type]
+            batches: Sequence[TensorDictBase] = ()
+            if buffer is not None and shaped is None:
+                batches = [_for_buffer(piece, buffer, self._behind)]  # type: ignore[arg-type]
+            elif shaped is not None and number == 1:
+                batches = shaped
             arrays = {} if direct is None else {key: _array(c) for key, c in piece.items()}
             if self.storage is not None and number == len(pieces):
                 self.storage.stage_record(self._record(ledger, open_lanes))
@@ -259,7 +266,8 @@ class BatchWriter:
             if buffer is not None:
                 behind = buffer.storage
                 with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
-                    buffer.extend(batch)
+                    for batch in batches:
+                        buffer.extend(batch)
             if direct is not None:
                 written = direct.extend(arrays, ids="fresh")
                 _require("the storage", len(written), len(piece[TRAJ_IDS]))

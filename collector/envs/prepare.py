@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs import Compose, EnvBase, InitTracker, StepCounter, TransformedEnv
+from torchrl.modules import set_exploration_modules_spec_from_env
 
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.known_faults import refuse_known_faults
@@ -33,6 +34,9 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             )
         env = env.to(device)
     env = with_recurrent_states(env, policy)
+    if isinstance(policy, nn.Module):
+        # Those of its modules that explore within a range of actions, and were given none.
+        set_exploration_modules_spec_from_env(policy, env)
     if options.max_frames_per_traj is not None:
         env = with_time_limit(env, options.max_frames_per_traj)
     if options.surplus == "never_step" and not can_step_part(env):

@@ -75,6 +75,10 @@ class SlabPlan:
     """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
     notes: tuple[str, ...] = ()
     """What whoever uses the rows has to be told."""
+    flags: tuple[Key, ...] = ()
+    """Done flags that the environment declares, as they are called at the root."""
+    batched: bool = True
+    """The environment has a batch dimension of lanes."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
@@ -156,6 +160,8 @@ def plan_slab(
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
         arrivals=arrivals,
         notes=() if policy is None else tuple(policy.notes),
+        flags=tuple(map(as_key, env.full_done_spec.keys(True, True))),
+        batched=len(env.batch_size) > 0,
     )
 
 

@@ -124,6 +124,8 @@ class Leases:
         exact: bool,
     ) -> None:
         self._exact = exact
+        self._whole = not (plan.reset_slots or plan.marked or plan.arrivals)
+        """Every lane of a slot is a transition."""
         self._worker_pool, self._startup, self._plan = pool, startup, plan
         self._frames, self._budget, self._episodes = frames, budget, episodes
         self._entry = NOTHING
@@ -176,6 +178,8 @@ class Leases:
             if not tickets and not (tally.tickets and not tally.leased):
                 return
         else:
+            if self._whole and min(self._frames, frames, self._unleased) % len(member.lanes) == 0:
+                surplus = 0
             # So few that what comes with them is wanted as well. Only the very last ones, for
             # which nothing else is under way, may bring too many.
             wanted = self._unleased - surplus

@@ -1,0 +1,204 @@
+"""TorchRL's arguments: which become ours, which are done here, which need nothing, which raise."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchrl.data import ReplayBuffer
+from torchrl.envs.utils import ExplorationType
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.multiprocess import MultiprocessCollector
+from tallyroll.collector.options import one_of, or_none, positive
+from tallyroll.collector.sync import SyncCollector
+
+NEUTRAL: Mapping[str, tuple[Any, str]] = {
+    "trust_policy": (False, "a policy is tried out once on a copy, trusted or not"),
+    "use_buffers": (None, "steps are always written in place, into memory that is used again"),
+    "return_same_td": (False, "each batch is one of its own, which nothing writes to later"),
+    "no_cuda_sync": (False, "devices are synchronised by the copies between them alone"),
+    "track_traj_ids": (True, "every row has its trajectory's id; the column may be left unread"),
+    "preemptive_threshold": (None, "batches are always full: nobody's rollout is broken off"),
+    "local_init_rb": (True, "this process alone writes: a buffer is ready with its first batch"),
+}
+"""Arguments of which every value gives what is collected here anyway: the default, and why."""
+
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "reset_when_done": ((True,), "lanes whose episode ended are always reset; leave it out"),
+    "collector_class": ((None,), "workers have no collectors of their own; leave it out"),
+    "auto_register_policy_transforms": (
+        (None, True),
+        "the states of a recurrent policy are added wherever the environment lacks them; wrap the "
+        "environment yourself, and nothing is added",
+    ),
+    "weight_recv_schemes": (
+        (None,),
+        "there is no collector above that sends weights; call update_policy_weights_(weights)",
+    ),
+}
+"""Arguments with the values that are taken; others raise, with the way out."""
+
+_IN_WORKERS = "TorchRL calls it in the workers, where nothing is put together here; use postproc="
+REFUSED_OF_MANY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **REFUSED,
+    "pre_collect_hook": ((None,), _IN_WORKERS),
+    "post_collect_hook": ((None,), _IN_WORKERS),
+    "interruptor": ((None,), "batches of workers are always full; use Collector, or stop()"),
+    "extend_buffer": ((None, True), "workers fill whole batches; leave it out, or use Collector"),
+}
+
+_DEVICES = ("device", "policy_device", "env_device", "storing_device")
+_COUNTS = ("frames_per_batch", "num_workers", "trajs_per_batch", "trajs_per_write", "num_envs")
+_LIMITS = ("total_frames", "init_random_frames", "max_frames_per_traj")
+"""Of which None and numbers below 0 mean that there is none."""
+
+
+_OWN = {"frames_per_batch", "init_random_frames", "total_frames"}
+
+
+@dataclass
+class Wishes:
+    """What TorchRL's arguments ask for beside ours."""
+
+    total_frames: float
+    """``inf``: no limit."""
+    frames_per_batch: int
+    init_random_frames: int
+    replay_buffer: ReplayBuffer | None = None
+    extend_buffer: bool = True
+    postproc: Callable[[Any], Any] | None = None
+    set_truncated: bool = False
+    interruptor: Any = None
+    pre_collect_hook: Callable[[], None] | None = None
+    post_collect_hook: Callable[[Any], None] | None = None
+    compact_obs: bool = False
+    track_policy_version: Any = False
+    trajs_per_batch: int | None = None
+    trajs_per_write: int | None = None
+    traj_format: Literal["padded", "cat"] | None = None
+    update_at_each_batch: bool = False
+    cat_results: str | int | None = None
+    weight_updater: Any = None
+    weight_sync_schemes: Any = None
+    num_threads: int | None = None
+    worker_idx: int | None = None
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """Values of arguments that need nothing done, for attributes of their names."""
+    exploration_type: Any = ExplorationType.RANDOM
+
+
+_HERE = {*Wishes.__annotations__} - {"plain", *_OWN}
+_BEFORE = {"create_env_kwargs", "policy_factory", "compile_policy", "cudagraph_policy", "init_fn"}
+_TO_OURS = {"num_sub_threads": "threads_per_worker"}
+
+
+def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wishes]:
+    """Our own arguments, and the rest.
+
+    Raises:
+        TypeError: a name that neither TorchRL nor we have.
+        ArgumentError: a value that is refused.
+    """
+    ours = _parameters(MultiprocessCollector if many else SyncCollector)
+    refused = REFUSED_OF_MANY if many else REFUSED
+    known = {*ours, *_HERE, *NEUTRAL, *refused, *(_TO_OURS if many else ())}
+    if not many:
+        known -= {"update_at_each_batch", "cat_results", "num_threads", "preemptive_threshold"}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise TypeError(f"expected arguments of TorchRL's collectors or ours, got {unknown}")
+    for name, (allowed, reason) in refused.items():
+        if not any(given.get(name, allowed[0]) is each for each in allowed):
+            raise ArgumentError(f"{name}={given[name]!r}: {reason}")
+    values = {name: _one_device(name, v) if name in _DEVICES else v for name, v in given.items()}
+    for name in (*_COUNTS, *_LIMITS):
+        if name in values:
+            values[name] = whole(values[name])
+    for name in _LIMITS:
+        value = values.get(name)
+        if isinstance(value, int) and value < 0:
+            values[name] = None
+    if "frames_per_batch" not in values:
+        raise TypeError("frames_per_batch is missing: transitions a batch")
+    frames, random = values.get("total_frames"), values.get("init_random_frames") or 0
+    wishes = Wishes(
+        total_frames=float("inf") if frames is None else frames,
+        frames_per_batch=values["frames_per_batch"],
+        init_random_frames=random,
+        plain={
+            **{name: given.get(name, default) for name, (default, _) in NEUTRAL.items()},
+            **{name: given.get(name, allowed[0]) for name, (allowed, _) in REFUSED.items()},
+        },
+        **{name: values[name] for name in _HERE & set(values)},
+    )
+    _check(wishes)
+    rest = {n: v for n, v in values.items() if n in ours and n not in ("postproc", "replay_buffer")}
+    for name, own in _TO_OURS.items():
+        if name in values:
+            rest[own] = values[name]
+    rest["init_random_frames"] = random - _written_before(wishes.replay_buffer, random)
+    rest["max_frames_per_traj"] = values.get("max_frames_per_traj") or None
+    rest["exploration_type"] = wishes.exploration_type or ExplorationType.RANDOM
+    rest["split_trajs"] = bool(values.get("split_trajs"))
+    if "total_episodes" not in values or frames is not None:
+        rest["total_frames"] = -1 if frames is None else frames
+    rest.setdefault("layout", "torchrl")
+    rest["set_truncated"] = wishes.set_truncated
+    return rest, wishes
+
+
+def whole(value: Any) -> Any:
+    """A float that is a whole number, as YAML reads 1e6, as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check(wishes: Wishes) -> None:
+    if wishes.replay_buffer is not None and not isinstance(wishes.replay_buffer, ReplayBuffer):
+        raise ArgumentError(
+            "replay_buffer: expected a torchrl ReplayBuffer of this process, got "
+            f"{type(wishes.replay_buffer).__name__}"
+        )
+    or_none(positive)("trajs_per_batch", wishes.trajs_per_batch)
+    or_none(positive)("trajs_per_write", wishes.trajs_per_write)
+    if wishes.traj_format is not None:
+        one_of("traj_format", wishes.traj_format, Literal["padded", "cat"])
+        if wishes.trajs_per_batch is None:
+            raise ArgumentError("traj_format goes with trajs_per_batch; give both or neither")
+    if wishes.trajs_per_batch is not None and wishes.set_truncated:
+        raise ArgumentError("trajs_per_batch gives whole trajectories; leave set_truncated out")
+    alone = wishes.postproc, wishes.interruptor, wishes.trajs_per_batch
+    if not wishes.extend_buffer and alone != (None, None, None):
+        raise ArgumentError(
+            "extend_buffer=False adds single steps; postproc, interruptor and trajs_per_batch go "
+            "with whole batches: leave extend_buffer out"
+        )
+    cat = wishes.cat_results
+    if cat not in (None, "stack") and (isinstance(cat, bool) or not isinstance(cat, int)):
+        raise ArgumentError(f'cat_results: expected "stack" or a dimension, got {cat!r}')
+    version = getattr(wishes.track_policy_version, "version_type", int)
+    if version not in (int, "int"):
+        raise ArgumentError(
+            "track_policy_version: expected integers, got a PolicyVersion of another type; "
+            "versions are counted: pass True"
+        )
+
+
+def _written_before(buffer: ReplayBuffer | None, most: int) -> int:
+    """Rows that were written to ``buffer`` in place of as many random ones, as TorchRL counts."""
+    return 0 if buffer is None else min(most, int(buffer.write_count))
+
+
+def _one_device(name: str, value: Any) -> Any:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return value
+    if len(set(map(str, value))) != 1:
+        raise ArgumentError(
+            f"{name}: expected one device for all workers, got {list(value)}; workers step on one"
+        )
+    return value[0]
+
+
+def _parameters(kind: type) -> frozenset[str]:
+    names = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    return frozenset(names) - {"self", "create_env_fn", "policy"}

@@ -1,0 +1,176 @@
+"""TorchRL's collectors by name, each over one of ours."""
+
+from typing import Any, Self
+
+import torch
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.multiprocess import Mode, MultiprocessCollector
+from tallyroll.collector.policies.policy import PolicyFn
+from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.torchrl.arguments import resolve, whole
+from tallyroll.collector.torchrl.factories import asked_for, compiled, many_envs, one_env, policy_of
+from tallyroll.collector.torchrl.names import TorchRLNames
+
+_BACKENDS = (None, "direct", "process")
+
+
+class Collector(TorchRLNames, SyncCollector):
+    """TorchRL's ``Collector`` over :class:`~tallyroll.collector.SyncCollector`.
+
+    With ``num_collectors`` it makes a :class:`MultiSyncCollector` or, without ``sync=True``, a
+    :class:`MultiAsyncCollector`, as TorchRL does.
+
+    Args:
+        create_env_fn: what TorchRL takes, or what we take: an id, a vector environment.
+        policy: what TorchRL takes; None draws random actions.
+        given: arguments of TorchRL's ``Collector`` and of ours, by name.
+
+    Raises:
+        TypeError: an argument that neither has.
+        ArgumentError: a value that is refused; the message says what to do.
+    """
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        """The collector, or one of many processes where that is asked for."""
+        if cls is not Collector:
+            return super().__new__(cls)
+        backend = given.pop("backend", None)
+        options = dict(given.pop("backend_options", None) or {})
+        number, sync = whole(given.pop("num_collectors", None)), given.pop("sync", None)
+        if backend not in _BACKENDS:
+            raise ArgumentError(
+                f'backend: expected "direct" or "process", got {backend!r}: this library collects '
+                "on one machine"
+            )
+        if backend == "process" or (backend is None and number is not None):
+            kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
+            return kind(*args, num_workers=number, **given, **options)
+        if options or sync is not None or number not in (None, 1):
+            raise ArgumentError(
+                "sync, backend_options and num_collectors go with processes: pass num_collectors "
+                'and leave backend="direct" out'
+            )
+        return super().__new__(cls)
+
+    def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
+        for name in ("backend", "backend_options", "num_collectors", "sync"):
+            given.pop(name, None)
+        env = one_env(create_env_fn, given.pop("create_env_kwargs", None))
+        factory = given.pop("policy_factory", None)
+        if policy is not None and factory is not None:
+            raise ArgumentError("policy and policy_factory: expected one of them, got both")
+        asked = asked_for(given)
+        ours, self._wishes = resolve(given, many=False)
+        acting = compiled(policy_of(policy, factory), asked, ours.get("policy_device"))
+        super().__init__(env, acting, **ours, **self._of_the_run())
+        try:
+            self._take_over(self._wishes)
+            self._compiles(asked)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.n_env = self.lanes
+        self.frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
+
+    def _close_source(self) -> None:
+        self._owns_env = getattr(self, "_close_env", self._owns_env)
+        super()._close_source()
+
+
+class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]  # more forms
+    """TorchRL's ``MultiCollector`` over :class:`~tallyroll.collector.MultiprocessCollector`.
+
+    Args:
+        create_env_fn: factories, one a worker, or one with ``num_workers``.
+        policy: what TorchRL takes; None draws random actions.
+        sync: True makes a :class:`MultiSyncCollector`, False a :class:`MultiAsyncCollector`.
+        given: arguments of TorchRL's collectors of many processes and of ours, by name.
+    """
+
+    _many = True
+    _mode_of_kind: Mode = "sync"
+
+    def __new__(cls, *args: Any, sync: bool | None = None, **given: Any) -> Self:
+        """The collector of the kind that ``sync`` says."""
+        if cls is MultiCollector:
+            if sync is None:
+                raise ArgumentError(
+                    "sync: expected True (MultiSyncCollector) or False (MultiAsyncCollector)"
+                )
+            cls = MultiSyncCollector if sync else MultiAsyncCollector  # type: ignore[assignment]
+        return super().__new__(cls)
+
+    def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
+        given.pop("sync", None)
+        workers = given["num_workers"] = whole(given.pop("num_workers", None))
+        frames = given.get("frames_per_batch")
+        if isinstance(frames, (list, tuple)):
+            if len(set(frames)) > 1:
+                raise ArgumentError(
+                    f"frames_per_batch: expected as many of each worker, got {list(frames)}"
+                )
+            given["frames_per_batch"] = sum(frames)
+        kwargs, init = given.pop("create_env_kwargs", None), given.pop("init_fn", None)
+        envs = many_envs(create_env_fn, workers, kwargs, init)
+        factory = given.pop("policy_factory", None)
+        asked, threads = asked_for(given), given.setdefault("num_sub_threads", 1)
+        ours, self._wishes = resolve(given, many=True)
+        acting = compiled(policy_of(policy, factory), asked, None)
+        if factory is not None and policy is not None:
+            self._weights_of = policy
+        if self._mode_of_kind == "async" and self._wishes.cat_results not in (None, "stack"):
+            raise ArgumentError("cat_results goes with MultiSyncCollector; leave it out")
+        super().__init__(envs, acting, mode=self._mode_of_kind, **ours, **self._of_the_run())
+        try:
+            self._take_over(self._wishes)
+            self._compiles(asked)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.create_env_fn, self.create_env_kwargs = create_env_fn, kwargs
+        self.policy_factory, self.num_sub_threads = factory, threads
+        self.num_threads = torch.get_num_threads()
+        self.cat_results = self._wishes.cat_results
+        self.update_at_each_batch = self._wishes.update_at_each_batch
+
+    def _announce(self) -> None:
+        self._publish()
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """Frames of a batch that a worker gives."""
+        return -(-self.requested_frames_per_batch // self.num_workers)
+
+    def getattr_env(self, attr: str) -> Any:
+        """Environments are in the workers: raises AttributeError."""
+        raise AttributeError(f"{attr}: environments are in the workers; ask one that you make here")
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """As of :class:`Collector`; workers always close their environments."""
+        if not close_env:
+            raise ArgumentError("close_env: workers end with their environments; leave it out")
+        super().shutdown(timeout, close_env, raise_on_error)
+
+
+class MultiSyncCollector(MultiCollector):
+    """TorchRL's ``MultiSyncCollector``: all workers step together; see :class:`MultiCollector`."""
+
+    _mode_of_kind: Mode = "sync"
+
+
+class MultiAsyncCollector(MultiCollector):
+    """TorchRL's ``MultiAsyncCollector``: workers wait for nobody; see :class:`MultiCollector`."""
+
+    _mode_of_kind: Mode = "async"
+
+
+class AsyncCollector(MultiAsyncCollector):
+    """TorchRL's ``AsyncCollector``: a single worker that waits for nobody."""
+
+    def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
+        kwargs = given.pop("create_env_kwargs", None)
+        if kwargs:
+            given["create_env_kwargs"] = [kwargs]
+        super().__init__([create_env_fn], policy, **given)

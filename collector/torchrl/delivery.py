@@ -1,0 +1,87 @@
+"""What TorchRL's arguments change of a batch that is laid out as TorchRL does."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.errors import StateError
+from tallyroll.storage.rows.keys import MASK, NEXT, POLICY_VERSION, as_key, is_done
+from tallyroll.storage.storages import DiskStorage
+
+
+def stores_rows(buffer: ReplayBuffer | None) -> bool:
+    """Whether a storage of ours is behind ``buffer``, which takes rows of any batch."""
+    return buffer is not None and isinstance(buffer.storage, DiskStorage)
+
+
+def with_policy_version(batch: TensorDictBase) -> TensorDictBase:
+    """``batch`` with each row's version where TorchRL's ``PolicyVersion`` writes it."""
+    version = batch.get(POLICY_VERSION)
+    batch.set("policy_version", version)
+    batch.set((NEXT, "policy_version"), version.clone())
+    return batch
+
+
+def compact(batch: TensorDictBase) -> TensorDictBase:
+    """``batch`` without observations and states under ``"next"``, which stand at the root too."""
+    at_root = {as_key(key) for key in batch.keys(True, True)}
+    again = [
+        key
+        for key, leaf in batch.items(True, True)
+        if key[0] == NEXT
+        and as_key(key[1:]) in at_root
+        and key[-1] not in ("done", "terminated", "truncated", "reward")
+        and not is_done(as_key(key), leaf.dtype)
+    ]
+    return batch.exclude(*again)
+
+
+def joined_workers(batch: TensorDictBase, cat: int) -> TensorDictBase:
+    """``[worker, *batch size, time]`` joined along a dimension of what each worker gave."""
+    own = batch.ndim - 1
+    at = cat + own if cat < 0 else cat
+    if not 0 <= at < own:
+        raise StateError(
+            f"cat_results: expected a dimension of a worker's batches {list(batch.shape[1:])}, got "
+            f"{cat}"
+        )
+    if own == 1:
+        return flat(batch)
+    pieces = batch.unbind(0)
+    joined: TensorDictBase = torch.cat(list(pieces), at)
+    joined.refine_names(..., "time")
+    return joined
+
+
+def flat(batch: TensorDictBase) -> TensorDictBase:
+    """Rows lane by lane, without those that pad it."""
+    mask = batch.get(MASK, None)
+    rows = batch.reshape(-1) if mask is None else batch[mask].exclude(MASK)
+    rows.names = ["time"]
+    return rows
+
+
+def joined(pieces: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Steps of all lanes one after the other.
+
+    Raises:
+        StateError: a step of some lanes only is among them.
+    """
+    if any(piece.get(MASK, None) is not None for piece in pieces):
+        raise StateError(
+            "interruptor: expected steps of all lanes, got one of some; make frames_per_batch and "
+            "total_frames multiples of the lanes, and use an environment without reset slots"
+        )
+    batch: TensorDictBase = torch.cat(list(pieces), -1)
+    batch.refine_names(..., "time")
+    return batch
+
+
+def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
+    """Add ``batch``, whose trajectories are numbered, to a replay buffer."""
+    store = buffer.storage
+    with store.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
+        buffer.extend(batch)

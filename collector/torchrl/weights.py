@@ -1,0 +1,95 @@
+"""Weights in the forms that TorchRL's ``update_policy_weights_`` takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl.collectors import (
+    MultiProcessedWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+from tallyroll.collector.compat import server_weights, transport_of
+from tallyroll.collector.errors import ArgumentError
+
+POLICY = "policy"
+"""The only model that a collector has."""
+_SCHEMES = (SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme)
+_GETTERS = (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeightUpdater)
+
+
+def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: Any) -> Any:
+    """The weights, in whichever of the ``forms`` they were given; None in none of them."""
+    given = {name: value for name, value in forms.items() if value is not None}
+    if weights_dict is not None:
+        if given or model_id is not None:
+            raise ArgumentError("weights_dict goes alone: leave model_id and other weights out")
+        if set(weights_dict) != {POLICY}:
+            raise ArgumentError(
+                f"weights_dict: expected weights of {POLICY!r} alone, got {sorted(weights_dict)}; "
+                "a collector has no other model"
+            )
+        return weights_dict[POLICY]
+    if model_id not in (None, POLICY):
+        raise ArgumentError(f"model_id: expected {POLICY!r}, got {model_id!r}: there is no other")
+    if len(given) > 1:
+        raise ArgumentError(f"expected weights once, got {sorted(given)}")
+    taken = next(iter(given.values()), None)
+    if isinstance(taken, dict) and taken and all(isinstance(key, int) for key in taken):
+        raise ArgumentError(
+            "weights: expected one set for all workers, got one for each; rows of a run are of one "
+            "policy"
+        )
+    return taken
+
+
+def checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
+    """``weight_sync_schemes``, where shared memory, which workers have here, does as they do.
+
+    ``many``: there are workers, and so there is one.
+    """
+    if schemes is None and many:
+        return {POLICY: SharedMemWeightSyncScheme()}
+    for name, scheme in dict(schemes or {}).items():
+        of_each = getattr(scheme, "per_worker_weights", False)
+        if name != POLICY or not isinstance(scheme, _SCHEMES) or of_each:
+            raise ArgumentError(
+                f"weight_sync_schemes: expected a SharedMemWeightSyncScheme or a "
+                f"MultiProcessWeightSyncScheme of {POLICY!r}, got {type(scheme).__name__} of "
+                f"{name!r}; leave it out: weights reach the workers by shared memory"
+            )
+    return dict(schemes or {})
+
+
+def checked_updater(updater: Any, *, many: bool) -> Any:
+    """``weight_updater`` itself, made where it is a constructor."""
+    if updater is not None and not isinstance(updater, WeightUpdaterBase) and callable(updater):
+        updater = updater()
+    if updater is None:
+        return None
+    if not isinstance(updater, WeightUpdaterBase):
+        raise ArgumentError(
+            f"weight_updater: expected a WeightUpdaterBase or what makes one, got "
+            f"{type(updater).__name__}"
+        )
+    if many and transport_of(updater) not in map(transport_of, _GETTERS):
+        raise ArgumentError(
+            f"weight_updater: {type(updater).__name__} has a transport of its own, which our "
+            "workers do not answer; give a MultiProcessedWeightUpdater(get_server_weights=…), or "
+            "pass weights to update_policy_weights_"
+        )
+    return updater
+
+
+def from_updater(updater: WeightUpdaterBase, weights: Any) -> Any:
+    """The weights that ``updater`` would send to workers in the place of ``weights``."""
+    found = server_weights(updater, weights)
+    if found is None and isinstance(updater, RemoteModuleWeightUpdater):
+        raise ArgumentError("update_policy_weights_: RemoteModuleWeightUpdater wants weights given")
+    return found
+
+
+KNOWN_TRANSPORTS = [*map(transport_of, (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater))]
+"""Those that shared memory takes the place of."""

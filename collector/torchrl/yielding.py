@@ -1,0 +1,260 @@
+"""Iterating over a collector of ours as over one of TorchRL's, here or in a thread."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.torchrl.arguments import Wishes
+from tallyroll.collector.torchrl.background import Background
+from tallyroll.collector.torchrl.delivery import (
+    compact,
+    extend,
+    flat,
+    joined,
+    joined_workers,
+    stores_rows,
+    with_policy_version,
+)
+from tallyroll.collector.torchrl.whole_trajectories import WholeTrajectories, laid_out
+
+
+class Yielding(Collector):
+    """What is yielded, and what goes to a replay buffer instead; it stands in front of ours."""
+
+    _wishes: Wishes
+    _background: Background | None = None
+    _iterator: Iterator[Any] | None = None
+    _batches_made = 0
+
+    def _take_over(self, wishes: Wishes) -> None:
+        """What TorchRL's collectors do at the end of their construction."""
+        self._hooked = self._in_pieces or self._options.postproc is not None
+        self._whole = WholeTrajectories()
+        self.requested_frames_per_batch = wishes.frames_per_batch
+        self.total_frames = wishes.total_frames
+        self.reset_at_each_iter = self._options.reset_at_each_iter
+        self.replay_buffer, self.postproc = wishes.replay_buffer, wishes.postproc
+        self.pre_collect_hook = wishes.pre_collect_hook
+        self.post_collect_hook = wishes.post_collect_hook
+        self.interruptor = wishes.interruptor
+        self.trajs_per_batch, self.trajs_per_write = wishes.trajs_per_batch, wishes.trajs_per_write
+        self.traj_format = wishes.traj_format or "padded"
+        self.compact_obs, self.extend_buffer = wishes.compact_obs, wishes.extend_buffer
+        self.policy_version_tracker = wishes.track_policy_version or None
+
+    # --- iteration --------------------------------------------------------------------------------
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Batches are put together here, of what the run gives, and go to the buffer from here."""
+        wishes = self._wishes
+        return wishes.interruptor is not None or wishes.trajs_per_batch is not None
+
+    @property
+    def _adds_steps(self) -> bool:
+        """Steps go to the buffer one by one, as items of the environment's batch size."""
+        wishes = self._wishes
+        return not (wishes.extend_buffer or stores_rows(wishes.replay_buffer))
+
+    def _of_the_run(self) -> dict[str, Any]:
+        """The postproc and the replay buffer that the run has to know."""
+        wishes = self._wishes
+        changed = wishes.postproc, wishes.post_collect_hook, wishes.cat_results
+        changes = changed not in ((None, None, None), (None, None, "stack"))
+        changes = changes or wishes.compact_obs or bool(wishes.track_policy_version)
+        given = not (self._in_pieces or self._adds_steps)
+        return {
+            "postproc": self._process if given and changes else None,
+            "replay_buffer": wishes.replay_buffer if given else None,
+        }
+
+    def _process(self, batch: TensorDictBase) -> Any:
+        """What is done to a batch before it is stored or yielded."""
+        wishes = self._wishes
+        if isinstance(wishes.cat_results, int) and not self._options.split_trajs:
+            batch = joined_workers(batch, wishes.cat_results)
+        if wishes.track_policy_version:
+            batch = with_policy_version(batch)
+        if wishes.compact_obs:
+            batch = compact(batch)
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, or None for each that went to the replay buffer, to the budget's end."""
+        if self.trajs_per_batch is None:
+            yield from self.iterator()
+            return
+        while not self._assembly.over:
+            yield from self._trajectories()
+
+    def iterator(self) -> Iterator[Any]:
+        """As iterating, batches of frames only."""
+        while not self._assembly.over:
+            made, batch = self._next_batch()
+            if made:
+                yield batch
+
+    def next(self) -> Any:
+        """The next batch; None where there is no more, or where it went to the replay buffer."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        return next(self._iterator, None)
+
+    def rollout(self) -> Any:
+        """The next batch, as iterating gives it: counted, and stored; None where there is none."""
+        made, batch = self._next_batch(yields=True)
+        return batch if made else None
+
+    def _next_batch(self, *, yields: bool = False) -> tuple[bool, Any]:
+        """Whether there was one more batch, and what is yielded of it.
+
+        ``yields``: the batch itself, also where it went to a buffer.
+        """
+        if self._wishes.update_at_each_batch:
+            self.update_policy_weights_()
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        before, batch = self.ledger.stored, None
+        if self.replay_buffer is not None and not self.extend_buffer:
+            self._step_by_step(self.replay_buffer)
+        elif self.interruptor is not None:
+            batch = self._until_interrupted(self.interruptor)
+        elif self.replay_buffer is None or yields or self._in_pieces:
+            batch = self._batch()
+            if batch is not None and not self._hooked and self.post_collect_hook is not None:
+                self.post_collect_hook(batch)
+        else:
+            self.collect(self.requested_frames_per_batch)
+        made = self.ledger.stored > before
+        self._batches_made += made
+        return made, batch if self.replay_buffer is None or yields else None
+
+    def _step_by_step(self, buffer: ReplayBuffer) -> None:
+        """Add the steps of a batch one by one."""
+        left = self.requested_frames_per_batch
+        while left > 0 and not self._assembly.over:
+            if not self._adds_steps:
+                self.collect(min(self.lanes, left))
+            elif (step := self._batch(min(self.lanes, left))) is not None:
+                buffer.add(self._process(step).squeeze(-1))
+            left -= self.lanes
+
+    def _until_interrupted(self, interruptor: Any) -> Any:
+        pieces: list[TensorDictBase] = []
+        left = self.requested_frames_per_batch
+        while left > 0 and not self._assembly.over:
+            piece = self._batch(min(self.lanes, left))
+            if piece is not None:
+                pieces.append(piece)
+            left -= self.lanes
+            if interruptor.collection_stopped():
+                break
+        if not pieces:
+            return None
+        batch = self._process(joined(pieces))
+        if self.replay_buffer is not None:
+            extend(self.replay_buffer, batch)
+        return batch
+
+    def _trajectories(self) -> Iterator[Any]:
+        """What one batch of frames completes."""
+        made, batch = self._next_batch(yields=True)
+        if made:
+            self._whole.add(flat(batch), ends_all=self.reset_at_each_iter)
+        if self.replay_buffer is not None:
+            while len(self._whole):
+                taken = self._whole.take(self.trajs_per_write or len(self._whole))
+                extend(self.replay_buffer, self._process(laid_out(taken, "cat")))
+            yield None
+            return
+        assert self.trajs_per_batch is not None
+        while len(self._whole) >= self.trajs_per_batch:
+            taken = self._whole.take(self.trajs_per_batch)
+            yield self._process(laid_out(taken, self.traj_format))
+
+    def __len__(self) -> int:
+        """Number of batches that a run of limited frames has in all."""
+        if not math.isfinite(self.total_frames):
+            raise TypeError("a collector without total_frames has no length")
+        return math.ceil(self.total_frames / self.requested_frames_per_batch)
+
+    # --- in a thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect in a thread, into the replay buffer, until the budget is met or it is shut down.
+
+        Raises:
+            ArgumentError: there is neither a replay buffer nor a storage.
+        """
+        if not self._writer.stores and self.replay_buffer is None:
+            raise ArgumentError(
+                "start() collects into a replay buffer: give the collector a replay_buffer="
+            )
+        self._raise_of_thread()
+        if self.is_running():
+            return
+        batches = iter(self)
+        self._background = Background(lambda: next(batches), self.stop)
+
+    def is_running(self) -> bool:
+        """Whether the thread of :meth:`start` is collecting."""
+        return self._background is not None and self._background.alive
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Begin no batch within this; it waits for the one under way.
+
+        Raises:
+            StateError: :meth:`start` was not called.
+        """
+        if self._background is None or not self.is_running():
+            raise StateError("pause: nothing is collected in a thread; call start() before")
+        with self._background.hold():
+            yield
+
+    def _raise_of_thread(self) -> None:
+        if self._background is not None:
+            self._background.raise_error()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """As :meth:`shutdown`; raises what the thread of :meth:`start` raised."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the run after the step under way, and close the environment. Idempotent.
+
+        Args:
+            timeout: seconds that the step under way may take, where a thread collects; 60.
+            close_env: False leaves the environment open, also one that was made here.
+            raise_on_error: False swallows what goes wrong.
+
+        Raises:
+            StateError: the thread has not ended in time; nothing is closed.
+            What the thread of :meth:`start` raised.
+        """
+        try:
+            if self._background is not None:
+                self._background.end(timeout)
+            self._close_env = close_env
+            super().shutdown()
+            self._raise_of_thread()
+        except Exception:
+            if raise_on_error:
+                raise
+
+    @property
+    def closed(self) -> bool:
+        """The run is over: its budget is met, or it was shut down."""
+        return not hasattr(self, "_assembly") or self._assembly.over
