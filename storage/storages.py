@@ -110,6 +110,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             raise
         self._fit_ring()
         if temporary is not None:
+            self.writer.temporary = True
             self._leave_folder = temporary.leave_with(self, self.writer.close)
 
     def close(self) -> None:
@@ -272,6 +273,11 @@ class DiskStorage(RowStore, AsTensorStorage):
             StateMismatch: they are not.
         """
         mine = self.state_dict()
+        if not mine.keys() <= state_dict.keys():
+            raise StateMismatch(
+                f"this state has {', '.join(map(repr, state_dict))}, which is none of a storage on "
+                "disk. Rows are not in its state: dump and load the buffer, or extend with them."
+            )
         if state_dict["head"] and state_dict["id"] != mine["id"]:
             raise StateMismatch(
                 f"this state belongs to the storage that was at {state_dict['path']}, and "

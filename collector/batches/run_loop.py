@@ -22,7 +22,7 @@ from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState, driver_seed, lane_seed
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, StateError
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.policies.slot_rng import SlotRng
@@ -129,7 +129,10 @@ class Collector(ABC):
 
         ``torchrl`` lays batches out, where TorchRL's layout is wanted.
         """
-        for note in plan.notes:
+        if plan.fault is not None and self._writer.storage is not None:
+            raise EnvironmentRefused(plan.fault)
+        fault = () if plan.fault is None else (f"collected as TorchRL does: {plan.fault}",)
+        for note in (*plan.notes, *fault):
             warnings.warn(note, stacklevel=4)
         options, source = self._options, RowSource(plan)
         kept = {

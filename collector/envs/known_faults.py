@@ -20,16 +20,23 @@ it is not), and whether final observations are declared as lost.
 
 
 def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> None:
-    """Raise where ``env``, or what lies in it at any depth, is known to falsify ends of episodes.
+    """Raise where ``env`` has a :func:`known_fault`.
+
+    Raises:
+        EnvironmentRefused: the message names the way out.
+    """
+    if said := known_fault(env, frames_per_traj, finals_lost):
+        raise EnvironmentRefused(said)
+
+
+def known_fault(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> str | None:
+    """How ``env``, or what lies in it at any depth, is known to falsify ends of episodes, if so.
 
     Args:
         env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`, of which one environment
             of every different factory is made and closed again.
         frames_per_traj: the collector truncates trajectories after so many transitions.
         finals_lost: ``finals="lost"`` was passed.
-
-    Raises:
-        EnvironmentRefused: the message names the way out.
     """
     limit = frames_per_traj
     while isinstance(env, TransformedEnv):
@@ -39,13 +46,14 @@ def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: 
         for index in distinct(env.create_env_fn, env.create_env_kwargs):
             make = partial(env.create_env_fn[index], **env.create_env_kwargs[index])
             with throwaway(make) as inner:
-                refuse_known_faults(inner, limit, finals_lost)
-        return
+                if said := known_fault(inner, limit, finals_lost):
+                    return said
+        return None
     for kind in type(env).__mro__:
         fault = FAULTS.get((kind.__module__, kind.__qualname__))
-        said = fault and fault(env, limit, finals_lost)
-        if said:
-            raise EnvironmentRefused(said)
+        if said := fault and fault(env, limit, finals_lost):
+            return said
+    return None
 
 
 def _lower(one: int | None, other: int | None) -> int | None:

@@ -24,7 +24,8 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     Raises:
         ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
     """
-    refuse_known_faults(env, options.max_frames_per_traj, options.finals == "lost")
+    if options.layout != "torchrl":  # there what TorchRL does is what is wanted, and is said
+        refuse_known_faults(env, options.max_frames_per_traj, options.finals == "lost")
     device = options.env_device or (None if runs_on_cpu(env) else options.device)
     if device is not None:
         if device.type != "cpu" and runs_on_cpu(env):

@@ -12,6 +12,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
+from tallyroll.collector.envs.known_faults import known_fault
 from tallyroll.collector.envs.make import require_names_of
 from tallyroll.collector.envs.observed import observed_keys
 from tallyroll.collector.envs.system_env import SystemEnv
@@ -73,12 +74,14 @@ class SlabPlan:
     """The environment marks which slots are transitions."""
     arrivals: int = 0
     """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
-    notes: tuple[str, ...] = ()
-    """What whoever uses the rows has to be told."""
     flags: tuple[Key, ...] = ()
     """Done flags that the environment declares, as they are called at the root."""
     batched: bool = True
     """The environment has a batch dimension of lanes."""
+    notes: tuple[str, ...] = ()
+    """What whoever uses the rows has to be told."""
+    fault: str | None = None
+    """How the environment falsifies ends of episodes, where TorchRL's layout lets it."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
@@ -159,9 +162,10 @@ def plan_slab(
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
         arrivals=arrivals,
-        notes=() if policy is None else tuple(policy.notes),
         flags=tuple(map(as_key, env.full_done_spec.keys(True, True))),
         batched=len(env.batch_size) > 0,
+        notes=() if policy is None else tuple(policy.notes),
+        fault=_fault(env, options),
     )
 
 
@@ -171,6 +175,12 @@ def _given(env: EnvBase) -> list[Key]:
     infos = () if base is None else base.info_keys
     keys = map(as_key, env.observation_spec.keys(True, True))
     return [key for key in keys if key[0] != COLLECTOR and key not in infos]
+
+
+def _fault(env: EnvBase, options: Options) -> str | None:
+    if options.layout != "torchrl":
+        return None  # it was refused before
+    return known_fault(env, options.max_frames_per_traj, options.finals == "lost")
 
 
 def make_driver(

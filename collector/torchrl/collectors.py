@@ -1,5 +1,6 @@
 """TorchRL's collectors by name, each over one of ours."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -140,6 +141,30 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """Frames of a batch that a worker gives."""
         return -(-self.requested_frames_per_batch // self.num_workers)
+
+    def reset(  # type: ignore[override]
+        self, reset_idx: Sequence[bool] | None = None
+    ) -> None:
+        """Start new trajectories in all lanes; transitions that wait for a batch are discarded.
+
+        Raises:
+            ArgumentError: ``reset_idx`` is not True of all workers.
+        """
+        super().reset(None if reset_idx is None or all(reset_idx) else reset_idx)
+
+    def stats(self, workers: str = "aggregate") -> dict[str, int | bool]:
+        """As of :class:`Collector`, with ``"workers"`` and ``"workers_alive"``.
+
+        Raises:
+            ArgumentError: counts of each worker are asked for; they are kept of all.
+        """
+        if workers != "aggregate":
+            raise ArgumentError(
+                f'workers: expected "aggregate", got {workers!r}: counts are of all workers; see '
+                '("collector", "lane") of the rows for who made them'
+            )
+        alive = sum(member.process.exitcode is None for member in self._worker_pool.members)
+        return {**super().stats(), "workers": self.num_workers, "workers_alive": alive}
 
     def getattr_env(self, attr: str) -> Any:
         """Environments are in the workers: raises AttributeError."""

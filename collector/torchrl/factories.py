@@ -50,8 +50,21 @@ def many_envs(create: Any, workers: int | None, kwargs: Any, init: Any) -> Any:
         raise ArgumentError(
             f"create_env_kwargs: expected one for each of {len(listed)} workers, got {len(kwargs)}"
         )
+    listed = [_Copies(each) if isinstance(each, EnvBase) else each for each in listed]
     made = [partial(each, **own) if own else each for each, own in zip(listed, kwargs, strict=True)]
     return made if init is None else [partial(_begin, init, each) for each in made]
+
+
+class _Copies:
+    """A factory of an environment that was made already, and travels to each worker as a copy."""
+
+    def __init__(self, env: EnvBase) -> None:
+        self._env = env
+
+    def __call__(self, **kwargs: Any) -> EnvBase:
+        """The copy."""
+        made: EnvBase = one_env(self._env, kwargs)
+        return made
 
 
 def _begin(init: Callable[[], Any], create: Callable[[], Any]) -> Any:

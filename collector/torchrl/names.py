@@ -101,7 +101,7 @@ class TorchRLNames(Updating):
         named.update(frames=self.ledger.stored, iter=self._batches_made - 1, **{_OURS: state})
         return named
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Go on from what :meth:`state_dict` returned; call it before iterating.
 
         Raises:
@@ -111,16 +111,16 @@ class TorchRLNames(Updating):
             raise ArgumentError(
                 "load_state_dict: a part of a state does not make a run; strict=True"
             )
-        if _OURS not in state:
+        if _OURS not in state_dict:
             raise StateError(
                 "load_state_dict: expected a state of this collector, got one with "
-                f"{sorted(map(str, state))}; load the weights into the policy, and begin a new run"
+                f"{sorted(map(str, state_dict))}; load its weights into the policy, and begin anew"
             )
-        ours = {**state[_OURS], "env": state["env_state_dict"]}
+        ours = {**state_dict[_OURS], "env": state_dict["env_state_dict"]}
         if ours["policy"] is not None:
-            ours["policy"] = {**ours["policy"], "weights": state["policy_state_dict"]}
+            ours["policy"] = {**ours["policy"], "weights": state_dict["policy_state_dict"]}
         super().load_state_dict(ours)
-        self._batches_made = int(state["iter"]) + 1
+        self._batches_made = int(state_dict["iter"]) + 1
 
     def stats(self) -> dict[str, int | bool]:
         """Counts by TorchRL's names; :meth:`metrics` and :attr:`ledger` have more."""

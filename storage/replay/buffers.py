@@ -109,8 +109,8 @@ def as_batch(data: Any, *, single: bool) -> TensorDictBase:
         data = data.to_tensordict()
     if not isinstance(data, TensorDictBase):
         raise RowsMismatch(
-            f"a storage holds TensorDicts, whose tensors have names, got {type(data).__name__}. "
-            'Write TensorDict({"data": tensor}, [len(tensor)]).'
+            f"a storage holds TensorDicts, got {type(data).__name__}. Give what it holds names, as "
+            'in TensorDict({"data": tensor}, [len(tensor)]).'
         )
     return data.unsqueeze(0) if single else data
 

@@ -74,6 +74,8 @@ class RowWriter:
         """Held while rows are written, and while what they are written to is made or replaced."""
         self.provenance: Mapping[str, Any] = {}
         """Joins the entry of every run: the command that writes it."""
+        self.temporary = False
+        """Nobody has to close it: it goes with its process."""
         self._staged: bytes | None = None
         self._run: weakref.ref[object] | None = None
         if reader.mode == "create":
@@ -230,7 +232,7 @@ class RowWriter:
         """Close what nobody closed, and say so."""
         if self._files is None or (engine := self._files.engine) is None:
             return
-        if engine.owns_lock:
+        if engine.owns_lock and not self.temporary:
             warnings.warn(
                 f"unclosed storage {self.path}", ResourceWarning, stacklevel=3, source=self
             )

@@ -111,6 +111,7 @@ class Episodes:
         self._count = 0
         # The last trajectory of each lane: its line, -1 without one, and its id.
         self._tail, self._tail_id = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._tail_step = np.empty(0, np.int64)  # of its last row
         self._since = self.seen = 0
         """The rows up to this number are counted."""
 
@@ -137,6 +138,7 @@ class Episodes:
         self._know_lanes(int(lines["lane"].max(initial=-1)) + 1)
         self._tail[lines["lane"]] = np.arange(len(lines))  # the last one stays
         self._tail_id[lines["lane"]] = lines["id"]
+        self._tail_step[lines["lane"]] = lines["first_step"] + lines["length"] - 1
         self.seen = int(lines["last_row"].max(initial=-1)) + 1
         self._since = self.seen if self._ring else 0
 
@@ -168,6 +170,10 @@ class Episodes:
         self._know_lanes(int(order.lane[-1]) + 1)
         ids = rows.ids[at]
         begins = order.carry(ids, self._tail_id) != ids
+        if self._ring:
+            # An id may be written again when its rows are gone.
+            steps = rows.steps[at]
+            begins |= order.carry(steps, self._tail_step) >= steps
         stretches = order.stretches(begins)
         # From here on one entry a stretch. Those that do not begin go on with their lane's last
         # line; all that do get new lines, numbered in the order of their first rows.
@@ -230,6 +236,7 @@ class Episodes:
     def _know_lanes(self, lanes: int) -> None:
         self._tail = extended(self._tail, lanes, -1)
         self._tail_id = extended(self._tail_id, lanes, NOBODY)
+        self._tail_step = extended(self._tail_step, lanes, -1)
 
     def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
         """Give the first trajectory of every lane in a run the lane's seed.

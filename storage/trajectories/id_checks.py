@@ -59,6 +59,8 @@ class IdChecks:
         self._episodes: Episodes | None = None
         """Their table, from the first batch on that asks for it."""
         self._admitted: tuple[int, Any, Any, Any] | None = None
+        self._replaces_all = False
+        """The batch fills the ring, so that no row that is stored now stays."""
 
     def largest(self) -> int:
         """The largest id of the rows that are there, `NOBODY` without any."""
@@ -123,6 +125,7 @@ class IdChecks:
         values: Sequence[Any],
     ) -> None:
         _require_lanes(int(lane.min()), int(lane.max()), self._path)
+        self._replaces_all = len(ids) == self._reader.ring
         order = lane_order(lane)
         self._know_lane(int(order.lane[-1]))
         ids, steps = ids.take(order.at), steps.take(order.at)
@@ -200,7 +203,7 @@ class IdChecks:
         """
         episodes = self._counted()
         last, current = episodes.last_row(id), episodes.last_id(lane)
-        if last is None or last < self._reader.span.start:
+        if last is None or last < self._reader.span.start or self._replaces_all:
             return
         why = self._why_not(last, step, lane)
         if why is None and current != id:

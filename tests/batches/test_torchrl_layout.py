@@ -531,6 +531,17 @@ def test_workers_on_their_own_give_batches_of_their_own(lanes: Any, lead: Any, t
     check_rows(joined, LENGTHS, ends="mixed", from_start=True)
 
 
+def test_a_batch_of_a_worker_is_whole_however_many_slots_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tallyroll.collector.rollout.slab_plan.MOST_SLOTS", 7)
+    makes = [partial(plain_env, 2 * worker, 2) for worker in range(2)]
+    budget: dict[str, Any] = {"frames_per_batch": 40, "total_frames": 160}
+    with in_threads():
+        run = through(start(makes, ByObservation(), mode="async", layout="torchrl", **budget))
+    assert [batch.batch_size for batch in run.batches] == [(2, 20)] * 4
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_a_torchrl_buffer_behind_workers(mode: Any, lanes: Any) -> None:

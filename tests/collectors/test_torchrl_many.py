@@ -255,6 +255,26 @@ def test_whole_trajectories_of_workers() -> None:
             assert (batch["collector", "step"][:, 0] == 0).all()
 
 
+def test_environments_that_were_made_travel_as_copies() -> None:
+    made = [OracleTorchEnv(None, LENGTHS, first_lane=lane, ends="mixed") for lane in (0, 1)]
+    with MultiSyncCollector(made, ByObservation(), **BUDGET) as collector:
+        assert next(iter(collector))["observation"][:, 0, 0].tolist() == [0, 1]
+    assert [env.steps_taken for env in made] == [[0], [0]]
+
+
+def test_counts_and_resets_of_workers() -> None:
+    with MultiSyncCollector(envs(), ByObservation(), **BUDGET) as collector:
+        next(iter(collector))
+        stats = collector.stats()
+        assert (stats["workers"], stats["workers_alive"], stats["frames"]) == (2, 2, 12)
+        with pytest.raises(ArgumentError, match="aggregate"):
+            collector.stats("per_worker")
+        collector.reset([True, True])
+        assert next(iter(collector))["collector", "step"][:, 0].tolist() == [0, 0]
+        with pytest.raises(ArgumentError, match="reset"):
+            collector.reset([True, False])
+
+
 def test_workers_end_with_their_environments() -> None:
     collector = MultiSyncCollector(envs(), None, **BUDGET)
     with pytest.raises(ArgumentError, match="close_env"):

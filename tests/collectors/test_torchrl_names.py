@@ -162,6 +162,18 @@ def test_every_name_of_many_is_there_or_says_why_not(workers_in_threads: None) -
                 assert name not in REFUSED_NAMES or not hasattr(collector, name), name
 
 
+def test_methods_take_the_arguments_of_torchrl() -> None:
+    for mine, theirs, _ in PAIRS:
+        for name in dir(theirs):
+            wanted, got = getattr(theirs, name), getattr(mine, name, None)
+            if name.startswith("_") or not callable(wanted) or got is None:
+                continue
+            known = inspect.signature(got).parameters
+            for each in inspect.signature(wanted).parameters.values():
+                if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+                    assert each.name in known, f"{theirs.__name__}.{name}({each.name}=)"
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_values_raise_with_the_way_out(name: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}=.*: "):

@@ -256,18 +256,40 @@ def _look(connection: Any, path: Path) -> None:
         connection.send((reader.head, held(reader), not verify(path).findings))
 
 
-def test_ids_of_rows_that_went_may_be_written_again(tmp_path: Path) -> None:
-    with MemmapStorage(tmp_path / "ring", max_size=40) as storage:
+@pytest.mark.parametrize("emptied", [True, False])
+@pytest.mark.parametrize("count", [20, 5])
+def test_ids_of_rows_that_went_may_be_written_again(
+    tmp_path: Path, count: int, emptied: bool
+) -> None:
+    """As on-policy scripts do it in every epoch; of five rows, all are of one trajectory."""
+    ring = 40 if emptied else count
+    with MemmapStorage(tmp_path / "ring", max_size=ring) as storage:
         buffer = ReplayBuffer(storage=storage, batch_size=4)
-        buffer.extend(rows(0, 20))
-        with pytest.raises(TrajectoryIdTaken):
-            buffer.extend(rows(0, 20))
-        buffer.empty()
-        buffer.extend(rows(0, 20))
-        assert storage.span == range(20, 40)
-        with pytest.raises(TrajectoryIdTaken):
-            buffer.extend(rows(0, 6))
+        for epoch in range(4):
+            if epoch:
+                if emptied:
+                    with pytest.raises(TrajectoryIdTaken):
+                        buffer.extend(rows(0, count))
+                    buffer.empty()
+                else:
+                    with pytest.raises(TrajectoryIdTaken):
+                        buffer.extend(rows(0, count - 1))
+            buffer.extend(rows(0, count))
+            assert storage.span == range(epoch * count, (epoch + 1) * count)
+            assert held(storage) == list(range(count))
+            table = storage.trajectories.table
+            assert table["id"].tolist() == list(range(-(-count // STEPS)))
+            assert table["length"].sum() == count
+            assert table["return"].sum() == sum(range(count))
+            assert storage.trajectories.rows_of(0).tolist() == [
+                epoch * count + step for step in range(min(count, STEPS))
+            ]
+            assert not verify(tmp_path / "ring").findings
     assert not verify(tmp_path / "ring").findings
+    with MemmapStorage(tmp_path / "ring", mode="append") as storage:
+        assert storage.trajectories.lengths.sum() == count
+        ReplayBuffer(storage=storage, batch_size=4).extend(rows(100, 3))
+        assert storage.trajectories.ids[-1] == 17
 
 
 def test_a_storage_that_keeps_every_row_is_not_emptied(tmp_path: Path) -> None:

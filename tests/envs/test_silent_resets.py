@@ -341,6 +341,19 @@ def test_known_faults_are_refused(make: Any, said: str, inside: Any, tmp_path: P
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    "make", [partial(Vmas, max_steps=9), partial(SerialEnv, 2, partial(Procgen, None))]
+)
+def test_known_faults_are_said_where_batches_are_torchrls_and_nothing_is_stored(
+    make: Any, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match=r"collected as TorchRL does: .*; pass "):
+        collect(make(), **FEW, layout="torchrl")
+    with pytest.raises(EnvironmentRefused, match="pass "):
+        SyncCollector(make(), **SMALL, layout="torchrl", storage=tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
 def test_known_faults_are_refused_in_a_parallel_environment() -> None:
     env = ParallelEnv(2, partial(Vmas, None, max_steps=9), mp_start_method="spawn")
     with pytest.raises(EnvironmentRefused, match="max_steps=9"):

@@ -79,6 +79,24 @@ def test_it_goes_when_nobody_has_it(name: str, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def test_nothing_is_said_of_it_when_its_process_ends(folder: Path) -> None:
+    code = (
+        "import torch; from tensordict import TensorDict; from tallyroll.storage import "
+        "MemmapStorage; s = MemmapStorage(max_size=9); "
+        "s.extend(TensorDict({'x': torch.zeros(5)}, [5]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always::ResourceWarning", "-c", code],
+        env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "unclosed storage" not in done.stderr
+    assert not list(folder.iterdir())
+
+
 def test_a_ring_goes_with_its_buffer(folder: Path) -> None:
     buffer = ReplayBuffer(storage=MemmapStorage(max_size=10), batch_size=4)
     buffer.extend(rows(0, 20))

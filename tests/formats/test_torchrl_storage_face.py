@@ -342,6 +342,9 @@ def test_a_state_names_its_rows_and_does_not_bring_them(tmp_path: Path) -> None:
         buffer.load_state_dict(state)
         with pytest.raises(StateMismatch):
             ReplayBuffer(storage=new, batch_size=2).load_state_dict(state)
+        theirs = filled(ReplayBuffer(storage=LazyTensorStorage(12), batch_size=2), 12)
+        with pytest.raises(StateMismatch, match="extend with them"):
+            new.load_state_dict(theirs.state_dict()["_storage"])
 
 
 def test_it_is_beside_a_lazy_memmap_storage(tmp_path: Path) -> None:
