@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Step = Callable[..., Any]
-"""Takes the actions ``[lane, ...]`` of a vector step, an array for each action of the system."""
+"""Takes the actions ``[lane, ...]`` of a vector step, an array for each action of the system; or
+nothing, where legal actions depend on what was seen: then it draws them as well."""
 Raw = tuple[Step, Callable[[], None]]
 """A step, and how to close what was made for it."""
 
@@ -41,6 +42,8 @@ class Entry:
     make: Callable[[int], EnvBase] | None = None
     """In its place, where the task has no such name."""
     torchrl: Callable[[int], EnvBase] | None = None
+    masked: bool = False
+    """The raw step draws legal actions itself."""
     costs: int = 1
     """How many times fewer steps a batch has, because a step is costly."""
 
@@ -148,7 +151,7 @@ def raw_procgen(lanes: int) -> Raw:
 
 
 def compiled(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) -> Raw:
-    """A loop over ``state, seen = step(state, action)``; waits until all that is seen is there."""
+    """A loop over ``state, seen = step(state, action)``; all that is seen becomes NumPy's."""
     import jax
 
     advance = jax.jit(step)
@@ -157,6 +160,24 @@ def compiled(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) ->
     def play(action: NDArray[Any]) -> None:
         state["now"], seen = advance(state["now"], action)
         jax.tree_util.tree_map(np.asarray, seen)
+
+    return play, lambda: None
+
+
+def compiled_masked(reset: Callable[..., Any], step: Callable[..., Any], lanes: int) -> Raw:
+    """The same where ``reset`` and ``step`` return the legal actions as well, bool ``[..., n]``."""
+    import jax
+
+    advance, rng = jax.jit(step), np.random.default_rng(0)
+    state, legal = jax.jit(reset)(jax.random.split(jax.random.PRNGKey(0), lanes))
+    now = {"state": state, "legal": np.asarray(legal)}
+
+    def play() -> None:
+        legal = now["legal"]
+        action = (rng.random(legal.shape, np.float32) * legal).argmax(-1)
+        now["state"], seen, legal = advance(now["state"], action)
+        jax.tree_util.tree_map(np.asarray, seen)
+        now["legal"] = np.asarray(legal)
 
     return play, lambda: None
 
@@ -172,6 +193,19 @@ def raw_brax(lanes: int) -> Raw:
         return state, (state.obs, state.reward, state.done)
 
     return compiled(lambda keys: env.reset(keys[0]), step, lanes)
+
+
+def raw_playground(lanes: int) -> Raw:
+    """MuJoCo Playground's environment for training: it resets itself."""
+    from mujoco_playground import registry, wrapper
+
+    env = wrapper.wrap_for_brax_training(registry.load("CartpoleBalance"))
+
+    def step(state: Any, action: Any) -> Any:
+        state = env.step(state, action)
+        return state, (state.obs, state.reward, state.done)
+
+    return compiled(env.reset, step, lanes)
 
 
 def raw_gymnax(lanes: int) -> Raw:
@@ -201,31 +235,41 @@ def raw_jumanji(lanes: int) -> Raw:
 
     env = VmapAutoResetWrapper(jumanji.make("Snake-v1"))
 
+    def reset(keys: Any) -> Any:
+        state, seen = env.reset(keys)
+        return state, seen.observation.action_mask
+
     def step(state: Any, action: Any) -> Any:
         state, seen = env.step(state, action)
-        return state, (seen.observation, seen.reward, seen.discount, seen.step_type)
+        grid, steps, legal = seen.observation
+        return state, (grid, steps, seen.reward, seen.discount, seen.step_type), legal
 
-    return compiled(lambda keys: env.reset(keys)[0], step, lanes)
+    return compiled_masked(reset, step, lanes)
 
 
 def raw_smax(lanes: int) -> Raw:
-    """``env.step``, which resets itself."""
+    """``env.step``, which resets itself, and the legal actions of what follows."""
     import jax
     from jaxmarl import make
     from jaxmarl.environments.smax import map_name_to_scenario
 
-    env = make("SMAX", scenario=map_name_to_scenario("3m"))
+    env = make("HeuristicEnemySMAX", scenario=map_name_to_scenario("3m"))
+
+    def legal(state: Any) -> Any:
+        each = jax.vmap(env.get_avail_actions)(state)
+        return jax.numpy.stack([each[agent] for agent in env.agents], 1)
 
     def reset(keys: Any) -> Any:
-        return keys, jax.vmap(env.reset)(keys)[1]
+        state = jax.vmap(env.reset)(keys)[1]
+        return (keys, state), legal(state)
 
     def step(carry: Any, action: Any) -> Any:
         keys = jax.vmap(jax.random.split)(carry[0])
         actions = {agent: action[:, index] for index, agent in enumerate(env.agents)}
         seen, state, reward, done, _ = jax.vmap(env.step)(keys[:, 1], carry[1], actions)
-        return (keys[:, 0], state), (seen, reward, done)
+        return (keys[:, 0], state), (seen, reward, done), legal(state)
 
-    return compiled(reset, step, lanes)
+    return compiled_masked(reset, step, lanes)
 
 
 # --- groups, and environments of one lane ---------------------------------------------------------
@@ -337,17 +381,20 @@ ENTRIES = (
         costs=4,
     ),
     Entry("brax", raw_brax, "ant", costs=16),
+    Entry("playground", raw_playground, "CartpoleBalance", costs=16),
     Entry("gymnax", raw_gymnax, "CartPole-v1"),
     Entry(
         "jumanji",
         raw_jumanji,
         "Snake-v1",
+        {"unbounded": ["step_count"]},
+        masked=True,
         torchrl=lambda lanes: seeded(
             torchrl_envs.JumanjiEnv("Snake-v1", batch_size=[lanes], jit=True)
         ),
         costs=2,
     ),
-    Entry("smax", raw_smax, "3m", costs=4),
+    Entry("smax", raw_smax, "3m", masked=True, costs=4),
     Entry(
         "vmas",
         raw_vmas,

@@ -64,7 +64,11 @@ class Loop(Contender):
 
 
 class Raw(Loop):
-    """The system's own step, on random actions that are drawn a block at a time."""
+    """The system's own step on random actions, and what it returns as NumPy arrays.
+
+    They are drawn a block at a time, as Tallyroll draws them; where only some are legal, step by
+    step from the mask that was seen. It resets itself, keeps no final observation and no row.
+    """
 
     name = "raw"
 
@@ -73,10 +77,15 @@ class Raw(Loop):
         super().__init__(lanes, steps)
         action = env.full_action_spec
         self.specs = [action[key] for key in action.keys(True, True)]
+        self.masked = entry.masked
         self.step, self.end = entry.raw(lanes)
 
     def play(self) -> None:
         """Draw actions and make the steps."""
+        if self.masked:
+            for _ in range(self.steps):
+                self.step()
+            return
         shape = (self.steps,)
         drawn = [spec.rand(shape).numpy() for spec in self.specs]
         for actions in zip(*drawn, strict=True):

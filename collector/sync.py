@@ -12,7 +12,8 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.envs.make import CreateEnv, make_env
+from tallyroll.collector.envs.instances import take_over
+from tallyroll.collector.envs.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.options import (
@@ -44,7 +45,9 @@ class SyncCollector(Collector):
         create_env_fn: a Gymnasium id or ``SYSTEM:ID`` (with ``num_envs`` lanes; ``tallyroll envs``
             lists the systems), a TorchRL environment of batch size ``[]`` or ``[lanes]``, a
             Gymnasium vector environment, an environment of such a system, or a factory of one.
-            What the collector makes it closes; an instance stays yours to close.
+            What the collector makes it closes; an instance stays yours to close. A factory with an
+            argument ``seeds`` is called by that name, with None or a seed a lane, and with a seed
+            or a resume once more.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments are called like observations; a module of one
             argument may call it anything) or a model of Stable-Baselines3 (it acts by
@@ -158,18 +161,19 @@ class SyncCollector(Collector):
             made = make_env(create_env_fn, options)
             self.env: EnvBase = made.env
             self._owns_env = made.owned
-            self._prepare(policy, made.description)
+            self._prepare(policy, made)
         except BaseException:
             self.shutdown()
             raise
 
-    def _prepare(self, policy: PolicyFn | None, description: Mapping[str, Any]) -> None:
+    def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
         options = self._options
         self.env = prepare_env(self.env, policy, options)
         self._policy = None
         if policy is not None:
             self._policy = Policy(policy, options.policy_device, self.env.device)
         self._begin_run(self.env.batch_size.numel())
+        take_over(self.env, made.instance, self._lost_env)
         first = first_reset(self.env)
         plan = plan_slab(self.env, self._policy, first, options)
         if plan.arrivals and options.total_episodes is not None and options.init_random_frames:
@@ -188,7 +192,7 @@ class SyncCollector(Collector):
         torchrl = None
         if options.layout == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
-        self._drive(self._rollout_of(driver, plan), plan, ranges, description, torchrl)
+        self._drive(self._rollout_of(driver, plan), plan, ranges, made.description, torchrl)
 
     def _close_source(self) -> None:
         if self._owns_env:

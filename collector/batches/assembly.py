@@ -135,6 +135,8 @@ class Assembly:
         """Transitions that were taken from the source and are in no batch yet."""
         self._iterations = 0
         self.busy = self.over = False
+        self.lost = False
+        """Another collector drives the environment; it stays ``busy``."""
         if options.postproc is None:
             writer.open(source.no_rows, provenance, source.behind)
 

@@ -35,6 +35,7 @@ from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
+_OWN_INSTANCE = "make an environment for each collector, or shut this one down before"
 _STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
 
@@ -280,6 +281,18 @@ class Collector(ABC):
     def _close_source(self) -> None:
         """Close what was made here to collect from. Idempotent."""
 
+    def _lost_env(self) -> None:
+        """Another collector takes the environment over: its lanes are no longer as they were left.
+
+        Raises:
+            StateError: this one is stepping it.
+        """
+        if not hasattr(self, "_assembly"):
+            return
+        if self._assembly.busy and not self._assembly.lost:
+            raise StateError(f"a collector is stepping this environment; {_OWN_INSTANCE}")
+        self._assembly.busy = self._assembly.lost = True
+
     # --- the policy, and how it does --------------------------------------------------------------
 
     @property
@@ -430,6 +443,11 @@ class _Undivided(deferred):
     def __enter__(self) -> None:
         """Let handlers wait, and stay where they are until the run is over."""
         if self._assembly.busy:
+            if self._assembly.lost:
+                raise StateError(
+                    "another collector drove the environment since, and what followed here would "
+                    f"be rows that never were; {_OWN_INSTANCE}"
+                )
             raise StateError(
                 "the collector is collecting already: it was called from within, by its policy or "
                 "its environment, or from another thread; let the call under way return before"

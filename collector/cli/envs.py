@@ -19,6 +19,9 @@ _ABOVE = (
     "SYSTEM:ID."
 )
 
+PYGAMES = {"pygame", "pygame-ce"}
+"""Two distributions of one package."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -52,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(json.dumps([asdict(each) for each in found], indent=2) + "\n")
     else:
-        emit(as_text(found))
+        emit(as_text(found, {*distributions.get("pygame", ())} >= PYGAMES))
     return 1 if args.systems and not all(each.installed for each in found) else 0
 
 
@@ -75,8 +78,8 @@ def look(name: str, distributions: Mapping[str, Sequence[str]]) -> Found:
     )
 
 
-def as_text(found: Sequence[Found]) -> str:
-    """The list for people."""
+def as_text(found: Sequence[Found], has_both: bool) -> str:
+    """The list for people; ``has_both``: pygame and pygame-ce."""
     page = Page()
     page.print(_ABOVE)
     for head, there in (("installed", True), ("not installed", False)):
@@ -92,4 +95,9 @@ def as_text(found: Sequence[Found]) -> str:
         page.head("known conflicts")
         for each in conflicts:
             page.print(f"{each.name}: {each.conflicts}")
+    if has_both:
+        page.print(
+            "Here pygame and pygame-ce are both installed, and one has written over the other: "
+            "uninstall both, and install the one that is needed."
+        )
     return page.text

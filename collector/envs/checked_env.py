@@ -21,14 +21,14 @@ class CheckedEnv(DeclaredEnv):
 
         ``count`` are its rows, where they are not those of all lanes.
         """
+        wanted = self._expected[index]
+        if count is not None and count != wanted[0][0]:
+            wanted = (count, *wanted[0][1:]), wanted[1]
         if isinstance(value, torch.Tensor):
             value = value.detach().numpy()
-        elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+        elif not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
             value = np.from_dlpack(value)
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        wanted = self._expected[index]
-        if count is not None:
-            wanted = (count, *wanted[0][1:]), wanted[1]
         if not isinstance(value, np.ndarray) or (shape, dtype) != wanted:
             raise TransitionError(
                 f"{spell(self.observation_keys[index])}: the space declares {wanted[1]} "

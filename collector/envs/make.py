@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -36,6 +37,8 @@ class Made:
     """It was made here, so it is closed here."""
     description: dict[str, Any]
     """What it is, as provenance: JSON values."""
+    instance: object = None
+    """What was given, or made by a factory."""
 
 
 def require_id_options(options: Options) -> None:
@@ -57,7 +60,7 @@ def make_env(create: CreateEnv, options: Options) -> Made:
     if isinstance(create, str):
         return _by_name(create, options)
     require_id_options(options)
-    factory: Any = create if _is_factory(create) else None
+    factory = _callable_alone(create) if _is_factory(create) else None
     made: Any = create if factory is None else factory()
     try:
         env = _driven(made, factory, options)
@@ -69,11 +72,26 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         if factory is not None and hasattr(made, "close"):
             close(made)
         raise
-    return Made(env, factory is not None, _describe(env))
+    return Made(env, factory is not None, _describe(env), made)
 
 
 def _is_factory(create: Any) -> bool:
     return callable(create) and not isinstance(create, (EnvBase, VectorEnv, System))
+
+
+def _callable_alone(factory: Any) -> Callable[..., Any]:
+    """``factory``; one that has to be given ``seeds`` gets None where nobody has any yet."""
+    seeds = _seeds_of(factory)
+    wanted = seeds is not None and seeds.default is inspect.Parameter.empty
+    return partial(factory, seeds=None) if wanted else factory
+
+
+def _seeds_of(factory: Callable[..., Any]) -> inspect.Parameter | None:
+    """The argument ``seeds`` of a factory, where it can be asked for it and has one."""
+    try:
+        return inspect.signature(factory).parameters.get("seeds")
+    except (TypeError, ValueError):
+        return None
 
 
 def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> EnvBase:
@@ -99,7 +117,7 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
 
 def _with_seeds(factory: Callable[..., Any] | None) -> Make | None:
     """``factory`` as what makes a system from seeds, if it takes them."""
-    if factory is None or "seeds" not in inspect.signature(factory).parameters:
+    if factory is None or _seeds_of(factory) is None:
         return None
 
     def make(seeds: Sequence[int] | None) -> System:

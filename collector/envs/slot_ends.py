@@ -50,8 +50,9 @@ class SlotEnds(ProtocolEnv):
     ) -> None:
         """Replace the first observations of the next episodes by the final ones."""
         if out.final is not None:
+            at = ended.nonzero()[0]
             for index, row in enumerate(rows):
-                row[ended] = self._array(index, out.final[index], len(ended))[ended]
+                row[at] = self._array(index, out.final[index], len(ended)).take(at, 0)
         elif self._declares.finals == "extra" and ended.any():
             raise self._lost_finals(ended)
         if cursor.next_valid is not None:

@@ -1,6 +1,6 @@
 """Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torchrl.data import (
 )
 from torchrl.envs import ActionMask, Compose, EnvBase, TransformedEnv
 
-from tallyroll.collector.policies.masked_actions import pick, uniforms
+from tallyroll.collector.policies.masked_actions import chosen, pick, uniforms
 from tallyroll.collector.policies.slot_rng import Draw, SlotRng, width_of
 from tallyroll.storage.rows.keys import Key, as_key
 
@@ -173,6 +173,33 @@ class RandomActions:
         if own is not None:
             drawn = [array[:, own] for array in drawn]
         return zip(self._draws, drawn, strict=True)
+
+    def masks_in(self, arrays: Mapping[Key, Array]) -> Mapping[Key, Array | None] | None:
+        """Each action's mask among the ``arrays`` ``[slot, lane, ...]`` of a slab, or None.
+
+        None where :meth:`put` would lack one of these arrays, or numbers that choose.
+        """
+        wanted = [*self._masks, *(mask for mask in self._masks.values() if mask is not None)]
+        if len(self._draws) < len(self._masks) or not all(key in arrays for key in wanted):
+            return None
+        return {key: None if mask is None else arrays[mask] for key, mask in self._masks.items()}
+
+    def put(
+        self, arrays: Mapping[Key, Array], masks: Mapping[Key, Array | None], start: int, stop: int
+    ) -> Iterator[int]:
+        """Write the actions of slots ``[start, stop)`` of a slab, each when it is asked for.
+
+        ``masks`` are those of :meth:`masks_in`.
+        """
+        drawn = [
+            (arrays[key], masks[key], numbers, self._specs[key])
+            for key, numbers in self.arrays(stop - start)
+        ]
+        for at in range(start, stop):
+            for actions, marks, numbers, spec in drawn:
+                own = numbers[at - start]
+                actions[at] = own if marks is None else chosen(spec, marks[at], own)
+            yield at
 
     def ahead(self, slots: int) -> Ahead:
         """Draw what can be drawn for so many slots before they are stepped."""

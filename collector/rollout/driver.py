@@ -1,7 +1,7 @@
 """Drivers fill the slots of a slab: their interface, and the one of this process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -138,6 +138,7 @@ class LocalDriver(Driver):
         if lanes.fills_slab and not self._extra:
             self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
         self._action_rows = dict(self._outputs[: len(self._actions)])
+        self._masks = random.masks_in(self.slab.arrays) if lanes.fills_slab else None
         self._first: TensorDictBase | None = None
 
     # --- progress ---------------------------------------------------------------------------------
@@ -187,9 +188,7 @@ class LocalDriver(Driver):
             self._put_at_random(start, stop)
             self.stepped.step(start, stop)
             return
-        ahead = self._random.ahead(stop - start)
-        for at in range(start, stop):
-            self._act_at_random(at, ahead, at - start)
+        for at in self._acting_at_random(start, stop):
             self.stepped.step(at, at + 1)
             if self.stopping:
                 break
@@ -237,6 +236,16 @@ class LocalDriver(Driver):
                 self.slab.columns[key][start:stop].copy_(torch.from_numpy(drawn.copy()))
 
     # --- actions ----------------------------------------------------------------------------------
+
+    def _acting_at_random(self, start: int, stop: int) -> Iterator[int]:
+        """Slots ``[start, stop)``, with random actions in each when it is reached."""
+        if self._masks is not None:
+            yield from self._random.put(self.slab.arrays, self._masks, start, stop)
+            return
+        ahead = self._random.ahead(stop - start)
+        for at in range(start, stop):
+            self._act_at_random(at, ahead, at - start)
+            yield at
 
     def _act_at_random(self, at: int, ahead: Ahead, slot: int) -> None:
         drawn = self._random.act(self.stepped.seen(at).clone(False), ahead, slot)

@@ -342,12 +342,59 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return PyBool_FromLong(!outside);
 }
 
+/* nth_marked(marks, uniform, chosen): in each row of marks, one byte each, the index of one that is
+   marked, or of any where none is, by a double in [0, 1); int64. */
+static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer marks, uniform, chosen;
+    if (want(given, 3) < 0 || PyObject_GetBuffer(args[0], &marks, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[1], &uniform, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&marks);
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[2], &chosen, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&uniform);
+        PyBuffer_Release(&marks);
+        return NULL;
+    }
+    const int64_t rows = chosen.len / (Py_ssize_t)sizeof(int64_t);
+    const int64_t choices = rows ? marks.len / rows : 0;
+    const int fit = choices * rows == marks.len && (Py_ssize_t)(rows * sizeof(double)) == uniform.len;
+    const uint8_t *row = (const uint8_t *)marks.buf;
+    for (int64_t i = 0; fit && i < rows; i++, row += choices) {
+        int64_t count = 0, index = 0;
+        for (int64_t k = 0; k < choices; k++)
+            count += row[k] != 0;
+        const int any = count == 0;
+        if (any)
+            count = choices;
+        int64_t left = (int64_t)(((const double *)uniform.buf)[i] * (double)count);
+        if (left > count - 1) /* rounding may make the product as large as the count itself */
+            left = count - 1;
+        for (; index < choices - 1; index++)
+            if ((any || row[index]) && left-- == 0)
+                break;
+        ((int64_t *)chosen.buf)[i] = index;
+    }
+    PyBuffer_Release(&chosen);
+    PyBuffer_Release(&uniform);
+    PyBuffer_Release(&marks);
+    if (!fit) {
+        PyErr_SetString(PyExc_ValueError, "marks, numbers and choices differ in their rows");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
     {"commit_rows", (PyCFunction)(void (*)(void))commit_rows, METH_FASTCALL, NULL},
     {"gather_rows", (PyCFunction)(void (*)(void))gather_rows, METH_FASTCALL, NULL},
     {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
+    {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -64,6 +64,15 @@ class Kernel(Protocol):
         there are in a slot, and the addresses of the bounds of a slot.
         """
 
+    def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:
+        """Write one of the marked entries of each row of ``marks`` ``[*rows, n]`` to ``chosen``.
+
+        All are contiguous: bool, float64 in [0, 1) ``[*rows]``, int64 ``[*rows]``.
+
+        Raises:
+            ValueError: their rows differ; nothing is written.
+        """
+
 
 KINDS = {
     np.dtype(kind): number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,10 +157,27 @@ def test_nothing_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_system_of_ours_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = {name: each for name, each in listed(capsys).items() if each["extra"] or each["about"]}
-    for each in ours.values():
+    everything = listed(capsys)
+    own = metadata.entry_points(group="tallyroll.envs").select()
+    ours = [each.name for each in own if each.module.startswith("tallyroll.collector.envs.systems")]
+    assert len(ours) >= 15
+    for each in map(everything.__getitem__, ours):
         assert each["about"], each
         assert len(each["about"]) <= 80, each
+
+
+def test_two_distributions_of_pygame_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = metadata.packages_distributions()
+    said = []
+    for these in (["pygame"], ["pygame-ce"], ["pygame-ce", "pygame"]):
+        monkeypatch.setattr(
+            metadata, "packages_distributions", lambda these=these: {**there, "pygame": these}
+        )
+        assert tallyroll("envs") == 0
+        said.append("both installed" in " ".join(capsys.readouterr().out.split()))
+    assert said == [False, False, True]
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

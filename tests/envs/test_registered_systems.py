@@ -204,9 +204,12 @@ def test_seeds_that_are_taken_only_when_it_is_made() -> None:
     def make(seeds: Any = None) -> SeededWhenMade:
         return SeededWhenMade(2, seeds)
 
+    def without_default(seeds: Any) -> SeededWhenMade:
+        return SeededWhenMade(2, seeds)
+
     runs = []
-    for _ in range(2):
-        with SyncCollector(make, None, frames_per_batch=20, total_frames=20, seed=1) as collector:
+    for each in (make, without_default):
+        with SyncCollector(each, None, frames_per_batch=20, total_frames=20, seed=1) as collector:
             runs += [batch.clone() for batch in collector]
     assert torch.equal(runs[0]["observation"], runs[1]["observation"])
 

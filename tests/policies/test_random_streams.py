@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,15 +22,20 @@ from torchrl.data import (
     TensorSpec,
     Unbounded,
 )
-from torchrl.envs import InitTracker, TransformedEnv
+from torchrl.envs import Compose, InitTracker, TransformedEnv
 from torchrl.modules import GRUModule, OrnsteinUhlenbeckProcessModule
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.envs.system import Step
+from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError
-from tallyroll.collector.policies.masked_actions import pick, uniforms
+from tallyroll.collector.policies import masked_actions
+from tallyroll.collector.policies.masked_actions import chosen, pick, uniforms
 from tallyroll.collector.policies.random_actions import block_draw
+from tallyroll.storage.engine.kernel import kernel
 
+import toy_systems
 from collect_kit import ByObservation, joined
 from oracles import OracleTorchEnv, make_oracle_vec
 from policies_kit import recurrent
@@ -149,15 +155,15 @@ def test_workers_that_do_not_wait_for_one_another_draw_other_actions(made: Any) 
 # --- masks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        Categorical(4, shape=(5,)),
-        Categorical(4, shape=(5, 2)),
-        OneHot(4, shape=(5, 4)),
-        MultiCategorical([2, 4], shape=(5, 2)),
-    ],
-)
+SPECS = [
+    Categorical(4, shape=(5,)),
+    Categorical(4, shape=(5, 2)),
+    OneHot(4, shape=(5, 4)),
+    MultiCategorical([2, 4], shape=(5, 2)),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_each_legal_action_is_as_likely(spec: TensorSpec) -> None:
     shape = uniforms(spec)
     assert shape is not None
@@ -182,6 +188,66 @@ def test_each_legal_action_is_as_likely(spec: TensorSpec) -> None:
         legal = allowed[..., part] | ~allowed[..., part].any(-1, keepdim=True)
         wanted = legal / legal.sum(-1, keepdim=True)
         assert (counts[..., part] / 3000 - wanted).abs().max() < 0.04
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_legal_actions_are_the_same_without_the_extension(
+    spec: TensorSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = uniforms(spec)
+    assert shape is not None
+    several = type(spec) is MultiCategorical
+    lead = spec.shape[:-1] if several or type(spec) is OneHot else spec.shape
+    rng = np.random.default_rng(1)
+    for share in (0.0, 0.1, 0.5, 1.0):
+        for kind in (np.bool_, np.int8):
+            marks = (rng.random((*lead, 6 if several else 4)) < share).astype(kind)
+            numbers = rng.random(shape)
+            numbers[0], numbers[1] = np.nextafter(1.0, 0.0), 0.0
+            here = chosen(spec, marks, numbers)
+            with monkeypatch.context() as without:
+                without.setattr(masked_actions, "kernel", None)
+                assert np.array_equal(here, chosen(spec, marks, numbers))
+
+
+@pytest.mark.skipif(kernel is None, reason="no compiler was found")
+def test_the_extension_refuses_marks_and_numbers_of_other_rows() -> None:
+    assert kernel is not None
+    for marks, numbers in ((np.ones(7, np.bool_), 2), (np.ones((2, 4), np.bool_), 3)):
+        untouched = np.full(2, 9)
+        with pytest.raises(ValueError, match="differ in their rows"):
+            kernel.nth_marked(marks, np.zeros(numbers), untouched)
+        assert untouched.tolist() == [9, 9]
+    kernel.nth_marked(np.zeros((0, 4), np.bool_), np.zeros(0), np.zeros(0, np.int64))
+
+
+class MaskedToy(toy_systems.Toy):
+    """Of three actions the one that the step's number names is not legal."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        mask = {("action_mask",): Binary(3, (3,), dtype=torch.bool)}
+        self.declares = replace(self.declares, observation={**self.declares.observation, **mask})
+
+    def reset(self, *args: Any, **options: Any) -> list[Any]:
+        return self._masked(super().reset(*args, **options))
+
+    def step(self, *args: Any) -> Step:
+        out = super().step(*args)
+        return out._replace(obs=self._masked(out.obs))
+
+    def _masked(self, obs: Sequence[Any]) -> list[Any]:
+        return [*obs, np.arange(3) != self.state[:, 2:3] % 3]
+
+
+def test_in_place_legal_actions_are_those_of_the_longer_way() -> None:
+    in_place = joined(through(SyncCollector(MaskedToy(3), **BUDGET)).batches)
+    copied = TransformedEnv(SystemEnv(MaskedToy(3)), Compose())
+    assert torch.equal(
+        in_place["action"], joined(through(SyncCollector(copied, **BUDGET)).batches)["action"]
+    )
+    assert in_place["action_mask"].gather(-1, in_place["action"][:, None]).all()
+    assert len(in_place["action"].unique()) == 3
 
 
 def test_the_largest_uniform_number_is_an_action_too() -> None:

@@ -9,6 +9,8 @@ import numpy as np
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.dm_specs import generator_of, spec_of
+from tallyroll.collector.envs.systems.envpool_spaces import is_pool
+from tallyroll.collector.envs.systems.side_by_side import all_or_none, close_all, numbers
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 
 _DRAWS_ITS_MODEL = ("lqr",)
@@ -66,20 +68,17 @@ class DmControlSystem(System):
         pixels = kwargs.pop("pixels", None)
         given = dict(kwargs.pop("task_kwargs", None) or {})
         at_making = domain in _DRAWS_ITS_MODEL
-        envs: list[Any] = []
         try:
-            for lane in range(lanes):
-                own = {"random": seeds[lane]} if seeds is not None and at_making else {}
-                env = suite.load(domain, task, task_kwargs={**given, **own}, **kwargs)
-                envs.append(env)
-                if pixels:
-                    wrapper = needs("dm_control.suite.wrappers.pixels", "dm-control").Wrapper
-                    envs[-1] = wrapper(env, **(pixels if isinstance(pixels, Mapping) else {}))
-            return cls(envs, seeds="make" if at_making else None)
-        except BaseException as error:
-            _close(envs)
-            if not isinstance(error, (ValueError, TypeError)):
-                raise
+            with all_or_none() as envs:
+                for lane in range(lanes):
+                    own = {"random": seeds[lane]} if seeds is not None and at_making else {}
+                    envs.append(suite.load(domain, task, task_kwargs={**given, **own}, **kwargs))
+                    if pixels:
+                        wrapper = needs("dm_control.suite.wrappers.pixels", "dm-control").Wrapper
+                        more = pixels if isinstance(pixels, Mapping) else {}
+                        envs[-1] = wrapper(envs[-1], **more)
+                return cls(envs, seeds="make" if at_making else None)
+        except (ValueError, TypeError) as error:
             raise ArgumentError(f"dm_control cannot make {name!r}: {error}") from error
 
     @classmethod
@@ -89,12 +88,12 @@ class DmControlSystem(System):
         if dm_env is None:
             return None
         envs = made if isinstance(made, (list, tuple)) and made else [made]
-        one_each = all(isinstance(e, dm_env.Environment) and not _is_pool(e) for e in envs)
+        one_each = all(isinstance(e, dm_env.Environment) and not is_pool(e) for e in envs)
         return cls(envs) if one_each else None
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Restart lanes; a seed sets the generator of a lane's task."""
-        for lane in range(len(self._envs)) if lanes is None else np.flatnonzero(lanes).tolist():
+        for lane in numbers(lanes, len(self._envs)):
             if seeds is not None:
                 self._generators[lane].seed(seeds[lane])
             observation = self._envs[lane].reset().observation
@@ -119,7 +118,7 @@ class DmControlSystem(System):
         (given,) = action
         rewards, put = self._reward, self._put
         self._terminated[:] = self._truncated[:] = False
-        for lane in range(len(self._envs)) if lanes is None else np.flatnonzero(lanes).tolist():
+        for lane in numbers(lanes, len(self._envs)):
             kind, reward, discount, observation = self._envs[lane].step(given[lane])
             put(lane, observation)
             rewards[lane] = reward
@@ -140,15 +139,4 @@ class DmControlSystem(System):
 
     def close(self) -> None:
         """Close every environment."""
-        _close(self._envs)
-
-
-def _is_pool(env: object) -> bool:
-    """EnvPool's environments have the class of one lane, and many lanes."""
-    package = sys.modules.get("envpool.python.envpool")
-    return package is not None and isinstance(env, package.EnvPoolMixin)
-
-
-def _close(envs: Sequence[Any]) -> None:
-    for env in envs:
-        env.close()
+        close_all(self._envs)

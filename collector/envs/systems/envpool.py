@@ -1,17 +1,15 @@
 """EnvPool, synchronous: lanes reset themselves in the step after an end, in either of its APIs."""
 
-import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.gymnasium.spaces import Leaf, action_leaf, observation_leaves
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
-from tallyroll.collector.envs.systems.envpool_spaces import cast, true_space
+from tallyroll.collector.envs.systems.envpool_spaces import cast, dm_getter, is_pool, true_space
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra, SpaceError
 
 _OF_RUN = {"num_envs", "batch_size", "seed", "env_seed"}
@@ -49,35 +47,21 @@ class EnvPoolSystem(System):
         action = env.spec.gymnasium_action_space
         if isinstance(action, dict):
             raise SpaceError(f"expected one action a lane, got those of {sorted(action)}")
-        self._leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
-        self._getters = [self._getter(leaf) for leaf in self._leaves]
-        self._dtypes = [leaf.dtype for leaf in self._leaves]
+        leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
+        self._getters = [
+            (dm_getter(leaf, env) if self._is_dm else leaf.getter()) for leaf in leaves
+        ]
+        self._dtypes = [leaf.dtype for leaf in leaves]
         self._limit = int(env.config.get("max_episode_steps", 0)) or np.iinfo(np.int64).max
         self._steps = np.zeros(lanes, np.int64)
         taken = action_leaf(action, lanes)
         self.declares = Declares(
             lanes=lanes,
-            observation={leaf.key: leaf.spec[0] for leaf in self._leaves},
+            observation={leaf.key: leaf.spec[0] for leaf in leaves},
             action={taken.key: taken.spec[0]},
             at_end="reset_slot",
             seeds="make",
         )
-
-    def _getter(self, leaf: Leaf) -> Callable[[Any], Any]:
-        """A function from an observation to the array of ``leaf``."""
-        if not self._is_dm:
-            return leaf.getter()
-        only = next(key for key in self.env.spec.state_array_spec if key.startswith("obs"))
-        path = leaf.path or only.removeprefix("obs:").split(".")
-        fields = [re.sub(r"\W", "_", str(name)) for name in path]
-
-        def walk(value: Any) -> Any:
-            for field in fields:
-                value = getattr(value, field)
-            return value
-
-        walk(self.env.observation_spec())
-        return walk
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -108,8 +92,7 @@ class EnvPoolSystem(System):
     @classmethod
     def adopt(cls, made: object) -> Self | None:
         """A system over an environment of EnvPool."""
-        package = sys.modules.get("envpool.python.envpool")
-        return None if package is None or not isinstance(made, package.EnvPoolMixin) else cls(made)
+        return cls(made) if is_pool(made) else None
 
     def close(self) -> None:
         """Close the environment."""

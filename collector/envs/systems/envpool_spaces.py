@@ -1,10 +1,16 @@
-"""What EnvPool's spaces mean, and values in the dtypes that they declare."""
+"""What EnvPool's spaces mean, where its observations are, and values in the declared dtypes."""
 
+import re
+import sys
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+
+from tallyroll.collector.envs.gymnasium.spaces import Leaf
 
 
 def cast(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -27,3 +33,18 @@ def true_space(space: Any) -> Any:
     low = np.where(space.low == limits.tiny, -np.inf, space.low)
     high = np.where(space.high == limits.max, np.inf, space.high)
     return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype)
+
+
+def is_pool(made: object) -> bool:
+    """An environment of EnvPool; those of its dm API have the class of one lane as well."""
+    package = sys.modules.get("envpool.python.envpool")
+    return package is not None and isinstance(made, package.EnvPoolMixin)
+
+
+def dm_getter(leaf: Leaf, env: Any) -> Callable[[Any], Any]:
+    """A function from an observation of EnvPool's dm API to the array of ``leaf``."""
+    only = next(key for key in env.spec.state_array_spec if key.startswith("obs"))
+    path = leaf.path or only.removeprefix("obs:").split(".")
+    walk = attrgetter(".".join(re.sub(r"\W", "_", str(name)) for name in path))
+    walk(env.observation_spec())
+    return walk

@@ -1,47 +1,25 @@
 """Environments that are pure functions of JAX, compiled whole: one call steps every lane.
 
 It keeps the final observations, and begins the next episodes of the lanes that ended, each with a
-key and a context of its own. Contexts are arguments of that call: other values compile nothing.
+key and a context of its own (`functional_lanes`). Contexts are arguments of that call: other values
+compile nothing.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
-from tallyroll.collector.envs.systems.functional_specs import (
-    keyed,
-    merged,
-    placed,
-    require_same,
-    specs_of,
-    strong,
-)
+from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step
+from tallyroll.collector.envs.systems.functional_lanes import Context, FunctionalLanes
+from tallyroll.collector.envs.systems.functional_specs import specs_of
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
 
-Context: TypeAlias = Mapping[str, Any]
 
-_FEW = 8
-
-
-class Outcome(NamedTuple):
-    """What a step of one lane led to: trees and arrays of JAX."""
-
-    state: Any
-    observation: Any
-    reward: Sequence[Any]
-    terminated: Any
-    truncated: Any
-    agents: Mapping[str, AgentFlags] = {}
-    """Of each group, ``[agent]``."""
-
-
-class Functional(System):
+class Functional(FunctionalLanes):
     """Lanes of a pure function: a subclass writes :meth:`begin` and :meth:`advance` of one lane.
 
     The key of a lane is ``PRNGKey(seed)``. An episode splits it, ``key, own = split(key)``: it
@@ -66,7 +44,7 @@ class Functional(System):
         unbounded: Sequence[str] = (),
     ) -> None:
         self._jax = jax = needs("jax", self.extra)
-        self._carry = None
+        self._carry: Any = None
         self._keys = jax.jit(jax.vmap(jax.random.PRNGKey))
         self._begun = jax.jit(self._begin_all)
         # JAX writes the next states where the last ones were. Keys stay: a reset needs them.
@@ -88,66 +66,6 @@ class Functional(System):
             context=context or {},
             groups=groups or {},
         )
-
-    @abstractmethod
-    def begin(self, key: Any, context: Context) -> tuple[Any, Any]:
-        """The first state of an episode, and its observation."""
-
-    @abstractmethod
-    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
-        """A step; nothing is reset in it."""
-
-    # --- of all lanes, compiled: a carry is the leaves of states, (keys, steps done, contexts) ----
-
-    def _begin_all(self, keys: Any, context: Context) -> tuple[Any, list[Any]]:
-        jax = self._jax
-        pairs = jax.vmap(jax.random.split)(keys)
-        state, observation = jax.vmap(self.begin)(pairs[:, 1], context)
-        columns = keyed(jax, observation)
-        leaves, self._tree = jax.tree_util.tree_flatten(state)
-        self._names = tuple(columns)
-        steps = jax.numpy.zeros(len(keys), np.int32)
-        return (strong(jax, leaves), (pairs[:, 0], steps, context)), strong(jax, columns.values())
-
-    def _restart(self, carry: Any, lanes: Any, context: Context) -> tuple[Any, list[Any]]:
-        fresh, first = self._begun(carry[1][0], context)
-        return merged(self._jax, lanes, fresh, carry), first
-
-    def _turn(
-        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Context
-    ) -> tuple[Any, ...]:
-        jax = self._jax
-        keys, steps, context = rest
-        state = jax.tree_util.tree_unflatten(self._tree, leaves)
-        out = jax.vmap(self.advance)(
-            jax.vmap(jax.random.fold_in)(keys, steps), state, action, context
-        )
-        seen = keyed(jax, out.observation)
-        first = jax.eval_shape(self._begun, keys, context)[1]
-        require_same(jax, state, out.state, f"{type(self).__name__}: its state")
-        require_same(jax, dict(zip(self._names, first, strict=True)), seen, "its observation")
-        after = strong(jax, jax.tree.leaves(out.state)), (keys, steps + 1, context)
-        final = strong(jax, seen.values())
-        carry, first = self._renew(after, final, out.terminated | out.truncated, drawn)
-        ends = jax.numpy.stack([out.terminated, out.truncated])
-        return carry, first, final, out.reward, ends, out.agents
-
-    def _renew(self, carry: Any, final: Any, ended: Any, drawn: Context) -> tuple[Any, Any]:
-        """Begin the next episodes of lanes that ended, a few at a time: mostly they are few."""
-        jax, lanes = self._jax, self.declares.lanes
-        few = max(_FEW, lanes // _FEW)
-
-        def some(under_way: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            carry, seen, left = under_way
-            at = jax.numpy.nonzero(left, size=min(few, lanes), fill_value=lanes)[0]
-            begun = self._begin_all(carry[1][0][at], {name: x[at] for name, x in drawn.items()})
-            carry, seen = placed(jax, at, lanes, begun, (carry, seen))
-            return carry, seen, left.at[at].set(False, mode="drop")
-
-        start = carry, final, ended
-        return jax.lax.while_loop(lambda under_way: under_way[2].any(), some, start)[:2]
-
-    # --- from outside -----------------------------------------------------------------------------
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
         """See `System.reset`."""

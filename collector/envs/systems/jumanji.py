@@ -7,7 +7,8 @@ import numpy as np
 from torchrl.data import Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.systems.functional import Context, Functional, Outcome
+from tallyroll.collector.envs.systems.functional import Functional
+from tallyroll.collector.envs.systems.functional_lanes import Context, Outcome
 from tallyroll.collector.envs.systems.functional_specs import (
     actions,
     made,

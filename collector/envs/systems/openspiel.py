@@ -5,22 +5,20 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torchrl.data import Binary, Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.system import AgentFlags, Declares, Mask, Step, System
+from tallyroll.collector.envs.system import AgentFlags, Mask, Step, System
 from tallyroll.collector.envs.systems.openspiel_games import (
+    GROUP,
     OVER,
+    declares_of,
     play_chance,
     require_playable,
     tensors_of,
 )
+from tallyroll.collector.envs.systems.side_by_side import numbers
 from tallyroll.collector.errors import ArgumentError, TransitionError
-from tallyroll.storage.rows.keys import Key
-
-GROUP = "players"
 
 
 class OpenSpielSystem(System):
@@ -45,34 +43,13 @@ class OpenSpielSystem(System):
 
     def __init__(self, game: Any, lanes: int = 1) -> None:
         require_playable(game)
-        self._game, kind, tensors = game, game.get_type(), tensors_of(game)
-        self._together = kind.dynamics == type(kind).Dynamics.SIMULTANEOUS
-        self._seen = [f"{name}_tensor" for name in tensors]
-        self._players, actions = game.num_players(), game.num_distinct_actions()
-        each = (self._players,) if self._together else ()
-        at: Key = (GROUP,) if self._together else ()
-        observation: dict[Key, TensorSpec] = {
-            (*at, name): Unbounded((*each, *shape), dtype=torch.float32)
-            for name, shape in tensors.items()
-        }
-        mask = (*each, actions)
-        observation[*at, "action_mask"] = Binary(actions, mask, dtype=torch.bool)
-        observation["current_player",] = Bounded(OVER, self._players - 1, (), dtype=torch.int64)
-        if self._together:
-            observation[GROUP, "mask"] = Binary(self._players, each, dtype=torch.bool)
-        paid = (self._players, 1) if self._together else (self._players,)
-        self.declares = Declares(
-            lanes=lanes,
-            observation=observation,
-            action={(*at, "action"): Categorical(actions, each, dtype=torch.int64)},
-            reward={(*at, "reward"): Unbounded(paid)},
-            at_end="final",
-            truncation=False,
-            parts=True,
-            groups={GROUP: self._players} if self._together else {},
-        )
-        self._tensors = [np.zeros((lanes, *each, *s), np.float32) for s in tensors.values()]
-        self._legal = np.zeros((lanes, *mask), np.bool_)
+        self._game, self._players = game, game.num_players()
+        self._seen = [f"{name}_tensor" for name in tensors_of(game)]
+        self.declares = d = declares_of(game, lanes)
+        self._together = bool(d.groups)
+        *tensors, legal = list(d.observation.values())[: len(self._seen) + 1]
+        self._tensors = [np.zeros((lanes, *spec.shape), np.float32) for spec in tensors]
+        self._legal = np.zeros((lanes, *legal.shape), np.bool_)
         self._turn = np.zeros(lanes, np.int64)
         self._alive = np.ones((lanes, self._players), np.bool_)
         self._states: list[Any] = [None] * lanes
@@ -103,7 +80,7 @@ class OpenSpielSystem(System):
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Begin new plays; a seed is that of a lane's chance."""
-        rows = list(range(len(self._states))) if lanes is None else np.flatnonzero(lanes).tolist()
+        rows = list(numbers(lanes, len(self._states)))
         for lane in rows:
             if seeds is not None:
                 self._rngs[lane] = np.random.default_rng(seeds[lane])
@@ -112,7 +89,7 @@ class OpenSpielSystem(System):
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         """Move in all lanes, or in those of a mask."""
-        rows = list(range(len(self._states))) if lanes is None else np.flatnonzero(lanes).tolist()
+        rows = list(numbers(lanes, len(self._states)))
         moves, turns = action[0].tolist(), self._turn.tolist()
         legal = np.take_along_axis(self._legal, action[0][..., None], -1)
         if not legal[rows].all():

@@ -1,11 +1,16 @@
-"""Which games of OpenSpiel can be played with seeds, and how chance moves in them."""
+"""Which games of OpenSpiel can be played with seeds, their columns, and how chance moves."""
 
 from typing import Any
 
 import numpy as np
+import torch
+from torchrl.data import Binary, Bounded, Categorical, TensorSpec, Unbounded
 
+from tallyroll.collector.envs.system import Declares
 from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.storage.rows.keys import Key
 
+GROUP = "players"
 OVER = -4  # pyspiel.PlayerId.TERMINAL
 
 
@@ -36,6 +41,31 @@ def tensors_of(game: Any) -> dict[str, tuple[int, ...]]:
     if kind.provides_information_state_tensor:
         shapes["information_state"] = tuple(game.information_state_tensor_shape())
     return shapes
+
+
+def declares_of(game: Any, lanes: int) -> Declares:
+    """What plays of ``game`` are; players that move at once are a group."""
+    kind, players, actions = game.get_type(), game.num_players(), game.num_distinct_actions()
+    together = kind.dynamics == type(kind).Dynamics.SIMULTANEOUS
+    each, at = ((players,), (GROUP,)) if together else ((), ())
+    observation: dict[Key, TensorSpec] = {
+        (*at, name): Unbounded((*each, *shape), dtype=torch.float32)
+        for name, shape in tensors_of(game).items()
+    }
+    observation[*at, "action_mask"] = Binary(actions, (*each, actions), dtype=torch.bool)
+    observation["current_player",] = Bounded(OVER, players - 1, (), dtype=torch.int64)
+    if together:
+        observation[GROUP, "mask"] = Binary(players, each, dtype=torch.bool)
+    return Declares(
+        lanes=lanes,
+        observation=observation,
+        action={(*at, "action"): Categorical(actions, each, dtype=torch.int64)},
+        reward={(*at, "reward"): Unbounded((players, 1) if together else (players,))},
+        at_end="final",
+        truncation=False,
+        parts=True,
+        groups={GROUP: players} if together else {},
+    )
 
 
 def play_chance(state: Any, rng: np.random.Generator) -> None:

@@ -7,8 +7,10 @@ from typing import Any, Self
 import numpy as np
 
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
-from tallyroll.collector.envs.systems.agents import AgentRows, Groups, declared, grouped
+from tallyroll.collector.envs.systems.agent_rows import AgentRows
+from tallyroll.collector.envs.systems.agents import Groups, declared, described, grouped
 from tallyroll.collector.envs.systems.pettingzoo_envs import Turns, alike, make_into
+from tallyroll.collector.envs.systems.side_by_side import all_or_none, close_all, numbers
 from tallyroll.collector.errors import TransitionError
 
 
@@ -34,6 +36,7 @@ class PettingZooSystem(System):
     package = "pettingzoo"
     extra = "pettingzoo"
     about = "an episode ends with its last agent; masks say who lives; a seed a lane"
+    conflicts = "mpe2 brings pygame-ce; the pygame of MO-Gymnasium and CARL writes over it"
 
     def __init__(
         self, envs: Sequence[Any], groups: Groups | None = None, name: str | None = None
@@ -58,7 +61,7 @@ class PettingZooSystem(System):
         self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
     ) -> Sequence[Array]:
         """Reset environments; each takes its seed."""
-        for lane in range(len(self.envs)) if lanes is None else np.flatnonzero(lanes).tolist():
+        for lane in numbers(lanes, len(self.envs)):
             seed = None if seeds is None else seeds[lane]
             seen, _ = self.envs[lane].reset(seed=seed, options=options.get("options"))
             self._rows.put(lane, seen, self.first_lane)
@@ -72,7 +75,7 @@ class PettingZooSystem(System):
         parts = [x.tolist() if ids else x for x, ids in zip(action, self._ids, strict=True)]
         for flags in (self._terminated, self._truncated, self._over):
             flags.fill(False)
-        for lane in range(len(self.envs)) if lanes is None else np.flatnonzero(lanes).tolist():
+        for lane in numbers(lanes, len(self.envs)):
             env = self.envs[lane]
             acting, before = env.agents, len(env.agents)
             given = (each for part in parts for each in part[lane])
@@ -118,13 +121,11 @@ class PettingZooSystem(System):
 
     def close(self) -> None:
         """Close every environment."""
-        for env in self.envs:
-            env.close()
+        close_all(self.envs)
 
     def describe(self) -> dict[str, Any]:
         """The name, and groups of agents."""
-        groups = {each.name: list(each.agents) for each in self._groups}
-        return {"id": self.name, "type": type(self).__name__, "groups": groups}
+        return described(self.name, self, self._groups)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -133,15 +134,10 @@ class PettingZooSystem(System):
         A function behind a colon is called in the place of its ``parallel_env`` or ``env``.
         ``kwargs`` are its own, and ``groups``.
         """
-        envs: list[Any] = []
         groups = kwargs.pop("groups", None)
-        try:
+        with all_or_none() as envs:
             make_into(envs, name, lanes, kwargs)
             return cls(envs, groups, name)
-        except BaseException:
-            for env in envs:
-                env.close()
-            raise
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:

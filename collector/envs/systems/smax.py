@@ -7,7 +7,8 @@ from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import AgentFlags
-from tallyroll.collector.envs.systems.functional import Context, Functional, Outcome
+from tallyroll.collector.envs.systems.functional import Functional
+from tallyroll.collector.envs.systems.functional_lanes import Context, Outcome
 from tallyroll.collector.envs.systems.functional_specs import made, refuse_bare
 from tallyroll.storage.rows.keys import Key
 

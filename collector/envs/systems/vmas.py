@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -11,7 +11,8 @@ import torch
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
-from tallyroll.collector.envs.systems.agents import Groups, as_gymnasium, declared, grouped
+from tallyroll.collector.envs.systems.agents import Groups, declared, described, grouped, listed
+from tallyroll.collector.envs.systems.old_gym import as_gymnasium
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 
@@ -48,7 +49,7 @@ class VmasSystem(System):
         self._random = list(env.vmas_random_state)
         names = [agent.name for agent in env.agents]
         seen, acts = (
-            {agent: as_gymnasium(each) for agent, each in zip(names, _listed(space), strict=True)}
+            {agent: as_gymnasium(each) for agent, each in zip(names, listed(space), strict=True)}
             for space in (env.observation_space, env.action_space)
         )
         self._groups = grouped(seen, acts, groups)
@@ -56,7 +57,7 @@ class VmasSystem(System):
             self._groups = grouped(seen, acts, {"agents": names})
         of_groups, lanes = {group.name: group for group in self._groups}, env.num_envs
         self._agents = {n: [names.index(a) for a in g.agents] for n, g in of_groups.items()}
-        self._leaves = {n: [leaf.getter() for leaf in g.leaves] for n, g in of_groups.items()}
+        self._takes = {n: [leaf.getter() for leaf in g.leaves] for n, g in of_groups.items()}
         self._alive = {n: np.ones((lanes, len(g.agents)), np.bool_) for n, g in of_groups.items()}
         more, device = declared(self._groups), str(env.device)
         self.declares = Declares(lanes=lanes, at_end="final", seeds="shared", device=device, **more)
@@ -68,31 +69,30 @@ class VmasSystem(System):
         with self._own_generator():
             if lanes is None or lanes.all():
                 seed = None if seeds is None else int(seeds[0])
-                return self._observed(_listed(self.env.reset(seed=seed)))
+                return self._observed(listed(self.env.reset(seed=seed)))
             for lane in np.flatnonzero(lanes).tolist():
                 self.env.reset_at(lane, return_observations=False)
             (seen,) = self.env.get_from_scenario(
                 get_observations=True, get_rewards=False, get_infos=False, get_dones=False
             )
-            return self._observed(_listed(seen))
+            return self._observed(listed(seen))
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
         given: list[Any] = [None] * len(self.env.agents)
         for group, acts in zip(self._agents.values(), action, strict=True):
-            of_agents = torch.as_tensor(acts).unbind(1)
-            for agent, own in zip(group, of_agents, strict=True):
+            for agent, own in zip(group, torch.as_tensor(acts).unbind(1), strict=True):
                 given[agent] = own
         with self._own_generator():
-            seen, rewards, terminated, truncated, _ = self.env.step(given)
-        seen, rewards = _listed(seen), _listed(rewards)
+            seen, rewards, *ends, _ = self.env.step(given)
+        seen, rewards, (over, cut) = listed(seen), listed(rewards), map(_flags, ends)
         return Step(
             self._observed(seen),
             [torch.stack([rewards[a] for a in group], 1) for group in self._agents.values()],
-            _flags(terminated),
-            _flags(truncated),
+            over,
+            cut,
             agents={
-                name: AgentFlags(_flags(terminated, len(group)), _flags(truncated, len(group)))
+                name: AgentFlags(*(_flags(each, len(group)) for each in ends))
                 for name, group in self._agents.items()
             },
         )
@@ -100,8 +100,8 @@ class VmasSystem(System):
     def _observed(self, seen: Sequence[Any]) -> list[Array]:
         arrays: list[Array] = []
         for name, group in self._agents.items():
-            for take in self._leaves[name]:
-                arrays.append(torch.stack([take(seen[agent]) for agent in group], 1))
+            stacked = ([take(seen[agent]) for agent in group] for take in self._takes[name])
+            arrays += [torch.stack(each, 1) for each in stacked]
             arrays.append(self._alive[name])
         return arrays
 
@@ -117,8 +117,7 @@ class VmasSystem(System):
 
     def describe(self) -> dict[str, Any]:
         """The scenario, and groups of agents."""
-        groups = {each.name: list(each.agents) for each in self._groups}
-        return {"id": self.name, "type": type(self).__name__, "groups": groups}
+        return described(self.name, self, self._groups)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -137,16 +136,11 @@ class VmasSystem(System):
     @classmethod
     def adopt(cls, made: object) -> Self | None:
         """A system over a ``vmas.simulator.environment.Environment``."""
-        module = sys.modules.get("vmas.simulator.environment")
-        return cls(made) if module is not None and isinstance(made, module.Environment) else None
+        kind = getattr(sys.modules.get("vmas.simulator.environment"), "Environment", ())
+        return cls(made) if isinstance(made, kind) else None
 
 
-def _listed(values: Any) -> Sequence[Any]:
-    """One of each agent: dicts of agents are in their order."""
-    return list(values.values()) if isinstance(values, Mapping) else list(values)
-
-
-def _flags(flags: torch.Tensor, agents: int | None = None) -> Array:
+def _flags(flags: torch.Tensor, count: int | None = None) -> Array:
     """Flags of lanes, or of as many agents in each, as a driver wants them."""
-    each = flags if agents is None else flags[:, None].expand(-1, agents)
+    each = flags if count is None else flags[:, None].expand(-1, count)
     return each.numpy() if flags.device.type == "cpu" else each
