@@ -202,7 +202,15 @@ def run_exit_functions() -> None:
     atexit._run_exitfuncs()
 
 
-# --- TorchRL's weight updaters --------------------------------------------------------------------
+# --- TorchRL's collectors -------------------------------------------------------------------------
+
+
+def service_backend() -> str | None:
+    """What `torchrl.service_backend` says around this, where collectors run by default."""
+    from torchrl._comm.backends import _get_service_backend
+
+    found: str | None = _get_service_backend()
+    return found
 
 
 def transport_of(updater: Any) -> Any:

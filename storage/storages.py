@@ -35,9 +35,9 @@ from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.stores.row_store import RowStore
-from tallyroll.storage.stores.row_writer import NoWriter
+from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
 
@@ -64,7 +64,8 @@ class DiskStorage(RowStore, AsTensorStorage):
         capacity: rows to reserve space for at once, those that are there included.
             The storage grows beyond them, where its format can.
         max_size: slots of a ring, in which new rows overwrite the oldest; None keeps
-            every row. Only memory-mapped storages can be rings.
+            every row. Only memory-mapped storages can be rings. A replay buffer's ``empty()``
+            leaves no row of a ring valid, and those to come are numbered on.
         durability: what committed rows survive: ``"process"``, the death of any
             process; ``"power"``, a power cut too, at the price of waiting for
             the disk in every commit, and once, when it is opened, for whatever
@@ -110,6 +111,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             raise
         self._fit_ring()
         if temporary is not None:
+            assert isinstance(self.writer, RowWriter)
             self.writer.temporary = True
             self._leave_folder = temporary.leave_with(self, self.writer.close)
 
@@ -146,7 +148,8 @@ class DiskStorage(RowStore, AsTensorStorage):
             ids: of the trajectories of rows that have ``("collector", "traj_ids")``,
                 ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is stored already,
                 unless its rows go on from that id's last row: same lane, next step, not
-                ended, and no other trajectory of the lane in between. ``"renumber"`` moves
+                ended, and no other trajectory of the lane in between. What is gone from a
+                ring does not count, nor what a batch that fills it replaces. ``"renumber"`` moves
                 all ids of the call by one number, to behind the largest id that is stored:
                 so the rows of another storage are appended, ``extend(other.get(...),
                 ids="renumber")``, in one call, for a trajectory whose rows come in two calls
@@ -232,6 +235,18 @@ class DiskStorage(RowStore, AsTensorStorage):
         """Join a replay buffer: its writer goes on behind the last row."""
         super().attach(buffer)
         buffers.join(self, buffer)
+
+    def get(self, index: Any, keys: Keys | None = None) -> Any:
+        """As `RowStore.get`; and a key in the place of an index gives all rows of a column.
+
+        Raises:
+            KeyError: no column has that key.
+        """
+        kind = type(index)
+        if kind is str or (kind is tuple and index and all(type(name) is str for name in index)):
+            only = [index] if as_key(index) in self.reader.keys else None
+            return self.reader.get(slice(None), only)[index]
+        return self.reader.get(index, keys)
 
     def contains(self, item: Any) -> Any:
         """Whether there is a row of that number; for a tensor, one bool for each."""

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torchrl.modules import RandomPolicy
 
+from tallyroll.collector.compat import service_backend
+from tallyroll.collector.envs.make import Made
+from tallyroll.collector.envs.traits import system_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import Mode, MultiprocessCollector
 from tallyroll.collector.policies.policy import PolicyFn
@@ -13,7 +17,7 @@ from tallyroll.collector.torchrl.arguments import resolve, whole
 from tallyroll.collector.torchrl.factories import asked_for, compiled, many_envs, one_env, policy_of
 from tallyroll.collector.torchrl.names import TorchRLNames
 
-_BACKENDS = (None, "direct", "process")
+_BACKENDS = {None: None, "direct": "direct", "process": "process", "multiprocessing": "process"}
 
 
 class Collector(TorchRLNames, SyncCollector):
@@ -36,7 +40,7 @@ class Collector(TorchRLNames, SyncCollector):
         """The collector, or one of many processes where that is asked for."""
         if cls is not Collector:
             return super().__new__(cls)
-        backend = given.pop("backend", None)
+        backend = given.pop("backend", None) or service_backend()
         options = dict(given.pop("backend_options", None) or {})
         number, sync = whole(given.pop("num_collectors", None)), given.pop("sync", None)
         if backend not in _BACKENDS:
@@ -44,6 +48,7 @@ class Collector(TorchRLNames, SyncCollector):
                 f'backend: expected "direct" or "process", got {backend!r}: this library collects '
                 "on one machine"
             )
+        backend = _BACKENDS[backend]
         if backend == "process" or (backend is None and number is not None):
             kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
             return kind(*args, num_workers=number, **given, **options)
@@ -57,6 +62,7 @@ class Collector(TorchRLNames, SyncCollector):
     def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
         for name in ("backend", "backend_options", "num_collectors", "sync"):
             given.pop(name, None)
+        self._given = policy
         env = one_env(create_env_fn, given.pop("create_env_kwargs", None))
         factory = given.pop("policy_factory", None)
         if policy is not None and factory is not None:
@@ -73,6 +79,16 @@ class Collector(TorchRLNames, SyncCollector):
             raise
         self.n_env = self.lanes
         self.frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
+
+    def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
+        if isinstance(self._given, RandomPolicy):
+            self._given.set_action_spec_from_env(self.env)
+        super()._prepare(policy, made)
+
+    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        if not asked and incarnation == 0 and system_of(self.env) is None:
+            return []  # an environment of TorchRL's begins as who made it has seeded it
+        return super()._seed_lanes(seed, incarnation, asked)
 
     def _close_source(self) -> None:
         self._owns_env = getattr(self, "_close_env", self._owns_env)

@@ -177,8 +177,15 @@ class RowStore:
         return self.writer.files.episodes_path
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Slots of rows by number [*]: the index that `get` takes, and that of `column`."""
+        """Slots of rows by number [*]: the index of `column`.
+
+        It is the one that `get` takes, too, but in a ring that was emptied.
+        """
         return self.reader.slots_of(rows)
+
+    def index_of(self, rows: np.ndarray) -> np.ndarray:
+        """The index by which `get` finds rows by number [*], which must be there."""
+        return self.reader.index_of(rows)
 
     def __len__(self) -> int:
         return len(self.reader.span)
@@ -249,7 +256,8 @@ class RowStore:
         """The committed rows of one column, [rows, ...], read-only and without a copy.
 
         In a ring slot by slot: row r at ``slots_of(r)``, and while another process writes
-        it may be overwritten as you look. bfloat16 comes as the ``uint16`` of its bits.
+        it may be overwritten as you look; what `empty()` took away is there until it is
+        overwritten. bfloat16 comes as the ``uint16`` of its bits.
 
         Raises:
             KeyError: there is no such column.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl import service_backend
 from torchrl.collectors import MultiProcessedWeightUpdater, WeightUpdaterBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -91,7 +92,7 @@ def test_many_collectors_are_made_where_they_are_asked_for() -> None:
         ({"num_collectors": 2}, MultiAsyncCollector),
         ({"num_collectors": 2, "sync": True}, MultiSyncCollector),
         ({"num_collectors": 2.0, "sync": False, "backend": "process"}, MultiAsyncCollector),
-        ({"backend": "process", "sync": True, "num_collectors": 1}, MultiSyncCollector),
+        ({"backend": "multiprocessing", "sync": True, "num_collectors": 1}, MultiSyncCollector),
         (
             {"backend": "process", "num_collectors": 2, "backend_options": {"num_sub_threads": 1}},
             MultiAsyncCollector,
@@ -103,6 +104,10 @@ def test_many_collectors_are_made_where_they_are_asked_for() -> None:
             with Collector(factory, ByObservation(), **BUDGET, **given) as collector:
                 assert type(collector) is kind
                 assert collector.num_workers == len(create)
+    with service_backend("process"), Collector(envs()[0], None, **BUDGET) as collector:
+        assert type(collector) is MultiAsyncCollector
+    with service_backend("ray"), pytest.raises(ArgumentError, match="one machine"):
+        Collector(envs()[0], None, **BUDGET)
     for sync, kind in ((True, MultiSyncCollector), (False, MultiAsyncCollector)):
         with MultiCollector(envs(), ByObservation(), sync=sync, **BUDGET) as many:
             assert type(many) is kind

@@ -133,7 +133,9 @@ def test_a_policy_factory_makes_the_policy() -> None:
 
 
 def test_a_random_policy_without_a_spec_draws_of_the_environment() -> None:
-    with Collector(env(None), RandomPolicy(), frames_per_batch=40) as collector:
+    policy = RandomPolicy()
+    with Collector(env(None), policy, frames_per_batch=40) as collector:
+        assert policy.action_spec is not None
         assert set(collector.next()["action"].tolist()) == {0, 1}
 
 
@@ -504,6 +506,27 @@ def test_set_seed_gives_a_seed_for_the_next_one_and_begins_anew() -> None:
         again = collector.next()
         assert torch.equal(one["action"], again["action"])
         assert again["collector", "step"][:, 0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_an_environment_begins_as_who_made_it_has_seeded_it(lanes: int | None) -> None:
+    def create() -> Any:
+        made = OracleTorchEnv(lanes, (5,), kind="seeded")
+        made.set_seed(7)
+        return made
+
+    found = [next(iter(collector)) for _, collector in both(create, ByNoise, frames_per_batch=12)]
+    assert_batches_alike(*found)
+    with Collector(create(), ByNoise(), frames_per_batch=12, seed=3) as collector:
+        assert not torch.equal(next(iter(collector))["observation"], found[0]["observation"])
+
+
+class ByNoise(ByObservation):
+    """Acts by the first numbers of an observation."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        return td.set("action", td["observation"][..., :3].sum(-1).long() % 2)
 
 
 def test_reset_begins_new_trajectories() -> None:

@@ -25,6 +25,7 @@ from torchrl.data import (
     TensorStorageCheckpointer,
 )
 from torchrl.data.replay_buffers import SliceSampler, SliceSamplerWithoutReplacement
+from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.envs import RandomCropTensorDict
 
@@ -132,6 +133,21 @@ def test_what_it_says_of_itself(make: Callable[[str], DiskStorage]) -> None:
             there = other.storage._storage[: len(storage)]
             assert (storage._storage.exclude("index") == there.exclude("index")).all()
             assert storage.flatten() is storage
+
+
+def test_a_key_gives_a_column(make: Callable[[str], DiskStorage]) -> None:
+    """TorchRL's sequences of records ask so where episodes end."""
+    with make("rows") as storage:
+        mine, other = both(storage, batch_size=8, sample_unit=lambda: Sequence(length=4, burn_in=1))
+        for start in range(0, 60, 12):
+            mine.extend(rows(start, 12))
+            other.extend(rows(start, 12))
+            for key in ("observation", ("observation",), ("next", "done")):
+                assert (storage.get(key) == other.storage.get(key)[: len(storage)]).all()
+            assert (storage["next"] == other.storage["next"][: len(storage)]).all()
+            with pytest.raises(KeyError):
+                storage.get("nothing")
+            assert_alike(mine, other, start)
 
 
 @pytest.mark.parametrize("sampler_class", [SliceSampler, SliceSamplerWithoutReplacement])

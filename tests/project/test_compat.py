@@ -20,6 +20,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics, RescaleAction
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torchrl import service_backend
+from torchrl.collectors import VanillaWeightUpdater
 from torchrl.data import LazyMemmapStorage, ReplayBuffer
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import EnvBase, GymWrapper, ParallelEnv
@@ -256,3 +258,21 @@ def test_nothing_private_of_others_is_used_elsewhere() -> None:
             for name in ("_init_writer", "_env_obs", "_tensordict", "_new_unsafe", "_inheriting"):
                 assert f'"{name}"' not in text, (path, name)
                 assert f".{name}" not in text, (path, name)
+
+
+def test_torchrl_says_where_services_run_by_default() -> None:
+    assert compat.service_backend() is None
+    with service_backend("process"):
+        assert compat.service_backend() == "process"
+
+
+def test_weight_updaters_have_weights_a_transport_and_hooks() -> None:
+    weights, hooked = TensorDict({"w": torch.zeros(2)}), []
+    updater = VanillaWeightUpdater(weight_getter=lambda: weights, policy_weights=weights.clone())
+    assert compat.server_weights(updater, None) is weights
+    other = weights + 1
+    assert compat.server_weights(updater, other) is other
+    assert compat.transport_of(updater) is compat.transport_of(VanillaWeightUpdater)
+    updater.register_post_hook(lambda: hooked.append(True))
+    compat.call_post_hooks(updater)
+    assert hooked == [True]

@@ -1,4 +1,7 @@
-"""TorchRL's own tests with ours in the place of theirs: what each did, and if that is listed."""
+"""TorchRL's own tests with ours in the place of theirs: what each did, and whether that is listed.
+
+Used by the plugins beside this file, which say what is put in whose place.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,40 @@ class Suite:
     that is none any more.
 
     Args:
-        listed: a TOML file with a list ``difference`` of ``tests`` (patterns) and a ``reason``.
+        listed: a TOML file with a list ``difference`` of ``tests`` (patterns of `fnmatch`, in which
+            brackets stand for themselves), a ``reason``, and perhaps ``errors`` (parts of the
+            error's first line, of which one is there) and ``of`` (the names that it is for).
+            ``fails_without_ours`` are parts of errors that do not count, for tests end in them
+            with TorchRL's own, too.
         made: gets an entry whenever a test makes one of ours.
         what: what stands in the place of theirs.
         log: a file for what failed, and how.
+        name: of what is tried, where ``of`` tells differences apart.
     """
 
-    def __init__(self, listed: Path, made: list[str], what: str, log: str | None) -> None:
+    def __init__(
+        self, listed: Path, made: list[str], what: str, log: str | None, name: str = ""
+    ) -> None:
         self.made, self.what, self.log = made, what, log
-        self.differences = [
-            (pattern, each["reason"])
-            for each in tomllib.loads(listed.read_text())["difference"]
+        content = tomllib.loads(listed.read_text())
+        self.differences: list[tuple[str, list[str], str]] = [
+            (pattern, each.get("errors", [""]), each["reason"])
+            for each in content["difference"]
+            if name in each.get("of", [name])
             for pattern in each["tests"]
         ]
+        self.not_ours: list[str] = content.get("fails_without_ours", [])
         self.passed: set[str] = set()
         self.untouched: set[str] = set()
         self.skipped: set[str] = set()
         self.failed: dict[str, str] = {}
-        self.hit: set[str] = set()
 
-    def reason(self, test: str) -> str | None:
-        """Why a test is to fail, None if it is to pass."""
-        for pattern, reason in self.differences:
-            if fnmatch.fnmatchcase(test, pattern.replace("[", "[[]")):  # those of parameters
-                self.hit.add(pattern)
-                found: str = reason
-                return found
+    def reason(self, test: str, error: str | None = None) -> str | None:
+        """Why a test is to fail, with this error if one is given; None if it is to pass."""
+        for pattern, errors, reason in self.differences:
+            fits = error is None or any(part in error for part in errors)
+            if fits and fnmatch.fnmatchcase(test, pattern.replace("[", "[[]")):
+                return reason
         return None
 
     @pytest.hookimpl(wrapper=True)
@@ -57,30 +68,33 @@ class Suite:
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
         """Count the test; what differs on purpose does not fail the run."""
         report = yield
-        if report.when != "call" and not report.failed:
-            if report.skipped:
-                self.skipped.add(_name(item))
-            return report
-        name = _name(item)
+        name = item.nodeid.removeprefix("test/")
         if report.skipped:
             self.skipped.add(name)
-        elif report.passed:
+        elif report.failed:
+            self._count_failure(name, _first_line(call), report)
+        elif report.when == "call":
             (self.passed if self.made else self.untouched).add(name)
-        else:
-            self.failed[name] = _first_line(call)
-            if self.log:
-                with Path(self.log).open("a") as file:
-                    file.write(f"{name}\t{self.failed[name]}\n")
-            if self.reason(name) is not None:
-                report.outcome, report.wasxfail = "skipped", f"reason: {self.reason(name)}"
         return report
+
+    def _count_failure(self, name: str, error: str, report: Any) -> None:
+        self.passed.discard(name)  # it fails after its end
+        reason: str | None
+        if not self.made or any(part in error for part in self.not_ours):
+            self.skipped.add(name)
+            reason = "it fails without ours, too"
+        else:
+            self.failed[name] = error
+            reason = self.reason(name, error)
+        if reason is not None:
+            report.outcome, report.wasxfail = "skipped", f"reason: {reason}"
 
     def surprises(self) -> list[str]:
         """What is not as listed."""
         found = [
-            f"{name} fails and is not listed: {why}"
-            for name, why in self.failed.items()
-            if self.reason(name) is None
+            f"{name} fails and is not listed: {error}"
+            for name, error in self.failed.items()
+            if self.reason(name, error) is None
         ]
         right = self.passed | self.untouched
         return sorted(
@@ -93,22 +107,24 @@ class Suite:
         say("")
         say(
             f"{self.what}: {len(self.passed)} tests pass with them, {len(self.failed)} do not; "
-            f"{len(self.untouched)} have nothing to do with them, {len(self.skipped)} skipped"
+            f"{len(self.untouched)} have nothing to do with them, {len(self.skipped)} are skipped "
+            "or fail without them, too"
         )
-        for reason, count in Counter(map(self.reason, self.failed)).most_common():
+        reasons = Counter(self.reason(*each) for each in self.failed.items())
+        for reason, count in reasons.most_common():
             say(f"{count:5}  {reason or 'UNEXPLAINED'}")
         for line in self.surprises():
             say(f"surprise: {line}")
+        if self.log:
+            lines = [f"{name}\t{error}\n" for name, error in sorted(self.failed.items())]
+            lines += [f"{name}\n" for name in sorted(self.passed)]
+            Path(self.log).write_text("".join(lines))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail the run if anything is not as listed."""
         if self.surprises() and session.exitstatus == 0:
             session.exitstatus = 1
-
-
-def _name(item: pytest.Item) -> str:
-    return item.nodeid.removeprefix("test/")
 
 
 def _first_line(call: Any) -> str:
