@@ -167,11 +167,13 @@ def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvB
     known |= set() if base is None else set(base.info_keys)
     names = [new_name(info.key, rename, known) for info in info_keys]
     if missing := ["/".join(name) for name in names if name not in known]:
-        raise ArgumentError(
-            f"info_keys: {missing} are no columns of the environment; give a TorchRL environment "
-            "an info reader (env.set_info_dict_reader), or pass info_keys to GymnasiumVectorEnv; "
-            "other systems declare their columns themselves"
-        )
+        way_out = "give it an info reader (env.set_info_dict_reader)"
+        if base is not None:
+            way_out = "let a wrapper of the environment put them into what is observed"
+            if isinstance(base.system, GymnasiumSystem):
+                way_out = "pass info_keys to GymnasiumVectorEnv, which you made yourself"
+        of = type(env).__name__ if base is None else f"{base.kind}, whose infos are not kept"
+        raise ArgumentError(f"info_keys: {missing} are no columns of {of}; {way_out}")
     if any(info.dtype is not None for info in info_keys):
         raise ArgumentError(
             "info_keys: a TorchRL environment declares dtypes itself; pass names here, and Info to "

@@ -133,10 +133,16 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
         **{name: values[name] for name in _HERE & set(values)},
     )
     _check(wishes)
+    threshold = values.get("preemptive_threshold")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ArgumentError(f"preemptive_threshold: expected 0 to 1, got {threshold!r}")
     rest = {n: v for n, v in values.items() if n in ours and n not in ("postproc", "replay_buffer")}
     for name, own in _TO_OURS.items():
         if name in values:
             rest[own] = values[name]
+    where = rest.get("env_device")
+    if where is not None and where == rest.get("policy_device"):
+        rest["storing_device"] = rest.get("storing_device") or where
     rest["init_random_frames"] = random - _written_before(wishes.replay_buffer, random)
     rest["max_frames_per_traj"] = values.get("max_frames_per_traj") or None
     rest["exploration_type"] = wishes.exploration_type or ExplorationType.RANDOM

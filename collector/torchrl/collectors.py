@@ -91,7 +91,8 @@ class Collector(TorchRLNames, SyncCollector):
         return super()._seed_lanes(seed, incarnation, asked)
 
     def _close_source(self) -> None:
-        self._owns_env = getattr(self, "_close_env", self._owns_env)
+        if self._close_env is not None:  # what was not begun with is whose it was
+            self._owns_env = self._close_env
         super()._close_source()
 
 

@@ -31,6 +31,8 @@ class Yielding(Collector):
     _background: Background | None = None
     _iterator: Iterator[Any] | None = None
     _batches_made = 0
+    _close_env: bool | None = None
+    """Whether to close the environment, whoever made it; None: if it was made here."""
 
     def _take_over(self, wishes: Wishes) -> None:
         """What TorchRL's collectors do at the end of their construction."""
@@ -247,7 +249,8 @@ class Yielding(Collector):
         try:
             if self._background is not None:
                 self._background.end(timeout)
-            self._close_env = close_env
+            if hasattr(self, "_whole"):
+                self._close_env = close_env
             super().shutdown()
             self._raise_of_thread()
         except Exception:

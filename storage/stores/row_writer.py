@@ -447,6 +447,8 @@ class NoWriter:
     grows = False
     provenance: Mapping[str, Any] = {}
 
+    temporary = False
+
     def __init__(self, reader: RowReader) -> None:
         self.reader, self.turn = reader, threading.RLock()
 

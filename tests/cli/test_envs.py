@@ -241,7 +241,8 @@ ERRORS = {
     "'no_such_package')",
     "wrong:X": "wrong: expected the entry point toy_systems:ReadOnly to name a System",
     "kwargs:X --env-kwargs '{\"nope\": 1}'": "cannot make 'kwargs:X' with {'nope': 1}: ",
-    "toy:First --info-keys lives": "info_keys: ['lives'] are no columns of the environment; ",
+    "toy:First --info-keys lives": "info_keys: ['lives'] are no columns of First, whose "
+    "infos are not kept; ",
     "toi:First": "toi:First: there is neither a module nor an environment system called toi; "
     "`tallyroll envs` lists the systems",
 }

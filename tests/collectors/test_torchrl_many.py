@@ -128,6 +128,8 @@ def test_factories_of_workers_get_their_keywords() -> None:
     with MultiSyncCollector(envs(), None, create_env_kwargs=kwargs[0], **BUDGET) as collector:
         done = next(iter(collector))["next", "done"].squeeze(-1)
         assert done.int().argmax(-1).tolist() == [1, 1]
+    with pytest.raises(ArgumentError, match="preemptive_threshold"):
+        MultiSyncCollector(envs(), None, preemptive_threshold=1.5, **BUDGET)
     with pytest.raises(ArgumentError, match="2 workers, got 1"):
         MultiSyncCollector(envs(), None, create_env_kwargs=kwargs[:1], **BUDGET)
 

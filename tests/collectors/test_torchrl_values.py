@@ -18,7 +18,7 @@ from torchrl.modules import AdditiveGaussianModule, RandomPolicy
 from torchrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
 from torchrl_kit import assert_batches_alike, both
 
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError, PolicyError, StateError
 from tallyroll.collector.torchrl import Collector
 from tallyroll.storage import MemmapStorage
 
@@ -583,6 +583,21 @@ def test_shutdown_closes_the_environment_or_leaves_it() -> None:
             assert collector.closed
             assert list(collector) == []
             collector.shutdown(close_env=close)
+
+
+def test_what_cannot_be_made_raises_why_and_closes_nothing() -> None:
+    made = Closing(2)
+    with pytest.raises(PolicyError, match="write action"):
+        Collector(
+            made, TensorDictModule(lambda x: x, ["observation"], ["other"]), frames_per_batch=6
+        )
+    assert not made.closings
+
+    def create() -> Any:
+        raise RuntimeError("no such thing")
+
+    with pytest.raises(RuntimeError, match="no such thing"):
+        Collector(create, None, frames_per_batch=6)
 
 
 def test_methods_of_methods() -> None:

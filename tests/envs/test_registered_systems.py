@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,13 @@ def test_contexts_are_drawn_one_ahead_and_kept_through_a_resume(tmp_path: Path) 
     lengths = rows["collector", "step"][ends] + 1
     assert torch.equal(lengths, rows["observation"][ends][:, 4])
     assert len(drawn) >= len(lengths) + 2
+
+
+def test_infos_of_a_system_are_refused_with_the_way_out() -> None:
+    said = r"info_keys: \['score'\] are no columns of Toy, whose infos are not kept; let a wrapper"
+    for make in (partial(Toy, 2), Toy(2), SystemEnv(Toy(2))):
+        with pytest.raises(ArgumentError, match=said):
+            SyncCollector(make, frames_per_batch=4, total_frames=4, info_keys=["score"])
 
 
 def test_seeds_that_are_taken_only_when_it_is_made() -> None:

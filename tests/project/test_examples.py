@@ -95,6 +95,66 @@ def test_ppo_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     assert episodes == 3
 
 
+def swapped(name: str) -> dict[str, str]:
+    """The lines of an example that were changed, by what they were before."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    return dict(re.findall(r"^# Was: (.*)\n(.*)$", text, re.MULTILINE))
+
+
+def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(tmp_path: Path) -> None:
+    assert swapped("torchrl_ppo_swapped.py") == {
+        "from torchrl.collectors import Collector": (
+            "from tallyroll.collector.torchrl import Collector"
+        )
+    }
+    for env in ("serial", "vector"):
+        out = run(
+            "torchrl_ppo_swapped.py",
+            tmp_path,
+            env=env,
+            total_frames=640,
+            frames_per_batch=256,
+            num_envs=4,
+            epochs=1,
+            minibatch=64,
+            width=16,
+        )
+        found = re.findall(r"^batch \[(\d+), (\d+)\]  frames +(\d+)  ep", out, re.MULTILINE)
+        assert found == [("4", "64", "256"), ("4", "64", "512"), ("4", "32", "640")]
+        (total,) = numbers(r"^(\d+) transitions in ", out)
+        assert total == 640
+        assert re.search(r"^evaluation: return [\d.]+ over \d+ episodes that ended$", out, re.M)
+
+
+def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> None:
+    assert swapped("torchrl_sac_swapped.py") == {
+        "from torchrl.collectors import Collector": (
+            "from tallyroll.collector.torchrl import Collector"
+        ),
+        "from torchrl.data import LazyMemmapStorage": (
+            "from tallyroll.storage import MemmapStorage as LazyMemmapStorage"
+        ),
+    }
+    out = run(
+        "torchrl_sac_swapped.py",
+        tmp_path,
+        total_frames=610,
+        frames_per_batch=50,
+        random_frames=199,
+        ring=300,
+        updates=1,
+        minibatch=16,
+        width=16,
+        eval_every=400,
+        eval_episodes=2,
+    )
+    found = re.findall(r"^frames +(\d+)  in the buffer +(\d+)  alpha", out, re.MULTILINE)
+    assert found == [("400", "300"), ("610", "300")]
+    (total,) = numbers(r"^(\d+) transitions in ", out)
+    assert total == 610
+    assert list(tmp_path.iterdir()) == []  # its temporary ring would be here
+
+
 def test_ppo_multiprocess_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     out = run(
         "ppo_multiprocess.py",
