@@ -95,12 +95,11 @@ SCRIPTS = {
     "discrete_sac": off_policy("discrete_sac/discrete_sac.py", RANDOM, "env.library=gymnasium"),
     "iql_online": off_policy("iql/iql_online.py", RANDOM),
     "discrete_iql": off_policy("iql/discrete_iql.py"),
-    "discrete_cql_online": off_policy("cql/discrete_cql_online.py"),
     "cql_online": sota(
         "cql/cql_online.py",
         "env.seed={seed}",
         "collector.total_frames=3000",
-        "optim.optim_steps_per_batch=10",
+        "optim.utd_ratio=0.02",
         "optim.batch_size=32",
         RANDOM,
     ),

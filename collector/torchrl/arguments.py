@@ -45,7 +45,6 @@ REFUSED_OF_MANY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pre_collect_hook": ((None,), _IN_WORKERS),
     "post_collect_hook": ((None,), _IN_WORKERS),
     "interruptor": ((None,), "batches of workers are always full; use Collector, or stop()"),
-    "extend_buffer": ((None, True), "workers fill whole batches; leave it out, or use Collector"),
 }
 
 _DEVICES = ("device", "policy_device", "env_device", "storing_device")

@@ -13,7 +13,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import Mode, MultiprocessCollector
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.sync import SyncCollector
-from tallyroll.collector.torchrl.arguments import resolve, whole
+from tallyroll.collector.torchrl.arguments import REFUSED_OF_MANY, resolve, whole
 from tallyroll.collector.torchrl.factories import asked_for, compiled, many_envs, one_env, policy_of
 from tallyroll.collector.torchrl.names import TorchRLNames
 
@@ -143,6 +143,12 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         try:
             self._take_over(self._wishes)
             self._compiles(asked)
+            items = self._wishes.replay_buffer is not None and not self._wishes.extend_buffer
+            if items and self._startup.planned.plan.batched:
+                raise ArgumentError(
+                    "extend_buffer=False: workers fill whole batches, whose rows alone can be "
+                    "added; with environments of several lanes leave it out"
+                )
         except BaseException:
             self.shutdown()
             raise
@@ -183,6 +189,32 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         alive = sum(member.process.exitcode is None for member in self._worker_pool.members)
         return {**super().stats(), "workers": self.num_workers, "workers_alive": alive}
 
+    @property
+    def pre_collect_hook(self) -> None:
+        """None: TorchRL calls it in the workers."""
+        return None
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Any) -> None:
+        _refuse_hook("pre_collect_hook", hook)
+
+    @property
+    def post_collect_hook(self) -> None:
+        """None: TorchRL calls it in the workers."""
+        return None
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Any) -> None:
+        _refuse_hook("post_collect_hook", hook)
+
+    def map_fn(self, method_name: str, list_of_args: Any = None, list_of_kwargs: Any = None) -> Any:
+        """Workers have no collectors: raises ArgumentError."""
+        raise ArgumentError(f"map_fn: workers have no collectors; call {method_name} here")
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """Workers have no collectors: raises ArgumentError."""
+        raise ArgumentError(f"get_distant_attr: workers have no collectors; read {attr} here")
+
     def getattr_env(self, attr: str) -> Any:
         """Environments are in the workers: raises AttributeError."""
         raise AttributeError(f"{attr}: environments are in the workers; ask one that you make here")
@@ -194,6 +226,11 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         if not close_env:
             raise ArgumentError("close_env: workers end with their environments; leave it out")
         super().shutdown(timeout, close_env, raise_on_error)
+
+
+def _refuse_hook(name: str, hook: Any) -> None:
+    if hook is not None:
+        raise ArgumentError(f"{name}: {REFUSED_OF_MANY[name][1]}")
 
 
 class MultiSyncCollector(MultiCollector):

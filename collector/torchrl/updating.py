@@ -1,7 +1,7 @@
 """Updating a policy's weights by TorchRL's names, and counting its versions."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -15,8 +15,6 @@ from tallyroll.collector.torchrl.yielding import Yielding
 class Updating(Yielding):
     """Takes weights in every form that TorchRL's collectors take."""
 
-    _many: ClassVar[bool] = False
-    """It has workers."""
     _weights_of: Any = None
     """Whose weights are taken where none are given; None: those of the policy that acts."""
 

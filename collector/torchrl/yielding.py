@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
@@ -30,6 +30,8 @@ class Yielding(Collector):
     _wishes: Wishes
     _background: Background | None = None
     _iterator: Iterator[Any] | None = None
+    _many: ClassVar[bool] = False
+    """It has workers."""
     _batches_made = 0
     _close_env: bool | None = None
     """Whether to close the environment, whoever made it; None: if it was made here."""
@@ -62,7 +64,7 @@ class Yielding(Collector):
     def _adds_steps(self) -> bool:
         """Steps go to the buffer one by one, as items of the environment's batch size."""
         wishes = self._wishes
-        return not (wishes.extend_buffer or stores_rows(wishes.replay_buffer))
+        return not (wishes.extend_buffer or self._many or stores_rows(wishes.replay_buffer))
 
     def _of_the_run(self) -> dict[str, Any]:
         """The postproc and the replay buffer that the run has to know."""
@@ -127,7 +129,7 @@ class Yielding(Collector):
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         before, batch = self.ledger.stored, None
-        if self.replay_buffer is not None and not self.extend_buffer:
+        if self.replay_buffer is not None and not (self.extend_buffer or self._many):
             self._step_by_step(self.replay_buffer)
         elif self.interruptor is not None:
             batch = self._until_interrupted(self.interruptor)

@@ -359,7 +359,6 @@ def test_a_step_count_of_the_environments_own_is_not_written_over() -> None:
         ("collector", "step"),
         ("collector", "own"),
         ("reward", "x"),
-        "_step",
     ],
 )
 def test_keys_of_a_policy_that_are_taken(env: str, key: Any) -> None:
@@ -370,6 +369,15 @@ def test_keys_of_a_policy_that_are_taken(env: str, key: Any) -> None:
     create: Any = partial(vec, group("o")) if env == "gymnasium" else partial(Echo, "o")
     with pytest.raises(NameRefused, match="the policy's out_keys"):
         SyncCollector(create, policy, **BUDGET)
+
+
+def test_keys_of_a_policy_with_an_underscore_are_its_own() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        zeros = torch.zeros(td.batch_size, dtype=torch.int64)
+        return td.set("action", zeros).set("_step", zeros.clone()).set(("a", "_own"), zeros.clone())
+
+    rows = joined(collect(partial(vec, group("o")), policy, **BUDGET)[0])
+    assert not [key for key in rows.keys(True, True) if "_step" in key or "_own" in key]
 
 
 # --- workers, resume, command line ----------------------------------------------------------------

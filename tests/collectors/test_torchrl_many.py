@@ -245,6 +245,16 @@ def test_a_buffer_gets_what_torchrls_workers_would_put_there(lanes: int | None) 
     assert torch.equal(buffers[0]["observation"], buffers[1]["observation"])
 
 
+def test_rows_of_workers_go_into_a_buffer_where_single_steps_are_asked_for() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    given: dict[str, Any] = {**BUDGET, "replay_buffer": buffer, "extend_buffer": False}
+    with MultiSyncCollector(envs(), ByObservation(), **given) as collector:
+        assert list(collector) == [None] * 3
+    assert len(buffer) == 36
+    with pytest.raises(ArgumentError, match="extend_buffer"):
+        MultiSyncCollector(envs(3), ByObservation(), **given)
+
+
 def test_compiled_policies_act_in_workers() -> None:
     policy = linear()
     given: dict[str, Any] = {**BUDGET, "compile_policy": {"backend": "eager"}, "seed": 0}
@@ -280,6 +290,20 @@ def test_counts_and_resets_of_workers() -> None:
         assert next(iter(collector))["collector", "step"][:, 0].tolist() == [0, 0]
         with pytest.raises(ArgumentError, match="reset"):
             collector.reset([True, False])
+
+
+def test_what_would_be_done_in_workers_is_refused() -> None:
+    with MultiSyncCollector(envs(), ByObservation(), **BUDGET) as collector:
+        for call in (
+            lambda: collector.set_post_collect_hook(print),
+            lambda: setattr(collector, "pre_collect_hook", print),
+            lambda: collector.map_fn("stats"),
+            lambda: collector.get_distant_attr("ledger"),
+        ):
+            with pytest.raises(ArgumentError, match="worker"):
+                call()
+        collector.post_collect_hook = None
+        assert collector.getattr_policy("out_keys") == ["action"]
 
 
 def test_workers_end_with_their_environments() -> None:

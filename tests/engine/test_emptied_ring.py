@@ -343,3 +343,22 @@ def test_a_damaged_floor_is_told(tmp_path: Path) -> None:
         header.write_bytes(content)
         with pytest.raises(CorruptStorage):
             MemmapStorage(path, mode="read")
+
+
+def test_a_writer_that_was_killed_between_the_two_words(tmp_path: Path) -> None:
+    """No row is valid any more, and the next writer says where that was."""
+    path = tmp_path / "ring"
+    with MemmapStorage(path, max_size=10) as storage:
+        storage.extend(rows(0, 6))
+        header = storage.writer.files.header_path
+    content = bytearray(header.read_bytes())
+    content[64:72] = word_of(16).to_bytes(8, "little")
+    header.write_bytes(content)
+    with open_storage(path) as reader:
+        assert reader.span == range(6, 6)
+    with MemmapStorage(path, mode="append") as storage:
+        buffer = ReplayBuffer(storage=storage, batch_size=2)
+        for start in (6, 13):
+            index = buffer.extend(rows(start, 7))
+            assert index.tolist() == [(start - 6 + each) % 10 for each in range(7)]
+            assert (buffer[index] == rows(start, 7)).all()
