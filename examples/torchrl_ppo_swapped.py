@@ -10,10 +10,15 @@ a batch, which is [lanes, time] with returns of the episodes that ended by ("nex
 The environment is a second line, and the one that brings speed: --env vector steps Gymnasium's
 lanes with GymnasiumVectorEnv, under the same transforms.
 
-Measured with the defaults, 20,000 transitions of CartPole-v1, whose best return is 500:
+Measured with the defaults, 20,000 transitions of CartPole-v1, whose best return is 500: the return
+of the last evaluation, at which learning still goes up and down.
 
-    seed  last batch, by TorchRL's import  by this one  by this one, --env vector
-    SEEDS
+    seed  TorchRL's import  this one  this one, --env vector
+    1     500.0             500.0     500.0
+    2     500.0             254.3     499.1
+    3     495.4             500.0     494.5
+
+in 40 to 130 s on two cores that others used too.
 """
 
 from __future__ import annotations

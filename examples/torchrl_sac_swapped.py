@@ -14,8 +14,12 @@ The random frames, and the budget, are exact.
 Measured with the defaults: mean return of ten episodes after 5000 transitions of Pendulum-v1,
 where random actions give about -1200:
 
-    seed  by TorchRL's imports  by these
-    SEEDS
+    seed  TorchRL's imports  these
+    1     -138.9             -164.7
+    2     -206.0             -219.2
+    3     -85.6              -85.6
+
+in 85 to 220 s on two cores that others used too.
 """
 
 from __future__ import annotations

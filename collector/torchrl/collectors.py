@@ -128,6 +128,12 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
                 raise ArgumentError(
                     f"frames_per_batch: expected as many of each worker, got {list(frames)}"
                 )
+            number = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else workers
+            if len(frames) != number:
+                raise ArgumentError(
+                    f"frames_per_batch: expected one for each of {number} workers, got "
+                    f"{len(frames)}"
+                )
             given["frames_per_batch"] = sum(frames)
         kwargs, init = given.pop("create_env_kwargs", None), given.pop("init_fn", None)
         envs = many_envs(create_env_fn, workers, kwargs, init)

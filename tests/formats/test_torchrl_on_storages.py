@@ -22,7 +22,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.envs import CatFrames, Compose, MultiStepTransform, Transform
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.storage import TrajectorySliceSampler, open_storage
+from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage, verify
 from tallyroll.storage.storages import FORMATS
 
 from oracles import check_rows, length_of, make_oracle_vec, reward_of
@@ -211,3 +211,27 @@ def test_torchrls_storage_on_a_gpu_under_the_collector() -> None:
             assert sample["observation"].is_cuda
             assert_true_rows(sample.cpu())
     assert len(buffer) == 120
+
+
+def test_a_run_whose_buffer_is_emptied_counts_on(tmp_path: Path) -> None:
+    """As on-policy loops do it: the counts, the ids and a resumed run are as without that."""
+    ids: list[int] = []
+    with MemmapStorage(tmp_path / "ring", max_size=120) as storage:
+        buffer = TensorDictReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement())
+        with collector(LANES, 200, 40, replay_buffer=buffer) as run:
+            for count, batch in enumerate(run, 1):
+                assert storage.span == range(40 * (count - 1), 40 * count)
+                assert run.ledger.stored == storage.head == 40 * count
+                assert_true_rows(buffer.sample(40))
+                ids.extend(batch["collector", "traj_ids"].tolist())
+                buffer.empty()
+                assert len(buffer) == 0
+        assert storage.head == 200
+    assert not verify(tmp_path / "ring").findings
+    with MemmapStorage(tmp_path / "ring", mode="append") as storage:
+        with collector(LANES, 300, 40, storage=storage, resume=True) as run:
+            later = [id for batch in run for id in batch["collector", "traj_ids"].tolist()]
+        assert run.ledger.stored == storage.head == 300
+        assert storage.span == range(200, 300)
+        assert min(later) > max(ids)
+    assert not verify(tmp_path / "ring").findings

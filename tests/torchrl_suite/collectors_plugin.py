@@ -1,7 +1,8 @@
 """TorchRL's own collector tests, with our collectors in the place of its own.
 
 The test modules come from a checkout of TorchRL, of the version that is installed; before they are
-imported its collectors' names in ``torchrl.collectors`` are ours. By hand, a quarter of an hour::
+imported its collectors' names in ``torchrl.collectors`` are ours. By hand, a quarter of an hour on
+quiet cores (on busy ones tests that start many processes of TorchRL's own need a long timeout)::
 
     cd CHECKOUT && PYTHONPATH=TALLYROLL/tests/torchrl_suite \
         pytest -p collectors_plugin -p no:cacheprovider test/test_collectors.py

@@ -24,7 +24,8 @@ class Suite:
     Args:
         listed: a TOML file with a list ``difference`` of ``tests`` (patterns of `fnmatch`, in which
             brackets stand for themselves), a ``reason``, and perhaps ``errors`` (parts of the
-            error's first line, of which one is there) and ``of`` (the names that it is for).
+            error's first line, of which one is there), ``of`` (the names that it is for) and
+            ``passes_too`` (the error says it, and tests of the patterns may pass).
             ``fails_without_ours`` are parts of errors that do not count, for tests end in them
             with TorchRL's own, too.
         made: gets an entry whenever a test makes one of ours.
@@ -38,8 +39,8 @@ class Suite:
     ) -> None:
         self.made, self.what, self.log = made, what, log
         content = tomllib.loads(listed.read_text())
-        self.differences: list[tuple[str, list[str], str]] = [
-            (pattern, each.get("errors", [""]), each["reason"])
+        self.differences: list[tuple[str, list[str], str, bool]] = [
+            (pattern, each.get("errors", [""]), each["reason"], each.get("passes_too", False))
             for each in content["difference"]
             if name in each.get("of", [name])
             for pattern in each["tests"]
@@ -52,8 +53,8 @@ class Suite:
 
     def reason(self, test: str, error: str | None = None) -> str | None:
         """Why a test is to fail, with this error if one is given; None if it is to pass."""
-        for pattern, errors, reason in self.differences:
-            fits = error is None or any(part in error for part in errors)
+        for pattern, errors, reason, passes_too in self.differences:
+            fits = not passes_too if error is None else any(part in error for part in errors)
             if fits and fnmatch.fnmatchcase(test, pattern.replace("[", "[[]")):
                 return reason
         return None
