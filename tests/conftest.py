@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
+from torchrl.envs.utils import set_exploration_type
 
 pytest.register_assert_rewrite("tallyroll.storage.testing")
 
@@ -33,6 +34,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays: looking for garbage in it took half a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_exploration_type() -> Iterator[None]:
+    """TorchRL has one for all threads: workers that are threads may leave theirs behind."""
+    with set_exploration_type(None):
+        yield
 
 
 def _children() -> dict[int, psutil.Process]:

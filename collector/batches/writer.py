@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, Storage, TensorStorage
 
 from tallyroll.collector.batches.resume import LastRun, last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
@@ -265,6 +265,8 @@ class BatchWriter:
             # The storage last: what it has committed is counted, and nothing can fail after it.
             if buffer is not None:
                 behind = buffer.storage
+                for batch in batches:
+                    _require_items(behind, batch)
                 with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
                     for batch in batches:
                         buffer.extend(batch)
@@ -376,6 +378,23 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
         return not storage.schema.differences(schema)
     except NotInitialised:
         return True
+
+
+def _require_items(behind: Storage, batch: TensorDictBase) -> None:
+    """Refuse items of other lengths than a TorchRL storage has: it would keep zeros for them.
+
+    Raises:
+        StateError: says how long they are.
+    """
+    if not isinstance(behind, TensorStorage) or batch.ndim <= behind.ndim or not len(behind):
+        return
+    wanted, got = list(behind.get(0).batch_size), list(batch.shape[behind.ndim :])
+    if got != wanted:
+        raise StateError(
+            f"replay_buffer: its items are {wanted} long, and the last batch was cut to {got}; "
+            "make total_frames a multiple of frames_per_batch, or give the buffer one of "
+            "tallyroll's storages, which take rows"
+        )
 
 
 def _pieces(rows: Columns, ring: int) -> list[Columns]:

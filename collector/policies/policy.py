@@ -44,6 +44,8 @@ class Policy:
         compiled, policy = policy, getattr(policy, "_orig_mod", policy)
         self.source = policy
         self.version = 0
+        self.between_steps: Callable[[], None] | None = None
+        """Called before each action, where another thread may give new weights meanwhile."""
         self.writes: tuple[Key, ...] = ()
         """What it adds to what it is given, the action among it."""
         self.batch_dims: dict[Key, int] = {}
@@ -80,7 +82,15 @@ class Policy:
 
     def refresh(self) -> bool:
         """Take newer weights that were published elsewhere; whether there were any."""
-        return False
+        before = self.version
+        if self.between_steps is not None:
+            self.between_steps()
+        return self.version != before
+
+    @property
+    def refreshes(self) -> bool:
+        """Newer weights may come while slots are filled."""
+        return self.between_steps is not None
 
     def update_weights(self, weights: Weights = None) -> None:
         """Take new weights and count a version up.

@@ -132,8 +132,6 @@ class LocalDriver(Driver):
         self._random = random
         self._actions = action_keys(lanes.env)
         self._outputs = [(key, lanes.rows(key)) for key in (*self._actions, *self._extra)]
-        self._refreshes = type(policy).refresh is not Policy.refresh if policy else False
-        """Newer weights may come while slots are filled."""
         self._bare: BareCall | None = None
         if lanes.fills_slab and not self._extra:
             self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
@@ -202,9 +200,10 @@ class LocalDriver(Driver):
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
+        refreshes = self.policy is not None and self.policy.refreshes
         for at in range(start, stop):
             if random_lanes is None:
-                if self._refreshes:
+                if refreshes:
                     self._refresh(at, stop)
                 self._act(at)
             else:

@@ -249,6 +249,7 @@ class MultiAsyncCollector(MultiCollector):
     """TorchRL's ``MultiAsyncCollector``: workers wait for nobody; see :class:`MultiCollector`."""
 
     _mode_of_kind: Mode = "async"
+    _waits_for_steps = False  # workers say by which version they chose
 
 
 class AsyncCollector(MultiAsyncCollector):

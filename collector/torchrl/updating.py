@@ -1,7 +1,8 @@
 """Updating a policy's weights by TorchRL's names, and counting its versions."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -15,6 +16,8 @@ from tallyroll.collector.torchrl.yielding import Yielding
 class Updating(Yielding):
     """Takes weights in every form that TorchRL's collectors take."""
 
+    _waits_for_steps: ClassVar[bool] = True
+    """New weights wait, where a thread collects, so that each row has the version that chose it."""
     _weights_of: Any = None
     """Whose weights are taken where none are given; None: those of the policy that acts."""
 
@@ -59,6 +62,13 @@ class Updating(Yielding):
                 "worker_ids: expected None: all workers act with the same weights, so that a row's "
                 "policy_version says which"
             )
+        background = self._background
+        if background is None or not self._waits_for_steps:
+            self._update(taken)
+        else:
+            background.perform(partial(self._update, taken))
+
+    def _update(self, taken: Any) -> None:
         updater = self.weight_updater
         if updater is None:
             super().update_policy_weights_(self._weights_of if taken is None else taken)
@@ -77,6 +87,13 @@ class Updating(Yielding):
 
     def increment_version(self) -> None:
         """Count the policy's version up, its weights as they are."""
+        background = self._background
+        if background is None or not self._waits_for_steps:
+            self._increment()
+        else:
+            background.perform(self._increment)
+
+    def _increment(self) -> None:
         if self._policy is not None:
             self._policy.version += 1
             self._announce()

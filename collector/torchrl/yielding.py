@@ -197,6 +197,9 @@ class Yielding(Collector):
     def start(self) -> None:
         """Collect in a thread, into the replay buffer, until the budget is met or it is shut down.
 
+        TorchRL's exploration type is one for all threads of a process: what acts beside this, an
+        evaluation, does so ``with collector.pause():``.
+
         Raises:
             ArgumentError: there is neither a replay buffer nor a storage.
         """
@@ -209,6 +212,8 @@ class Yielding(Collector):
             return
         batches = iter(self)
         self._background = Background(lambda: next(batches), self.stop)
+        if self._policy is not None:
+            self._policy.between_steps = self._background.serve
 
     def is_running(self) -> bool:
         """Whether the thread of :meth:`start` is collecting."""

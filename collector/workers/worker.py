@@ -77,6 +77,8 @@ class WorkerPolicy(Policy):
         self._weights = weights
         self.version = weights.load_into(self.module)
 
+    refreshes = True
+
     def refresh(self) -> bool:
         """Take newer weights, if there are any."""
         if self._weights is None or self._weights.version == self.version:
