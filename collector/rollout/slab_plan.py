@@ -75,9 +75,12 @@ class SlabPlan:
     arrivals: int = 0
     """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
     flags: tuple[Key, ...] = ()
-    """Done flags that the environment declares, as they are called at the root."""
+    """Done flags that the environment declares, as they are called at the root.
+
+    Of TorchRL's layout alone: in others none are, and workers may differ in them.
+    """
     batched: bool = True
-    """The environment has a batch dimension of lanes."""
+    """The environment has a batch dimension of lanes; True in other layouts than TorchRL's."""
     notes: tuple[str, ...] = ()
     """What whoever uses the rows has to be told."""
     fault: str | None = None
@@ -148,6 +151,7 @@ def plan_slab(
     layout = in_place_layout(env) if in_place else copied_layout(env)
     dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
+    torchrl = options.layout == "torchrl"
     return SlabPlan(
         layout={**extra, **layout},
         extra=tuple(extra),
@@ -162,8 +166,8 @@ def plan_slab(
         reset_slots=in_place and env.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
         arrivals=arrivals,
-        flags=tuple(map(as_key, env.full_done_spec.keys(True, True))),
-        batched=len(env.batch_size) > 0,
+        flags=tuple(map(as_key, env.full_done_spec.keys(True, True))) if torchrl else (),
+        batched=len(env.batch_size) > 0 or not torchrl,
         notes=() if policy is None else tuple(policy.notes),
         fault=_fault(env, options),
     )

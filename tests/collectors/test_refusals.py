@@ -87,7 +87,7 @@ def torch_env() -> OracleTorchEnv:
         ({"seed": "7"}, "seed: expected an integer, got '7'"),
         (
             {"layout": "columns"},
-            r"layout: expected one of \['rows', 'lanes', 'trajectories'\], got",
+            r"layout: expected one of \['rows', 'lanes', 'trajectories', 'torchrl'\], got",
         ),
         (
             {"surplus": "keep"},

@@ -59,9 +59,16 @@ def test_the_example_of_an_off_policy_loop_runs(tmp_path: Path) -> None:
     assert run("example.py", cwd=tmp_path).strip() == "20000 stored, 10000 in the ring"
 
 
+def test_the_example_of_a_swapped_line_runs(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(BLOCKS[2], encoding="utf-8")
+    told = run("example.py", cwd=tmp_path)
+    assert told.count("torch.Size([100]) ['time']") == 2
+    assert told.count("torch.Size([50]) ['time']") == 1
+
+
 def test_the_example_with_workers_runs(tmp_path: Path) -> None:
     """On an environment that needs no extra, and on fewer processes."""
-    block = BLOCKS[2]
+    block = BLOCKS[3]
     for there, here in (("HalfCheetah-v5", "CartPole-v1"), ("=4,", "=2,"), ("1_000_000", "8200")):
         assert block.count(there) == 1
         block = block.replace(there, here)
@@ -84,13 +91,13 @@ class TestWalk(SystemContract):
     def make(self, lanes, seeds):
         return Walk(lanes)
 """
-    (tmp_path / "test_walk.py").write_text(BLOCKS[3] + contract, encoding="utf-8")
+    (tmp_path / "test_walk.py").write_text(BLOCKS[4] + contract, encoding="utf-8")
     assert "[200, 200, 100]" in run("test_walk.py", cwd=tmp_path)
     assert "13 passed" in run("-m", "pytest", "-q", "test_walk.py", cwd=tmp_path)
 
 
 def test_no_other_block_is_a_script() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_the_files_that_it_names_are_there() -> None:
