@@ -359,9 +359,8 @@ class Header:
         if head is None or self._reserve != head:
             return None
         head += rows
-        sequence, length = self._sequence + 1, len(payload)
-        crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(sequence, head, length)))
-        seal = _SLOT.pack(sequence, head, length, crc)
+        sequence = self._sequence + 1
+        seal = _SLOT.pack(sequence, head, len(payload), _slot_crc(sequence, head, payload))
         return self._places[sequence % 2], word_of(head), seal
 
     def committed(self, rows: int) -> None:
