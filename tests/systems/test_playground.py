@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ from functional_kit import compilations
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(1200)
 def test_a_gravity_a_reset_and_no_compilation() -> None:
+    faulthandler.cancel_dump_traceback_later()  # its deadline is the mark's
     from mujoco_playground import registry
 
     env = registry.load("CartpoleBalance", config_overrides={"impl": "jax"})

@@ -346,10 +346,13 @@ def test_after_a_kill(path: Path) -> None:
     """The mark is the writer's own, and another session takes it away."""
     child = os.fork()
     if not child:
-        storage = open_storage(path, "append")
-        storage.flush()
-        empty(table_of(path))
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            storage = open_storage(path, "append")
+            storage.flush()
+            empty(table_of(path))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     report = verify(path)
     assert (report.sound, [each.check for each in report.notes]) == (True, ["episodes"])

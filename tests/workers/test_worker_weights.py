@@ -472,7 +472,11 @@ def in_a_fork(check: Callable[[], bool]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
     if child == 0:
-        os._exit(0 if check() else 1)
+        code = 2
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
     return os.waitpid(child, 0)[1]
 
 
