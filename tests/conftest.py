@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,12 @@ pytest.register_assert_rewrite("tallyroll.collector.envs.testing")
 # Shared machines are slow at times: pytest's own watchdog is the deadline.
 settings.register_profile("tallyroll", deadline=None)
 settings.load_profile("tallyroll")
+
+# A test that takes memory without end gets a MemoryError: the machine would stand still.
+MOST_BYTES = 8 << 30
+_, _hard = resource.getrlimit(resource.RLIMIT_DATA)
+_most = MOST_BYTES if _hard == resource.RLIM_INFINITY else min(MOST_BYTES, _hard)
+resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
 
 SHM = Path("/dev/shm")
 GRACE_SECONDS = 5.0

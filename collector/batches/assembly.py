@@ -278,7 +278,7 @@ class Assembly:
             return False
         table, rows, index, ticks, agents = plain
         ledger, writer, state, count = self._ledger, self._writer, self.state, len(index)
-        head, ends, finals = writer.head, 0, self._finals
+        ends, finals = 0, self._finals
         episodes = table.number_plain(state)
         self._in_hand = count
         if block.giver is not None:
@@ -297,10 +297,10 @@ class Assembly:
             open_lanes = count_true(state.step)
             writer.write_fixed(rows, index, table.next_id, ledger, open_lanes)
         except BaseException:
-            if writer.head == head:
-                post(ledger, entry.undone())
-            else:
+            if writer.has_committed(ledger.stored):
                 self._in_hand = 0
+            else:
+                post(ledger, entry.undone())
             raise
         self._in_hand = 0
         return True

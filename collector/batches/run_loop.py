@@ -222,10 +222,9 @@ class Collector(ABC):
                 with self._undivided:
                     assembly.collect(n)
         finally:
-            stored = self.ledger.stored - before
-            head = writer.head
-            self.last_rows = None if writer.storage is None else range(head - stored, head)
-        return stored
+            stored = self.ledger.stored
+            self.last_rows = writer.rows_of(before, stored)
+        return stored - before
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""

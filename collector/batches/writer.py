@@ -210,6 +210,21 @@ class BatchWriter:
         """Rows that were ever committed to the storage, which may be closed by now."""
         return 0 if self._reader is None else self._reader.last_head
 
+    def rows_of(self, before: int, stored: int) -> range | None:
+        """Where in the storage, by absolute row, those are that came behind ``before`` of the run.
+
+        ``stored`` are all of the run by now. None where there is no storage.
+        """
+        if self.storage is None:
+            return None
+        # As the run says: to ask the header takes four calls, and small batches are many.
+        behind = self._first_row - self._stored_before if self.ready else self.head - stored
+        return range(behind + before, behind + stored)
+
+    def has_committed(self, stored: int) -> bool:
+        """The storage has as many transitions of the run as ``stored``."""
+        return self._stored_before + self.head - self._first_row >= stored
+
     def require_open(self) -> None:
         """Raise `StorageClosed` where the storage was closed under the run's feet."""
         if self._reader is not None and self._reader.closed:
