@@ -16,7 +16,7 @@ import pytest
 from random_drawing import configuration
 from random_verdicts import examined
 
-COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "60"))
+COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "40"))
 ALONE = os.environ.get("TALLYROLL_CONFIGURATION")
 NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]
 

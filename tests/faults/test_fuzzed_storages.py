@@ -1,6 +1,6 @@
 """Damaged storages: a clear error of ours or a right answer, in little memory and time.
 
-And nothing outside is touched. ``TALLYROLL_FUZZED=10000`` tries so many, by default some hundred.
+And nothing outside is touched. ``TALLYROLL_FUZZED=10000`` tries so many, by default 80.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "storages" / "fuzzed_storages.py"
-COUNT = int(os.environ.get("TALLYROLL_FUZZED", "160"))
+COUNT = int(os.environ.get("TALLYROLL_FUZZED", "80"))
 PARTS = 2
 SECONDS_EACH = 5.0
 

@@ -1,6 +1,6 @@
 """kill -9 of a collecting process, at any moment: what was committed is right, and resumes.
 
-``TALLYROLL_KILLS`` says how many kills, 20 by default.
+``TALLYROLL_KILLS`` says how many kills, 10 by default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collect_kit import check_numbers
 from oracles import check_rows
 from warm_cli import LENGTHS, WarmServer, warm_server
 
-KILLS = int(os.environ.get("TALLYROLL_KILLS", "20"))
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "10"))
 KILLS_A_CHAIN = 4
 FRAMES = 3001
 LANES = 3

@@ -25,7 +25,7 @@ from killed_storages_kit import (
     tensors,
 )
 
-KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "24"))
 RING = 600
 BEGUN = 500
 SPANS = [

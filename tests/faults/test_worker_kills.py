@@ -1,6 +1,6 @@
 """Ends of all kinds, at any moment: nothing is left running, what was committed is right.
 
-``TALLYROLL_KILLS`` says how many workers, and how many parents, are killed at random: 50 each by
+``TALLYROLL_KILLS`` says how many workers, and how many parents, are killed at random: 24 each by
 default.
 """
 
@@ -61,7 +61,7 @@ from worker_faults_kit import (
 
 __all__ = ["no_process_left", "warm_fork_server"]
 
-KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "24"))
 KILLS_A_RUN = 10
 KILLS_A_CHAIN = 4
 LANES = 4

@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tallyroll.storage import open_storage
+
+from warm_cli import WarmServer
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -20,11 +23,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def run(*command: object, cwd: Path, scratch: Path | None = None) -> str:
+def run(*command: object, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
-        env={**os.environ, "TMPDIR": str(scratch or cwd)},
+        env={**os.environ, "TMPDIR": str(cwd)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -107,6 +110,16 @@ def test_the_files_that_it_names_are_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    # Some make and delete hundreds of storages, which takes minutes on a slow disk.
+    with (
+        tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as scratch,
+        WarmServer(TMPDIR=scratch, PYTHONWARNINGS="ignore") as server,
+    ):
+        yield server
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -122,9 +135,8 @@ def test_the_files_that_it_names_are_there() -> None:
         "workers",
     ],
 )
-def test_each_benchmark_runs(script: str, tmp_path: Path) -> None:
-    # Some make and delete hundreds of storages, which takes minutes on a slow disk.
-    with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else tmp_path) as scratch:
-        command = "-W", "ignore", ROOT / f"benchmarks/{script}.py", "--quick"
-        told = run(*command, cwd=tmp_path, scratch=Path(scratch))
+def test_each_benchmark_runs(script: str, server: WarmServer, tmp_path: Path) -> None:
+    benchmark = server.start(tmp_path, "python", ROOT / f"benchmarks/{script}.py", "--quick")
+    assert benchmark.wait(100) == 0, benchmark.err
+    told = benchmark.out
     assert "us / vector step" in told or "us / call" in told or "MiB" in told

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from warm_cli import WarmServer
 
 SUITE = Path(__file__).parents[1] / "torchrl_suite"
 
@@ -54,20 +54,22 @@ tests = ["rb/test_it.py::test_tensor[*]"]
 """
 
 
-def run(folder: Path, listed: str) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    with WarmServer(SUITE) as server:
+        yield server
+
+
+def run(server: WarmServer, folder: Path, listed: str) -> tuple[int, str]:
     (folder / "test" / "rb").mkdir(parents=True)
     (folder / "test" / "rb" / "test_it.py").write_text(TESTS)
     (folder / "listed.toml").write_text(listed)
-    paths = [str(SUITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "storages_plugin"),
-        *("--rootdir", str(folder), "--differences", str(folder / "listed.toml"), "test/rb"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=100
+    done = server.start(
+        folder,
+        *("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "storages_plugin"),
+        *("--rootdir", folder, "--differences", "listed.toml", "test/rb"),
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.wait(100), done.out + done.err
 
 
 @pytest.mark.parametrize(
@@ -81,8 +83,10 @@ def run(folder: Path, listed: str) -> tuple[int, str]:
     ],
     ids=["as listed", "another fails", "with another error", "one passes", "not with theirs"],
 )
-def test_what_is_not_as_listed_fails_the_run(tmp_path: Path, listed: str, told: list[str]) -> None:
-    code, output = run(tmp_path, listed)
+def test_what_is_not_as_listed_fails_the_run(
+    server: WarmServer, tmp_path: Path, listed: str, told: list[str]
+) -> None:
+    code, output = run(server, tmp_path, listed)
     surprises = [line for line in output.splitlines() if line.startswith("surprise: ")]
     assert code == bool(told), output
     assert bool(surprises) == bool(told), output

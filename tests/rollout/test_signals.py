@@ -1,6 +1,6 @@
 """An exception from a signal's handler, anywhere: stored rows have no gap, and the ledger balances.
 
-``TALLYROLL_INTERRUPTS`` says at how many places of each run, 10 by default.
+``TALLYROLL_INTERRUPTS`` says at how many places of each run, 6 by default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collect_kit import balanced
 from oracles import check_rows
 from worker_kit import DISABLED, LANES, LENGTHS, NEXT, SAME, Telling, alone, in_threads, spread
 
-PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "10"))
+PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "6"))
 INSIDE = str(Path(package.__file__).parent)
 
 

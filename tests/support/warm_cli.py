@@ -1,7 +1,8 @@
 """The command line in real processes that start in milliseconds, and an oracle by its id.
 
 Importing torch and torchrl takes seconds. So a server process does it once, and forks a child for
-each command: a process of its own, with its own id, signals and standard streams.
+each command: a process of its own, with its own id, signals and standard streams. Scripts run so
+too, which do not care how their interpreter began and ends.
 
 As a module, it registers ``warm_cli:Oracle-v0``: an `OracleEnv` whose lane numbers count up by
 the order in which a process makes them, modulo ``lanes``.
@@ -12,11 +13,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,16 +87,21 @@ class Command:
 
 
 class WarmServer:
-    """Starts commands; a context manager."""
+    """Starts commands; a context manager.
 
-    def __init__(self) -> None:
-        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    Args:
+        paths: where else modules are looked for.
+        environment: variables that differ from ours.
+    """
+
+    def __init__(self, *paths: Path, **environment: str) -> None:
+        found = map(str, (TESTS, *paths, *filter(None, [os.environ.get("PYTHONPATH")])))
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "warm_cli.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(found)},
         )
 
     def start(
@@ -105,6 +112,8 @@ class WarmServer:
         stdout: str | None = "stdout",
     ) -> Command:
         """Start ``tallyroll ARGV`` in `folder`, which becomes its current directory.
+
+        Or, if the first word is that, ``python SCRIPT …`` or ``python -m MODULE …``.
 
         Its standard streams are files there, or the terminal at `tty`; None closes stdout. It
         leads a process group.
@@ -175,7 +184,7 @@ def _status(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _fork(argv: Sequence[str], cwd: str, tty: str | None, stdout: str | None) -> int:
+def _fork(argv: list[str], cwd: str, tty: str | None, stdout: str | None) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -185,7 +194,7 @@ def _fork(argv: Sequence[str], cwd: str, tty: str | None, stdout: str | None) ->
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.chdir(cwd)
         _redirect(tty, stdout)
-        status = cli.main(argv)
+        status = _python(argv[1:]) if argv[:1] == ["python"] else cli.main(argv)
         sys.stdout.flush()
     except SystemExit as end:
         status = int(end.code or 0)
@@ -194,6 +203,16 @@ def _fork(argv: Sequence[str], cwd: str, tty: str | None, stdout: str | None) ->
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _python(argv: list[str]) -> int:
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], ""
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+    return 0
 
 
 def _redirect(tty: str | None, stdout: str | None) -> None:
