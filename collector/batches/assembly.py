@@ -293,7 +293,6 @@ class Assembly:
         post(ledger, entry)
         try:
             ledger.carried = 0
-            ledger.check()
             open_lanes = count_true(state.step)
             writer.write_fixed(rows, index, table.next_id, ledger, open_lanes)
         except BaseException:

@@ -302,12 +302,17 @@ class BatchWriter:
     def write_fixed(
         self, rows: FixedRows, index: RowIndex, next_id: int, ledger: Ledger, open_lanes: int
     ) -> None:
-        """As :meth:`write`, of rows in fixed memory; their ids are below ``next_id``."""
+        """As :meth:`write`, of rows in fixed memory; their ids are below ``next_id``.
+
+        Raises:
+            LedgerError: the ledger does not balance; nothing is stored.
+        """
         direct = self._direct
         assert direct is not None
         if next_id > self._next_id:
             self._next_id = next_id
-        written = direct.extend_fixed(rows, index, record=self._record(ledger, open_lanes))
+        record = self._record(ledger, open_lanes, ledger.check())
+        written = direct.extend_fixed(rows, index, record=record)
         if len(written) != len(index):
             _require("the storage", len(written), len(index))
 
@@ -352,13 +357,15 @@ class BatchWriter:
         if self.owned and self._direct is not None:
             self._direct.close()
 
-    def _record(self, ledger: Ledger, open_lanes: int) -> bytes:
+    def _record(
+        self, ledger: Ledger, open_lanes: int, values: tuple[int, ...] | None = None
+    ) -> bytes:
         return record_bytes(COUNTS) % (
             self._first_row,
             self._stored_before,
             -1 if ledger.seed is None else ledger.seed,
             ledger.incarnation,
-            *ledger.values,
+            *(ledger.values if values is None else values),
             open_lanes,
             self._next_id,
         )

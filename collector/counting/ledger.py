@@ -88,8 +88,12 @@ class Ledger:
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the packages that made the data."""
 
-    def check(self) -> None:
-        """Raise :class:`LedgerError` unless both equations hold and no count is negative."""
+    def check(self) -> tuple[int, ...]:
+        """Raise :class:`LedgerError` unless both equations hold and no count is negative.
+
+        Returns:
+            Every count, in the order of `COUNTS`.
+        """
         accounted = self.stored + self.discarded + self.carried + self.lost
         if self.slots != self.executed + self.reset_slots:
             raise LedgerError(
@@ -102,9 +106,11 @@ class Ledger:
                 f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + "
                 f"{self.lost}"
             )
-        if min(_counts_of(self)) < 0:
+        values = _counts_of(self)
+        if min(values) < 0:
             negative = {name: count for name, count in self.counts().items() if count < 0}
             raise LedgerError(f"negative counts: {negative}")
+        return values
 
     def balance(self, held: int) -> None:
         """Take ``held``, the transitions that the source counts as waiting, as the carried ones.
@@ -121,7 +127,7 @@ class Ledger:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Every count, in the order of `COUNTS`."""
+        """Every count, in the order of `COUNTS`, balanced or not."""
         return _counts_of(self)
 
     def as_dict(self) -> dict[str, Any]:
