@@ -167,12 +167,12 @@ class SyncCollector(Collector):
             raise
 
     def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
-        options = self._options
-        self.env = prepare_env(self.env, policy, options)
+        self.env = prepare_env(self.env, policy, self._options)
         self._policy = None
         if policy is not None:
-            self._policy = Policy(policy, options.policy_device, self.env.device)
+            self._policy = Policy(policy, self._options.policy_device, self.env.device)
         self._begin_run(self.env.batch_size.numel())
+        options = self._options
         take_over(self.env, made.instance, self._lost_env)
         first = first_reset(self.env)
         plan = plan_slab(self.env, self._policy, first, options)

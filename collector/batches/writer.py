@@ -96,11 +96,7 @@ class BatchWriter:
             raise ArgumentError(
                 f'{self.storage.path} is open for reading; open it with mode="append" to collect'
             )
-        if self.storage is not None and 0 < self.storage.ring < batch:
-            raise ArgumentError(
-                f"frames_per_batch: {self.storage.path} is a ring of {self.storage.ring} rows, and "
-                f"a batch has {batch}; make batches smaller, or max_size larger"
-            )
+        self.require_room(batch)
         if resume and self.storage is None:
             raise ArgumentError("resume=True needs a storage that holds the run to be continued")
         self.stores = self.storage is not None or replay_buffer is not None
@@ -116,6 +112,18 @@ class BatchWriter:
         self._stored_before = self._next_id = 0
         if self.storage is not None:
             self.storage.claim(self)
+
+    def require_room(self, batch: int) -> None:
+        """Refuse batches of so many transitions, where a ring is smaller.
+
+        Raises:
+            ArgumentError: says how large it is.
+        """
+        if self.storage is not None and 0 < self.storage.ring < batch:
+            raise ArgumentError(
+                f"frames_per_batch: {self.storage.path} is a ring of {self.storage.ring} rows, and "
+                f"a batch has {batch}; make batches smaller, or max_size larger"
+            )
 
     def resumed(self) -> Ledger | None:
         """The ledger of the run to be continued, up to its last row; None: a new one begins."""

@@ -78,6 +78,7 @@ class Collector(TorchRLNames, SyncCollector):
             self.shutdown()
             raise
         self.n_env = self.lanes
+        self.requested_frames_per_batch = self._options.frames_per_batch
         self.frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
 
     def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
@@ -169,7 +170,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """Frames of a batch that a worker gives."""
-        return -(-self.requested_frames_per_batch // self.num_workers)
+        return -(-self._options.frames_per_batch // self.num_workers)
 
     def reset(  # type: ignore[override]
         self, reset_idx: Sequence[bool] | None = None
@@ -250,6 +251,15 @@ class MultiAsyncCollector(MultiCollector):
 
     _mode_of_kind: Mode = "async"
     _waits_for_steps = False  # workers say by which version they chose
+
+    def _fill_rectangles(self, lanes: int) -> None:
+        # A batch is of one worker, which steps all its lanes until it has as many as are wanted.
+        each = set(self._startup.lanes)
+        super()._fill_rectangles(each.pop() if len(each) == 1 else 1)
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """Frames of a batch, which is of one worker."""
+        return self._options.frames_per_batch
 
 
 class AsyncCollector(MultiAsyncCollector):

@@ -1,8 +1,10 @@
 """Iterating over a collector of ours as over one of TorchRL's, here or in a thread."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
@@ -36,8 +38,28 @@ class Yielding(Collector):
     _close_env: bool | None = None
     """Whether to close the environment, whoever made it; None: if it was made here."""
 
+    def _begin_run(self, lanes: int) -> None:
+        self._fill_rectangles(lanes)
+        super()._begin_run(lanes)
+
+    def _fill_rectangles(self, lanes: int) -> None:
+        """Make batches as much larger as ``lanes`` of equal length want, as TorchRL does."""
+        options = self._options
+        if options.layout == "torchrl":
+            frames = -(-options.frames_per_batch // lanes) * lanes
+            self._options = replace(options, frames_per_batch=frames)
+            self.frames_per_batch = frames
+            self._writer.require_room(self._options.largest_batch)
+
     def _take_over(self, wishes: Wishes) -> None:
         """What TorchRL's collectors do at the end of their construction."""
+        frames = self._options.frames_per_batch
+        if frames != wishes.frames_per_batch:
+            warnings.warn(
+                f"frames_per_batch={wishes.frames_per_batch} is not as many for each lane: batches "
+                f"have {frames}, as TorchRL's have; total_frames stays exact",
+                stacklevel=5,
+            )
         self._hooked = self._in_pieces or self._options.postproc is not None
         self._whole = WholeTrajectories()
         self.requested_frames_per_batch = wishes.frames_per_batch
@@ -138,14 +160,14 @@ class Yielding(Collector):
             if batch is not None and not self._hooked and self.post_collect_hook is not None:
                 self.post_collect_hook(batch)
         else:
-            self.collect(self.requested_frames_per_batch)
+            self.collect(self._options.frames_per_batch)
         made = self.ledger.stored > before
         self._batches_made += made
         return made, batch if self.replay_buffer is None or yields else None
 
     def _step_by_step(self, buffer: ReplayBuffer) -> None:
         """Add the steps of a batch one by one."""
-        left = self.requested_frames_per_batch
+        left = self._options.frames_per_batch
         while left > 0 and not self._assembly.over:
             if not self._adds_steps:
                 self.collect(min(self.lanes, left))
@@ -155,7 +177,7 @@ class Yielding(Collector):
 
     def _until_interrupted(self, interruptor: Any) -> Any:
         pieces: list[TensorDictBase] = []
-        left = self.requested_frames_per_batch
+        left = self._options.frames_per_batch
         while left > 0 and not self._assembly.over:
             piece = self._batch(min(self.lanes, left))
             if piece is not None:
@@ -190,7 +212,7 @@ class Yielding(Collector):
         """Number of batches that a run of limited frames has in all."""
         if not math.isfinite(self.total_frames):
             raise TypeError("a collector without total_frames has no length")
-        return math.ceil(self.total_frames / self.requested_frames_per_batch)
+        return math.ceil(self.total_frames / self._options.frames_per_batch)
 
     # --- in a thread ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrl.collectors
 from tensordict import TensorDict
 from torchrl import service_backend
 from torchrl.collectors import MultiProcessedWeightUpdater, WeightUpdaterBase
@@ -78,10 +79,35 @@ def test_batches_of_workers_are_put_together_as_torchrl_does(lanes: int | None) 
         next(iter(collector))
 
 
+@pytest.mark.filterwarnings("ignore:.*divisible by:UserWarning")  # TorchRL's own
+@pytest.mark.parametrize(
+    ("lanes", "workers", "frames"), [(None, 3, 10), (3, 2, 10), (3, 2, [5, 5])]
+)
+def test_what_workers_give_is_rounded_up(lanes: int | None, workers: int, frames: Any) -> None:
+    alone = {"frames_per_batch": -(-10 // workers), "auto_register_policy_transforms": False}
+    theirs = []
+    for create in envs(lanes, workers):  # in a worker of TorchRL's there is such a collector
+        collector = torchrl.collectors.Collector(create(), ByObservation(), **alone)
+        theirs.append([batch.clone() for batch, _ in zip(collector, range(2), strict=False)])
+        collector.shutdown()
+    given: dict[str, Any] = {"frames_per_batch": frames, "total_frames": 24}
+    with pytest.warns(UserWarning, match="batches have 12"):
+        collector = MultiSyncCollector(envs(lanes, workers), ByObservation(), **given)
+    with collector:
+        assert collector.requested_frames_per_batch == 10
+        mine = list(collector)
+    assert len(mine) == 2
+    for batch, *each in zip(mine, *theirs, strict=True):
+        assert_batches_alike(torch.stack(each), batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*as TorchRL's have:UserWarning")
 def test_batches_of_workers_that_wait_for_nobody_are_of_one_each() -> None:
-    for lanes in (None, 3):
-        with MultiAsyncCollector(envs(lanes), ByObservation(), **BUDGET) as collector:
+    for lanes, frames in ((None, 12), (3, 12), (3, 10)):
+        given = {**BUDGET, "frames_per_batch": frames}
+        with MultiAsyncCollector(envs(lanes), ByObservation(), **given) as collector:
             batches = list(collector)
+            assert collector.frames_per_batch_worker() == 12
         assert [batch.shape for batch in batches] == [(12,) if lanes is None else (3, 4)] * 3
         assert all(len(batch["collector", "lane"].unique()) == (lanes or 1) for batch in batches)
     with pytest.raises(ArgumentError, match="MultiSyncCollector"):

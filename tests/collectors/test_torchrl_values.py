@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrl_kit
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from tensordict.nn import TensorDictSequential as Sequential
@@ -18,6 +19,7 @@ from torchrl.modules import AdditiveGaussianModule, RandomPolicy
 from torchrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
 from torchrl_kit import assert_batches_alike, both
 
+from tallyroll.collector.batches.torchrl_layout import PaddedBatchWarning
 from tallyroll.collector.errors import ArgumentError, PolicyError, StateError
 from tallyroll.collector.torchrl import Collector
 from tallyroll.storage import MemmapStorage
@@ -26,6 +28,7 @@ from collect_kit import ByObservation
 from oracles import OracleTorchEnv
 from policies_kit import linear
 
+KIT = str(torchrl_kit.__file__)
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5]]
 
 
@@ -45,6 +48,53 @@ def test_batches_are_those_of_torchrl(lanes: int | None) -> None:
     assert len(mine) == len(theirs) == 3
     for one, other in zip(theirs, mine, strict=True):
         assert_batches_alike(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*divisible by:UserWarning")  # TorchRL's own
+def test_batches_are_rounded_up_to_as_many_for_each_lane() -> None:
+    with pytest.warns(UserWarning, match="frames_per_batch=10 .* batches have 12") as told:
+        theirs, mine = run(frames_per_batch=10)
+    assert len([w for w in told if "as TorchRL's have" in str(w.message)]) == 1
+    assert [str(w.filename) for w in told if "as TorchRL's" in str(w.message)] == [KIT]
+    assert len(theirs) == len(mine) == 3
+    for one, other in zip(theirs, mine, strict=True):
+        assert_batches_alike(one, other)
+    with pytest.warns(UserWarning, match="batches have 12"):
+        collector = Collector(env(), ByObservation(), frames_per_batch=10, total_frames=32)
+    with collector:
+        assert len(collector) == 3
+        assert collector.requested_frames_per_batch == 12
+        with pytest.warns(PaddedBatchWarning):
+            batches = list(collector)
+    ones = torch.ones(())
+    counts = [each.get(("collector", "mask"), ones.expand(each.shape)) for each in batches]
+    assert [int(each.sum()) for each in counts] == [12, 12, 8], "as many as were asked for"
+    with Collector(
+        env(), ByObservation(), frames_per_batch=10, total_frames=20, layout="rows"
+    ) as collector:
+        assert [len(batch) for batch in collector] == [10, 10]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*divisible by:UserWarning",
+    "ignore:.*as TorchRL's have:UserWarning",
+    "ignore:Using `add:UserWarning",
+)
+def test_rounded_batches_fill_a_buffer_and_want_a_ring_that_holds_them(tmp_path: Any) -> None:
+    theirs, mine = filled(3, 2, frames_per_batch=10)
+    assert mine.write_count == theirs.write_count
+    assert_batches_alike(theirs[:], mine[:], names=False)
+    for given in ({"extend_buffer": False}, {"interruptor": Interruptor(9)}):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        with Collector(
+            env(), None, frames_per_batch=10, total_frames=24, replay_buffer=buffer, **given
+        ) as collector:
+            assert list(collector) == [None, None]
+    with (
+        MemmapStorage(tmp_path / "ring", max_size=11) as storage,
+        pytest.raises(ArgumentError, match="a batch has 12"),
+    ):
+        Collector(env(), None, frames_per_batch=10, storage=storage)
 
 
 def test_lanes_are_reset_before_each_batch() -> None:
@@ -336,10 +386,11 @@ def test_steps_go_one_by_one_into_a_buffer(lanes: int | None) -> None:
 def test_a_storage_of_ours_behind_a_buffer_gets_rows(tmp_path: Any) -> None:
     with MemmapStorage(tmp_path / "rows", max_size=100) as storage:
         buffer = ReplayBuffer(storage=storage, batch_size=4)
-        with Collector(
-            env(), ByObservation(), frames_per_batch=10, total_frames=35, replay_buffer=buffer
-        ) as collector:
-            assert list(collector) == [None] * 4
+        given: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 35}
+        with pytest.warns(UserWarning, match="batches have 12"):
+            collector = Collector(env(), ByObservation(), replay_buffer=buffer, **given)
+        with collector:
+            assert list(collector) == [None] * 3
             assert len(storage) == buffer.write_count == 35
             assert collector.stats()["frames"] == 35
         assert buffer.sample().shape == (4,)
@@ -348,8 +399,10 @@ def test_a_storage_of_ours_behind_a_buffer_gets_rows(tmp_path: Any) -> None:
 def test_lanes_that_differ_in_length_do_not_enter_a_buffer_of_rectangles() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2), batch_size=4)
     with (
-        pytest.raises((StateError, ArgumentError), match="frames_per_batch"),
-        Collector(env(), ByObservation(), frames_per_batch=10, replay_buffer=buffer) as collector,
+        pytest.raises(ArgumentError, match="total_frames"),
+        Collector(
+            env(), None, frames_per_batch=12, total_frames=35, replay_buffer=buffer
+        ) as collector,
     ):
         collector.next()
 
