@@ -19,6 +19,7 @@ from torchrl.data import Bounded
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.envs.systems import functional
 from tallyroll.collector.envs.systems.gymnax import GymnaxSystem
 from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, MissingExtra
@@ -118,8 +119,10 @@ def test_by_name_workers_and_resumed(tmp_path: Path, cached: None) -> None:
     assert open_storage(path)[:].numel() == 240
 
 
-def test_a_gravity_a_reset_and_no_compilation() -> None:
+@pytest.mark.parametrize("large", [2**11, 1], ids=["one call", "two calls"])
+def test_a_gravity_a_reset_and_no_compilation(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gravities are arguments of what is compiled once, before the second step."""
+    monkeypatch.setattr(functional, "_LARGE_NBYTES", large)
     drawn: list[float] = []
 
     def draw(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -135,7 +138,8 @@ def test_a_gravity_a_reset_and_no_compilation() -> None:
             rows += [batch.clone() for batch in batches]
         assert compiled == []
         system = collector.env.system
-        assert system._begun._cache_size() == system._turned._cache_size() == 1
+        called = [system._turned] if large > 1 else [system._moved, system._renewed]
+        assert [each._cache_size() for each in (system._begun, *called)] == [1] * (1 + len(called))
     whole = torch.cat(rows)
     ends = int((whole["next", "terminated"] | whole["next", "truncated"]).sum())
     assert ends > 30

@@ -23,6 +23,7 @@ from torchrl.data import MultiCategorical
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.systems import functional
 from tallyroll.collector.envs.systems.jumanji import JumanjiSystem
 from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
@@ -154,6 +155,27 @@ def by_hand(
         return state, columns(step.observation), {"reward": step.reward, **ends(step)}
 
     return replay(rows, seed, lanes, ["action"], reset, step)
+
+
+def test_large_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next episodes begin in a second call, also where all lanes end at once: the same rows."""
+    runs, snake = [], jumanji.make("Snake-v1", time_limit=13)
+    for large in (2**11, 2**30):
+        monkeypatch.setattr(functional, "_LARGE_NBYTES", large)
+        with SyncCollector(
+            lambda: JumanjiSystem(snake, 32, unbounded=["step_count"]),
+            None,
+            frames_per_batch=32 * 20,
+            total_frames=32 * 60,
+            seed=5,
+        ) as collector:
+            assert collector.env.system._apart == (large == 2**11)
+            runs.append(torch.cat([batch.clone() for batch in collector]))
+    rows, others = runs
+    ends = rows["next", "terminated"] | rows["next", "truncated"]
+    assert int(ends.sum()) >= 32 * 4
+    for key in rows.keys(True, True):
+        assert torch.equal(rows[key], others[key]), key
 
 
 def test_episodes_workers_and_resumed(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from tallyroll.collector.envs.systems.functional_specs import specs_of
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
 
+_LARGE_NBYTES = 2**11
+"""To return that much of a lane twice, as final and as first one, takes longer than a call more."""
+
 
 class Functional(FunctionalLanes):
     """Lanes of a pure function: a subclass writes :meth:`begin` and :meth:`advance` of one lane.
@@ -45,10 +48,13 @@ class Functional(FunctionalLanes):
     ) -> None:
         self._jax = jax = needs("jax", self.extra)
         self._carry: Any = None
+        self._renews = False
         self._keys = jax.jit(jax.vmap(jax.random.PRNGKey))
         self._begun = jax.jit(self._begin_all)
         # JAX writes the next states where the last ones were. Keys stay: a reset needs them.
         self._turned = jax.jit(self._turn, donate_argnums=0)
+        self._moved = jax.jit(self._move, donate_argnums=0)
+        self._renewed = jax.jit(self._renew, donate_argnums=0)
         self._restarted = jax.jit(self._restart)
         drawn = {
             name: np.zeros((lanes, *spec.shape), NUMPY[spec.dtype])
@@ -56,6 +62,7 @@ class Functional(FunctionalLanes):
         }
         keys = jax.eval_shape(self._keys, np.zeros(lanes, np.uint32))
         seen = jax.eval_shape(self._begun, keys, drawn)[1]
+        self._apart = sum(x.size * x.dtype.itemsize for x in seen) >= lanes * _LARGE_NBYTES
         self.declares = Declares(
             lanes=lanes,
             observation=specs_of(dict(zip(self._names, seen, strict=True)), known or {}, unbounded),
@@ -82,10 +89,18 @@ class Functional(FunctionalLanes):
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step all lanes, and begin the next episode of those that ended."""
-        self._carry, first, final, reward, ends, agents = self._turned(
-            *self._carry, (*action,), self._context()
-        )
-        over, cut = ends = np.asarray(ends)
+        if self._apart:
+            self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
+            ends, first = np.asarray(told), final
+            if np.count_nonzero(ends) or not self._renews:
+                self._renews = True  # the first step compiles all
+                self._carry, first = self._renewed(*self._carry, final, told, self._context())
+        else:
+            self._carry, first, final, reward, told, agents = self._turned(
+                *self._carry, (*action,), self._context()
+            )
+            ends = np.asarray(told)
+        over, cut = ends
         return Step(
             _views(first),
             _views(reward),

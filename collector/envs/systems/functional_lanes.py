@@ -66,6 +66,12 @@ class FunctionalLanes(System):
     def _turn(
         self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Context
     ) -> tuple[Any, ...]:
+        carry, final, reward, ends, agents = self._move(leaves, rest, action)
+        carry, first = self._renew(carry[0], carry[1], final, ends, drawn)
+        return carry, first, final, reward, ends, agents
+
+    def _move(self, leaves: Any, rest: Any, action: Sequence[Any]) -> tuple[Any, ...]:
+        """A step, without the next episodes."""
         jax = self._jax
         keys, steps, context = rest
         state = jax.tree_util.tree_unflatten(self._tree, leaves)
@@ -77,13 +83,16 @@ class FunctionalLanes(System):
         require_same(jax, state, out.state, f"{type(self).__name__}: its state")
         require_same(jax, dict(zip(self._names, first, strict=True)), seen, "its observation")
         after = strong(jax, jax.tree.leaves(out.state)), (keys, steps + 1, context)
-        final = strong(jax, seen.values())
-        carry, first = self._renew(after, final, out.terminated | out.truncated, drawn)
         ends = jax.numpy.stack([out.terminated, out.truncated])
-        return carry, first, final, out.reward, ends, out.agents
+        return after, strong(jax, seen.values()), out.reward, ends, out.agents
 
-    def _renew(self, carry: Any, final: Any, ended: Any, drawn: Context) -> tuple[Any, Any]:
-        """Begin the next episodes of lanes that ended, a few at a time: mostly they are few."""
+    def _renew(
+        self, leaves: Any, rest: Any, final: Any, ends: Any, drawn: Context
+    ) -> tuple[Any, Any]:
+        """Begin the next episodes of lanes that ended, a few at a time: mostly they are few.
+
+        ``ends`` are terminated and truncated, bool ``[2, lane]``.
+        """
         jax, lanes = self._jax, self.declares.lanes
         few = max(_FEW, lanes // _FEW)
 
@@ -94,6 +103,6 @@ class FunctionalLanes(System):
             carry, seen = placed(jax, at, lanes, begun, (carry, seen))
             return carry, seen, left.at[at].set(False, mode="drop")
 
-        start = carry, final, ended
+        start = (leaves, rest), final, ends[0] | ends[1]
         carry, first, _ = jax.lax.while_loop(lambda under_way: under_way[2].any(), some, start)
         return carry, first
