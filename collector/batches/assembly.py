@@ -251,7 +251,8 @@ class Assembly:
                 if table is not None and block.keep(more):
                     part = table.part(block, self.state, by_lane=self._lays_out)
                 else:
-                    part = self._source.part(block, self.state)
+                    alone = not (more or self._parts)
+                    part = self._source.part(block, self.state, alone=alone)
                 self._finals.look(part)
                 self._log(part)
                 if isinstance(part, SlabPart) or (part.large and block.keep(more)):

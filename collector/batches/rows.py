@@ -16,6 +16,7 @@ from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import SlabColumn
+from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -34,6 +35,9 @@ from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
+
+_POOLED_NBYTES = 2**20
+"""New memory of so many bytes comes from the kernel, page by page, at every batch."""
 
 
 @dataclass
@@ -125,13 +129,22 @@ class RowSource:
         """The batch size behind the rows of each nested TensorDict that has one."""
         return behind_rows(self.no_rows, self.plan.batch_dims)
 
-    def part(self, block: Block, state: LaneState) -> Part:
-        """Gather the rows of ``block``, number them, and move ``state`` past them."""
+    @cached_property
+    def _pools(self) -> dict[Key, BufferPool]:
+        """Of each column: somebody may keep a batch's rewards, and drop its observations."""
+        return {}
+
+    def part(self, block: Block, state: LaneState, *, alone: bool = False) -> Part:
+        """Gather the rows of ``block``, number them, and move ``state`` past them.
+
+        ``alone``: they are a batch by themselves, whose memory is used again when it was dropped.
+        """
         slab = block.slab
         large = {
             key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
         }
-        rows = {key: take(block, key) for key in self.plan.layout if key not in large}
+        get = self._take_pooled if alone else take
+        rows = {key: get(block, key) for key in self.plan.layout if key not in large}
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
@@ -153,6 +166,19 @@ class RowSource:
             version[at],
         )
         return Part(rows, large, [numbers.begun], episodes)
+
+    def _take_pooled(self, block: Block, key: Key) -> torch.Tensor:
+        """As :func:`take` does; of much in memory that was used before."""
+        column, index = block.slab.flat.get(key), block.index
+        if column is None or len(index) * column[:1].nbytes < _POOLED_NBYTES:
+            return take(block, key)
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = BufferPool([(column.dtype, column.shape[1:])])
+        (out,) = pool.arrays((len(index),))
+        # "clip" copies straight to `out`; indices are within bounds, whoever made them.
+        column.take(index, axis=0, out=out, mode="clip")
+        return torch.from_numpy(out)
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
         """One number a row: the sum over agents and objectives where there are several."""
