@@ -12,6 +12,7 @@
     ├── TransitionError              what the environment returned differs from what it declared
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
+    │   └── ItemsDiffer              rows that make no item of a TorchRL buffer's length
     ├── MissingExtra (ImportError)   a package that only some users need is absent
     ├── SharedMemoryBusy (TimeoutError)   another process keeps memory locked
     └── WorkerError                  a worker process failed; says which lanes, seeds and actions
@@ -66,6 +67,10 @@ class LedgerError(CollectorError):
 
 class StateError(CollectorError):
     """A saved state or an existing storage that does not fit this collector."""
+
+
+class ItemsDiffer(StateError):
+    """Rows make no item of the length that those of a TorchRL buffer have."""
 
 
 class MissingExtra(CollectorError, ImportError):

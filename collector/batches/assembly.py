@@ -25,12 +25,12 @@ from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
 from tallyroll.collector.batches.small_batches import SmallBatches
 from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
-from tallyroll.collector.batches.writer import BatchWriter, Columns
+from tallyroll.collector.batches.writer import BatchWriter, Columns, warn_of_cut_item
 from tallyroll.collector.compat import count_true
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.numbering import LaneState
-from tallyroll.collector.errors import ArgumentError, LedgerError, SilentReset
+from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, SilentReset
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.os_signals import admitted
@@ -98,7 +98,8 @@ class Assembly:
         self._shapes = torchrl is not None and writer.shapes
         """A TorchRL buffer gets batches as they are laid out."""
         if torchrl is not None and self._shapes:
-            torchrl.require_rectangles()
+            items = options.postproc is None and writer.makes_items(torchrl.dims)
+            torchrl.require_rectangles(items)
         self._options, self._writer, self._source = options, writer, source
         self._rollout, self._ledger, self.state = rollout, ledger, state
         self.provenance = provenance
@@ -131,6 +132,11 @@ class Assembly:
         """Of the batch under way."""
         self._kept: list[Block] = []
         """Those whose large rows lie where they are until the batch is delivered."""
+        self.stopped = False
+        """The run is to end, or an error ended it: what comes yet is its last."""
+        self._no_items = 0
+        """Transitions that made no item of a replay buffer when the run ended."""
+        self._why_none: ItemsDiffer | None = None
         self._in_hand = 0
         """Transitions that were taken from the source and are in no batch yet."""
         self._iterations = 0
@@ -344,7 +350,8 @@ class Assembly:
     def _deliver(self) -> TensorDictBase | None:
         """Store what is in hand, and lay it out, where that is wanted.
 
-        Where storing fails, only rows that were committed before it did are counted.
+        Where storing fails, only rows that were committed before it did are counted. Where the run
+        ends within an item of a TorchRL buffer, those of that item are discarded.
 
         Raises:
             LedgerError: before anything is stored: transitions were lost or doubled on their way.
@@ -363,6 +370,13 @@ class Assembly:
                     batch = self._as_small_batch(part)
             else:
                 batch = self._store_rows(part, open_lanes, flags)
+        except ItemsDiffer as error:
+            last = self._is_rest(count)
+            post(self._ledger, entry.undone())
+            entry = NOTHING
+            if not last:
+                raise
+            self._discard_item(part, error)
         except BaseException:
             committed = self._writer.head - head
             if committed < count:  # else it was raised behind the commit
@@ -379,6 +393,22 @@ class Assembly:
             self._kept.pop().release()
         return None if batch is None else self._arranged(batch, flags)
 
+    def _is_rest(self, count: int) -> bool:
+        """The ``count`` rows in hand are what was left of a batch when the run ended."""
+        ends = self.stopped or self._rollout.dry
+        ends = ends or self._budget.remaining(self._ledger.stored) == 0
+        return ends and count != self._options.largest_batch
+
+    def _discard_item(self, part: Part | SlabPart, error: ItemsDiffer) -> None:
+        """Throw away the last rows of the run, which make no item of a replay buffer."""
+        self._rollout.stop()  # a budget is met no more
+        ids, begun = part.array(TRAJ_IDS), part.array(STEP) == 0
+        ended = part.array(DONE).reshape(-1)
+        cut = len(np.setdiff1d(ids[ended], ids[begun]))  # those that are open are cut at the end
+        post(self._ledger, LedgerEntry(discarded=len(part), episodes_cut=cut))
+        self._in_hand -= len(part)
+        self._no_items, self._why_none = self._no_items + len(part), error
+
     def _store_slots(self, part: SlabPart, open_lanes: int) -> None:
         if (schema := self._writer.schema) is not None:
             rows = part.table.fixed(schema)
@@ -391,7 +421,8 @@ class Assembly:
         shaped = None
         if self._torchrl is not None and self._shapes:
             shaped = self._torchrl.for_buffer(self._as_batch(rows), flags)
-        self._writer.write(rows, len(part), self._ledger, open_lanes, large, shaped)
+        last = shaped is not None and self._is_rest(len(part))
+        self._writer.write(rows, len(part), self._ledger, open_lanes, large, shaped, last=last)
         return self._as_batch(rows) if self._lays_out else None
 
     def _arranged(self, batch: TensorDictBase, flags: Flags) -> TensorDictBase:
@@ -465,7 +496,9 @@ class Assembly:
             if self._writer.storage is None:  # whatever it made of them, these are the rows
                 if not self._writer.ready:
                     self._writer.open(rows, self.provenance, self._source.behind)
-                self._writer.write(rows, count, self._ledger, open_lanes, {}, shaped)
+                self._writer.write(
+                    rows, count, self._ledger, open_lanes, {}, shaped, last=self._is_rest(count)
+                )
                 return batch
         stored = batch if torchrl is None else torchrl.rows_of(batch)
         if not isinstance(stored, TensorDictBase) or stored.batch_size != torch.Size([count]):
@@ -480,7 +513,9 @@ class Assembly:
         if not self._writer.ready:
             behind = behind_rows(kept, batch_dims_of(stored))
             self._writer.open(kept, self.provenance, behind)
-        self._writer.write(kept, count, self._ledger, open_lanes, {}, shaped)
+        self._writer.write(
+            kept, count, self._ledger, open_lanes, {}, shaped, last=self._is_rest(count)
+        )
         return batch
 
     def _entry_of(self, part: Part | SlabPart) -> LedgerEntry:
@@ -532,7 +567,7 @@ class Assembly:
         and that is a note: ``error`` is raised.
         """
         try:
-            self._lays_out = False
+            self._lays_out, self.stopped = False, True
             if self._writer.stores:  # else nobody would get it
                 remaining = self._budget.remaining(self._ledger.stored)
                 most = sys.maxsize if remaining is None else remaining - self._in_hand
@@ -564,6 +599,11 @@ class Assembly:
         self._in_hand, self._parts, self._kept = 0, [], []
         ledger.balance(self._rollout.held)
         self._writer.finish(ledger, ledger.discarded - before)
+        if self._why_none is not None:
+            why, self._why_none = self._why_none, None
+            warn_of_cut_item(
+                self._no_items, "which make no item of the replay buffer, are discarded", why
+            )
 
 
 @lru_cache(maxsize=256)

@@ -255,6 +255,7 @@ class Collector(ABC):
 
         Safe to call from a signal handler or another thread.
         """
+        self._assembly.stopped = True
         self._rollout.stop()
 
     def shutdown(self) -> None:

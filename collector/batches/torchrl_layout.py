@@ -25,7 +25,7 @@ from tallyroll.collector.batches.cuts import last_rows
 from tallyroll.collector.batches.layouts import padded
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.batches.slab_rows import SlabPart
-from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.storage.rows.keys import (
@@ -114,8 +114,15 @@ class TorchrlLayout:
         """Flags that a batch may have True where the environment did not say so."""
         return (*self._dones, *self._truncated)
 
-    def require_rectangles(self) -> None:
+    @property
+    def dims(self) -> int:
+        """Number of dimensions of what a worker's environment gives, ``time`` included."""
+        return 1 + max(map(len, self._shapes))
+
+    def require_rectangles(self, items: bool = False) -> None:
         """Refuse what gives no full rectangles, to a TorchRL buffer, which knows no mask.
+
+        ``items``: it keeps a lane's rows of a batch as one, of a length that never changes.
 
         Raises:
             ArgumentError: says what does.
@@ -131,6 +138,14 @@ class TorchrlLayout:
                     f"which wants a multiple of {max(lanes)} lanes, got {count}; or give the "
                     "buffer one of tallyroll's storages, which take any rows"
                 )
+        options = self._options
+        if items and options.total_frames and options.total_frames % options.largest_batch:
+            raise ArgumentError(
+                f"total_frames: the replay buffer's items are a lane's part of a batch: expected a "
+                f"multiple of frames_per_batch={options.frames_per_batch}, got "
+                f"{options.total_frames}; or give the buffer one of tallyroll's storages, which "
+                "take rows"
+            )
         if self._reset_slots or self._options.total_episodes is not None:
             what = "reset slots" if self._reset_slots else "total_episodes"
             raise ArgumentError(
@@ -184,7 +199,7 @@ class TorchrlLayout:
         """What TorchRL's workers would put into its buffer, each for itself; cuts are not told.
 
         Raises:
-            ArgumentError: lanes differ in length, of which such a buffer knows nothing.
+            ItemsDiffer: lanes differ in length, of which such a buffer knows nothing.
         """
         rows = self._with_flags(rows, flags).exclude(CUT)
         lane, found = rows.get(LANE).cpu().numpy(), []
@@ -195,7 +210,7 @@ class TorchrlLayout:
                 continue
             batch, lengths = self._laid_out(rows[start:stop], lanes, shape)
             if len(set(lengths)) > 1 and not self._split:
-                raise ArgumentError(
+                raise ItemsDiffer(
                     f"replay_buffer: expected lanes of equal length for a TorchRL buffer in "
                     f'layout="torchrl", got {lengths.min()} to {lengths.max()} rows, for a lane '
                     "was cut; give the buffer one of tallyroll's storages, which take any rows"

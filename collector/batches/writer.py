@@ -1,6 +1,7 @@
 """Write batches to a storage, a TorchRL replay buffer, both, or nowhere."""
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from torchrl.data import ReplayBuffer, Storage, TensorStorage
 from tallyroll.collector.batches.resume import LastRun, last_run_of
 from tallyroll.collector.batches.rows import Rows, as_tensordict
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
-from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
+from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
@@ -44,6 +45,10 @@ _MOST_IDS = 2**62  # so that those of any run fit behind them
 
 class ClosedFirstWarning(UserWarning):
     """A storage was closed before the collector that wrote a run to it; says what is missing."""
+
+
+class CutItemWarning(UserWarning):
+    """A run ended within an item of a TorchRL buffer; says what is not in it."""
 
 
 class BatchWriter:
@@ -260,14 +265,18 @@ class BatchWriter:
         open_lanes: int,
         large: Columns,
         shaped: Sequence[TensorDictBase] | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Commit ``rows``, of which ``count`` were counted, and the ledger as it stands with them.
 
         ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
-        which only the storage knows. ``shaped`` is what a replay buffer gets in their place.
+        which only the storage knows. ``shaped`` is what a replay buffer gets in their place. With
+        the ``last`` rows of a run it gets nothing where they make no item, if a storage gets them.
 
         Raises:
             LedgerError: other than ``count`` rows would be stored; nothing is.
+            ItemsDiffer: the buffer's items have another length; nothing is stored.
         """
         if len(rows[TRAJ_IDS]):
             self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
@@ -276,6 +285,17 @@ class BatchWriter:
         pieces = _pieces({**rows, **large}, ring)
         _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
         buffer, direct = self.replay_buffer, self._direct
+        if buffer is not None and shaped is not None:
+            try:
+                for batch in shaped:
+                    require_items(buffer.storage, batch)
+            except ItemsDiffer as error:
+                if direct is None or not last:
+                    raise
+                warn_of_cut_item(
+                    count, "which the storage has, are not in the replay buffer", error
+                )
+                shaped = ()
         for number, piece in enumerate(pieces, start=1):
             batches: Sequence[TensorDictBase] = ()
             if buffer is not None and shaped is None:
@@ -288,14 +308,17 @@ class BatchWriter:
             # The storage last: what it has committed is counted, and nothing can fail after it.
             if buffer is not None:
                 behind = buffer.storage
-                for batch in batches:
-                    _require_items(behind, batch)
                 with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
                     for batch in batches:
                         buffer.extend(batch)
             if direct is not None:
                 written = direct.extend(arrays, ids="fresh")
                 _require("the storage", len(written), len(piece[TRAJ_IDS]))
+
+    def makes_items(self, batch_dims: int) -> bool:
+        """A TorchRL buffer keeps a batch of so many dimensions as items of several rows."""
+        behind = None if self.replay_buffer is None else self.replay_buffer.storage
+        return self.shapes and isinstance(behind, TensorStorage) and batch_dims > behind.ndim
 
     @property
     def schema(self) -> Schema | None:
@@ -410,19 +433,24 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
         return True
 
 
-def _require_items(behind: Storage, batch: TensorDictBase) -> None:
+def warn_of_cut_item(count: int, what: str, error: ItemsDiffer) -> None:
+    """Say what becomes of the ``count`` transitions with which a run ended."""
+    warnings.warn(f"the last {count} transitions, {what}: {error}", CutItemWarning, stacklevel=3)
+
+
+def require_items(behind: Storage, batch: TensorDictBase) -> None:
     """Refuse items of other lengths than a TorchRL storage has: it would keep zeros for them.
 
     Raises:
-        StateError: says how long they are.
+        ItemsDiffer: says how long they are.
     """
     if not isinstance(behind, TensorStorage) or batch.ndim <= behind.ndim or not len(behind):
         return
     wanted, got = list(behind.get(0).batch_size), list(batch.shape[behind.ndim :])
     if got != wanted:
-        raise StateError(
-            f"replay_buffer: its items are {wanted} long, and the last batch was cut to {got}; "
-            "make total_frames a multiple of frames_per_batch, or give the buffer one of "
+        raise ItemsDiffer(
+            f"replay_buffer: its items are {wanted} long, and these are {got}; make batches as "
+            "long, and total_frames a multiple of frames_per_batch, or give the buffer one of "
             "tallyroll's storages, which take rows"
         )
 

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
+from tallyroll.collector.batches.writer import require_items
 from tallyroll.collector.errors import StateError
 from tallyroll.storage.rows.keys import MASK, NEXT, POLICY_VERSION, as_key, is_done
 from tallyroll.storage.storages import DiskStorage
@@ -81,7 +82,12 @@ def joined(pieces: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
-    """Add ``batch``, whose trajectories are numbered, to a replay buffer."""
+    """Add ``batch``, whose trajectories are numbered, to a replay buffer.
+
+    Raises:
+        ItemsDiffer: an interruptor made it shorter than the buffer's items are.
+    """
     store = buffer.storage
+    require_items(store, batch)
     with store.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
         buffer.extend(batch)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +11,11 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.torchrl.arguments import Wishes
 from tallyroll.collector.torchrl.background import Background
 from tallyroll.collector.torchrl.delivery import (
@@ -50,6 +54,19 @@ class Yielding(Collector):
             self._options = replace(options, frames_per_batch=frames)
             self.frames_per_batch = frames
             self._writer.require_room(self._options.largest_batch)
+
+    def _drive(
+        self,
+        rollout: TransitionSource,
+        plan: SlabPlan,
+        ranges: Sequence[Range],
+        description: Mapping[str, Any],
+        torchrl: TorchrlLayout | None = None,
+        **call: Any,
+    ) -> None:
+        if torchrl is not None and self._adds_steps and self._wishes.replay_buffer is not None:
+            torchrl.require_rectangles()  # a step of some lanes only would be filled up with zeros
+        super()._drive(rollout, plan, ranges, description, torchrl, **call)
 
     def _take_over(self, wishes: Wishes) -> None:
         """What TorchRL's collectors do at the end of their construction."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.torchrl import Collector, MultiSyncCollector
 from tallyroll.storage import MemmapStorage
 
@@ -128,25 +127,3 @@ def test_what_is_refused_says_why() -> None:
     """And not that something is missing of a collector that was never finished."""
     with pytest.raises(ArgumentError, match="expected a Gymnasium id"):
         Collector(object(), frames_per_batch=6, total_frames=12)
-
-
-@pytest.mark.parametrize("started", [True, False])
-def test_a_buffer_keeps_no_zeros_of_a_batch_that_is_cut(started: bool) -> None:
-    """Its items are as long as its first batch; TorchRL's own writer counts before it fails."""
-    buffer = BUFFERS["torchrl"]()
-    make = partial(OracleTorchEnv, 2, LENGTHS, action="box")
-    frames = -1 if started else 36
-    options = {"frames_per_batch": 24, "total_frames": frames, "replay_buffer": buffer}
-    collector = Collector(make(), policy(), **options)
-    match = r"its items are \[12\] long, and the last batch was cut to \[\d+\]"
-    if started:
-        collector.start()
-        time.sleep(0.3)
-        with suppress(StateError):  # it may have been told between two batches
-            collector.async_shutdown()
-    else:
-        with pytest.raises(StateError, match=match):
-            list(collector)
-    assert len(buffer) * 12 == collector.ledger.stored
-    collector.ledger.check()
-    collector.shutdown()
