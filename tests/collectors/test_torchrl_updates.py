@@ -62,7 +62,7 @@ def test_every_row_has_the_version_that_chose_it(buffer: str, workers: int) -> N
         make: Any = MultiSyncCollector if workers else Collector
         collector = make([make_env] * workers if workers else make_env(), policy(), **options)
         collector.start()
-        until, given = time.monotonic() + 1.0, 0
+        until, given = time.monotonic() + 0.4, 0
         while time.monotonic() < until:
             given += 1
             collector.update_policy_weights_(weights(given))

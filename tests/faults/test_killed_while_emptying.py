@@ -25,7 +25,7 @@ from killed_storages_kit import (
     tensors,
 )
 
-KILLS = int(os.environ.get("TALLYROLL_KILLS", "24"))
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
 RING = 600
 BEGUN = 500
 SPANS = [
@@ -75,8 +75,8 @@ def kill_at_lines(folder: Path, durability: str, points: int, seed: int) -> list
     total, found = told.lines, []
     assert told.head == len(SPANS) - 1
     pick = random.Random(seed)
-    for _ in range(points):
-        line = pick.randrange(1, total + 1)
+    for number in range(points):  # one in each part of the run, so that few meet all of it
+        line = pick.randrange(1 + number * total // points, 1 + (number + 1) * total // points)
         found.append(_survived(work, one(line).head, line))
     return found
 
@@ -108,7 +108,7 @@ def _survived(path: Path, reached: int, line: int) -> int:
 def test_kill_9_while_a_ring_is_emptied(durability: str, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     found = in_a_process(
-        kill_at_lines, tmp_path, durability, KILLS // 4, seed, seconds=60 + 4 * KILLS
+        kill_at_lines, tmp_path, durability, KILLS // 8, seed, seconds=60 + 4 * KILLS
     )
-    assert len(found) == KILLS // 4
+    assert len(found) == KILLS // 8
     assert len(set(found)) > 2, f"too few kills hit a writer at work: {found}"
