@@ -625,8 +625,9 @@ class Engine:
 
     def abandon(self) -> None:
         """Let go of the files as they are, and keep the lock."""
-        self._header.close()
-        self._format.close()
+        with ExitStack() as exits:
+            exits.callback(self._format.close)
+            exits.callback(self._header.close)
 
     def close(self, finish: Callable[[], None] | None = None) -> None:
         """Trim the files to the committed rows, and let go of everything, the lock last.

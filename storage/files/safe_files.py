@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,14 @@ class Inside:
         try:
             for part in above:
                 inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-                os.close(directory)
+                _let_go(directory)
                 directory = inner
             yield directory, name
         except OSError as error:
             error.filename, error.filename2 = str(path), None  # and not what it is called there
             raise
         finally:
-            os.close(directory)
+            _let_go(directory)
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor of a plain file."""
@@ -173,6 +173,19 @@ def closing(file: int) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
+
+
+def close_all(files: Iterable[int]) -> None:
+    """Close each descriptor, whatever closing another says; an error is raised after that."""
+    with contextlib.ExitStack() as exits:
+        for file in files:
+            exits.callback(os.close, file)
+
+
+def _let_go(directory: int) -> None:
+    # Nothing was written through it: an error says nothing, and what was opened would be lost.
+    with contextlib.suppress(OSError):
+        os.close(directory)
 
 
 def open_file(path: Path | str, flags: int, directory: int | None = None) -> int:

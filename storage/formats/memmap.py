@@ -21,7 +21,7 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.paths import failed, open_column, told
-from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.files.safe_files import close_all, write_all
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.mapping import Access, map_file
 from tallyroll.storage.rows.keys import Key, spell
@@ -100,8 +100,7 @@ class MemmapFormat(DirectoryFormat):
             for column in schema.columns:
                 files.append(open_column(self.inside, self._file_of(column), flags))
         except BaseException:
-            for file in files:
-                os.close(file)
+            close_all(files)
             raise
         self._files = tuple(files)
 
@@ -177,8 +176,7 @@ class MemmapFormat(DirectoryFormat):
     def close(self) -> None:
         """Close the column files."""
         files, self._files = self._files, ()
-        for file in files:
-            os.close(file)
+        close_all(files)
 
 
 def _map_column(file: int, column: Column, rows: int, access: Access) -> np.ndarray:

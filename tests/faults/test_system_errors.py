@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import itertools
 import mmap
@@ -235,12 +236,28 @@ def sites(calls: list[tuple[str, ...]], seed: str) -> list[int]:
     return found
 
 
+def open_files() -> set[str]:
+    """What this process has open: descriptors are numbers that are used again."""
+    names = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.add(os.readlink(each))
+    return names
+
+
+def opened_since(before: set[str]) -> set[str]:
+    if left := open_files() - before:
+        gc.collect()  # errors hold frames, and these files
+        left = open_files() - before
+    return {name for name in left if "rows.h5" in name}
+
+
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("name", KINDS)
 def test_any_call_may_fail(
     name: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, or from then on. Afterwards the disk is well again, and all is there."""
+    """Once, or from then on. Afterwards the disk is well again, all is there, nothing is open."""
     kind, options = KINDS[name]
     disk = FailingDisk(monkeypatch)
     numbers = itertools.count()
@@ -261,6 +278,7 @@ def test_any_call_may_fail(
     assert error is None
     calls = disk.made
     bad = []
+    opened = open_files()
     for at in sites(calls, f"{name} {job}")[: TRIALS * MORE]:
         for last in (at, 10**9):
             path = fresh()
@@ -274,6 +292,10 @@ def test_any_call_may_fail(
                     after.add_note("after:\n" + "".join(traceback.format_exception(error)))
                 after.add_note(f"call {at}: {disk.made[at] if at < len(disk.made) else calls[at]}")
                 bad.append("".join(traceback.format_exception(after)))
+            error = None  # it holds frames, and what they opened
+            if left := opened_since(opened):
+                bad.append(f"call {at}: {calls[at]}: these are left open: {sorted(left)}")
+                opened |= left
             shutil.rmtree(path.parent)
     assert not bad, f"{len(bad)} of {len(calls)}\n" + "\n\n".join(dict.fromkeys(bad))
 
@@ -698,6 +720,7 @@ def test_the_command_line_says_it_in_a_line(
         with disk.failing(range(0)):
             assert main([command, str(tmp_path / "rows.h5")]) == 0
         capsys.readouterr()
+        before = open_files()
         for at in sites(disk.made, f"{name} {command}")[: 2 * TRIALS * MORE]:
             with disk.failing(range(at, 10**9)):
                 status = main([command, str(tmp_path / "rows.h5")])
@@ -705,3 +728,4 @@ def test_the_command_line_says_it_in_a_line(
             assert status in (0, *wanted), (at, told)
             assert "Traceback" not in told, told
             assert told.count("\n") == (status == 2 or (command == "inspect" and status)), told
+            assert not opened_since(before), (at, disk.made[at])

@@ -170,9 +170,10 @@ class ChunkedColumn:
 
     def close(self) -> None:
         """Close the files. Arrays stay valid."""
-        self._close_tail()
-        self._regions.clear()
-        os.close(self._directory)
+        with contextlib.ExitStack() as exits:
+            exits.callback(os.close, self._directory)
+            exits.callback(self._regions.clear)
+            self._close_tail()
 
     def _close_tail(self) -> None:
         (_, file), self._tail = self._tail, (-1, -1)

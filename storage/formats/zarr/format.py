@@ -154,16 +154,14 @@ class ZarrFormat(DirectoryFormat):
                 f"of {len(schema.columns)}: it is damaged. Restore it from a copy."
             )
         columns: list[ChunkedColumn] = []
-        try:
+        with contextlib.ExitStack() as undo:
             for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
                 _require_pages(self.path, column, rows)
                 place = self.path.joinpath(*column.key)
                 directory = open_column(self.inside, place, os.O_DIRECTORY)
                 columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
-        except BaseException:
-            for each in columns:
-                each.close()
-            raise
+                undo.callback(columns[-1].close)
+            undo.pop_all()
         self._columns = columns
         if writable:
             self._sweep()
@@ -287,8 +285,9 @@ class ZarrFormat(DirectoryFormat):
     def close(self) -> None:
         """Close the files."""
         columns, self._columns = self._columns, []
-        for column in columns:
-            column.close()
+        with contextlib.ExitStack() as exits:
+            for column in columns:
+                exits.callback(column.close)
 
 
 def refuse_newer_group(path: Path) -> None:
