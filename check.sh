@@ -83,7 +83,8 @@ if [[ $environment == core ]]; then
 fi
 # Many tests wait for other processes: two at a time. More would only take each other's time.
 export TALLYROLL_TEST_ENVIRONMENT=$environment
-step "pytest" $bin/pytest --numprocesses 2 --dist worksteal "${tests[@]}" "$@"
+# Where the machine fails, all tests do: the reasons of the first of them are enough.
+step "pytest" $bin/pytest --numprocesses 2 --dist worksteal --maxfail 50 "${tests[@]}" "$@"
 
 for other in "${others[@]}"; do
     step "environment $other" ./check.sh --apart "$other" "$@"
@@ -91,6 +92,9 @@ done
 
 if ((${#failed[@]})); then
     printf '\nFAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"
+    printf '%s processors, %s open files each\n' "$(nproc)" "$(ulimit -n)"
+    df -h . "${TMPDIR:-/tmp}" /dev/shm
+    free -h
     exit 1
 fi
 printf '\nAll checks passed.\n'
