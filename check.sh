@@ -5,6 +5,8 @@
 #   ./check.sh                the core, in .venv
 #   ./check.sh --all          and environment systems, in .venv-NAME for each NAME in
 #                             tests/systems/environments.toml that has run = "all"
+#   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
+#                             that has no 7 GB to spare, or will not run this again
 #   ./check.sh --apart NAME   one of these environments alone, by hand
 #   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
 #
@@ -60,6 +62,7 @@ case ${1-} in
     words=$(listed "(name for name, each in every.items() if each['run'] == 'all')")
     mapfile -t others <<<"$words"
     shift
+    if [[ ${1-} == --once ]]; then export TALLYROLL_CHECK_ONCE=1 && shift; fi
     ;;
 --apart)
     environment=${2?"--apart NAME"}
@@ -85,6 +88,8 @@ fi
 export TALLYROLL_TEST_ENVIRONMENT=$environment
 # Where the machine fails, all tests do: the reasons of the first of them are enough.
 step "pytest" $bin/pytest --numprocesses 2 --dist worksteal --maxfail 50 "${tests[@]}" "$@"
+
+if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 
 for other in "${others[@]}"; do
     step "environment $other" ./check.sh --apart "$other" "$@"
