@@ -34,6 +34,8 @@ from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import assert_rows, files_of, rows
 
+from open_files import descriptors
+
 CALLS = (
     "open", "mkdir", "listdir", "posix_fallocate", "ftruncate", "pread", "pwrite",
     "fsync", "fdatasync", "replace", "unlink",
@@ -79,17 +81,6 @@ def failing(number: int = -1, code: int = 0) -> Iterator[Failing]:
             patch.setattr(os, name, found.instead_of(name, getattr(os, name)))
         patch.setattr(mmap, "mmap", found.instead_of("mmap", mmap.mmap))
         yield found
-
-
-def descriptors() -> set[str]:
-    """Files that this process has open, with what they are."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except OSError:  # that of the listing
-            continue
-    return found
 
 
 def create(case: str, path: Path) -> DiskStorage:

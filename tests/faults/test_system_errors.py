@@ -51,6 +51,7 @@ from hostile_kit import (
     resume,
     told_or_done,
 )
+from open_files import descriptors
 
 KINDS: dict[str, tuple[type[DiskStorage], dict[str, Any]]] = {
     "memmap": (MemmapStorage, {}),
@@ -236,19 +237,10 @@ def sites(calls: list[tuple[str, ...]], seed: str) -> list[int]:
     return found
 
 
-def open_files() -> set[str]:
-    """What this process has open: descriptors are numbers that are used again."""
-    names = set()
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            names.add(os.readlink(each))
-    return names
-
-
 def opened_since(before: set[str]) -> set[str]:
-    if left := open_files() - before:
+    if left := descriptors() - before:
         gc.collect()  # errors hold frames, and these files
-        left = open_files() - before
+        left = descriptors() - before
     return {name for name in left if "rows.h5" in name}
 
 
@@ -278,7 +270,7 @@ def test_any_call_may_fail(
     assert error is None
     calls = disk.made
     bad = []
-    opened = open_files()
+    opened = descriptors()
     for at in sites(calls, f"{name} {job}")[: TRIALS * MORE]:
         for last in (at, 10**9):
             path = fresh()
@@ -720,7 +712,7 @@ def test_the_command_line_says_it_in_a_line(
         with disk.failing(range(0)):
             assert main([command, str(tmp_path / "rows.h5")]) == 0
         capsys.readouterr()
-        before = open_files()
+        before = descriptors()
         for at in sites(disk.made, f"{name} {command}")[: 2 * TRIALS * MORE]:
             with disk.failing(range(at, 10**9)):
                 status = main([command, str(tmp_path / "rows.h5")])
