@@ -17,10 +17,10 @@ LANES, SLOTS, WIDE = 4, 128, 600
 class Counting(System):
     """What lanes see is how many steps there were; `bad` is seen in step `at` of the last lane."""
 
-    def __init__(self, at: int = -1, bad: float = 0.0) -> None:
+    def __init__(self, at: int = -1, bad: float = 0.0, high: float = 1e6) -> None:
         self.declares = Declares(
             lanes=LANES,
-            observation={("observation",): Bounded(0.0, 1e6, (WIDE,), dtype=torch.float32)},
+            observation={("observation",): Bounded(0.0, high, (WIDE,), dtype=torch.float32)},
             action={("action",): Bounded(0.0, 1.0, (1,), dtype=torch.float32)},
             reward={("reward",): Unbounded((1,))},
             at_end="first",
@@ -72,11 +72,14 @@ def test_batches_that_are_held_stay_as_they_are() -> None:
     assert kept[0].tolist() == [2 * SLOTS + number for number in (6, 7, 8, 9)]
 
 
-@pytest.mark.parametrize("bad", [np.nan, -1.0, 2e6, np.inf])
-def test_a_value_outside_is_found_wherever_it_is(bad: float) -> None:
+@pytest.mark.parametrize(
+    ("bad", "high"),
+    [*((bad, 1e6) for bad in (np.nan, -1.0, 2e6, np.inf)), (np.nan, np.inf), (-1.0, np.inf)],
+)
+def test_a_value_outside_is_found_wherever_it_is(bad: float, high: float) -> None:
     for at in (1, SLOTS - 1, 2 * SLOTS):
         with (
             pytest.raises(TransitionError, match=rf"lane 3, step {at - 1} .*at \[{WIDE - 1}\]"),
-            collector(at, bad, batches=2) as made,
+            collector(at, bad, high, batches=2) as made,
         ):
             list(made)
