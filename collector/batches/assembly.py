@@ -402,9 +402,10 @@ class Assembly:
     def _discard_item(self, part: Part | SlabPart, error: ItemsDiffer) -> None:
         """Throw away the last rows of the run, which make no item of a replay buffer."""
         self._rollout.stop()  # a budget is met no more
-        ids, begun = part.array(TRAJ_IDS), part.array(STEP) == 0
-        ended = part.array(DONE).reshape(-1)
-        cut = len(np.setdiff1d(ids[ended], ids[begun]))  # those that are open are cut at the end
+        ids = part.array(TRAJ_IDS)
+        begun, ended = ids[part.array(STEP) == 0], ids[part.array(DONE).reshape(-1)]
+        cut = len(np.setdiff1d(ended, begun))  # those that are open are cut at the end,
+        self.state.cut(np.isin(self.state.traj_id, begun))  # but for these, which have no rows
         post(self._ledger, LedgerEntry(discarded=len(part), episodes_cut=cut))
         self._in_hand -= len(part)
         self._no_items, self._why_none = self._no_items + len(part), error

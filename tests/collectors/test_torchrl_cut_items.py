@@ -49,7 +49,8 @@ def breaks() -> None:
 def test_the_rows_of_a_cut_item_are_discarded_with_a_warning(way: str) -> None:
     """A buffer's items are as long as its first batch, and TorchRL would fill up with zeros."""
     kind = LazyMemmapStorage if way == "stop" else LazyTensorStorage
-    buffer, env = items(kind), Stopping(2, LENGTHS)
+    # The second lane's third episode has rows in the item, and ends in what is cut, or does not.
+    buffer, env = items(kind), Stopping(2, [[3, 1, 4], [5, 5, 30 if way == "stop" else 5]])
     options: dict[str, Any] = {"frames_per_batch": 24, "total_frames": -1, "replay_buffer": buffer}
     if way == "budget":  # else it is refused beforehand
         options |= {"total_frames": 42, "postproc": lambda batch: batch}
@@ -84,7 +85,10 @@ def test_the_rows_of_a_cut_item_are_discarded_with_a_warning(way: str) -> None:
     assert len(found) == 1
     assert len(buffer) == 2
     assert (collector.ledger.stored, collector.ledger.discarded) == (24, left)
-    assert collector.ledger.episodes_complete == int(buffer[:]["next", "done"].sum())
+    ids, ends = buffer[:]["collector", "traj_ids"], buffer[:]["next", "done"].squeeze(-1)
+    assert collector.ledger.episodes_complete == int(ends.sum())
+    unfinished = {*ids.flatten().tolist()} - {*ids[ends].tolist()}
+    assert collector.ledger.episodes_cut == len(unfinished) == 1
     collector.ledger.check()
     collector.shutdown()
 
