@@ -102,8 +102,7 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
     if isinstance(made, VectorEnv) and (system is None or isinstance(system, GymnasiumSystem)):
         return of_gymnasium.over(made, factory, options)
     if system is not None:
-        env = SystemEnv(system, rename=options.rename, make=_with_seeds(factory))
-        return _with_names(env, options.info_keys, {})
+        return _over(system, options, _with_seeds(factory))
     if isinstance(made, gymnasium.Env):
         raise ArgumentError(
             f"got a single gymnasium environment, {made}; pass its id, or "
@@ -149,12 +148,28 @@ def _by_name(name: str, options: Options) -> Made:
             if isinstance(system, GymnasiumSystem):
                 env = of_gymnasium.over(system.env, lambda: make(None).env, options)
             else:
-                env = SystemEnv(system, rename=options.rename, make=make)
-                _with_names(env, options.info_keys, {})
+                env = _over(system, options, make)
         except BaseException:
             system.close()
             raise
     return Made(env, True, {"id": name, "kwargs": _json(kwargs), "type": env.kind})
+
+
+def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
+    """``system``, which ``make`` makes again from seeds, with columns of the infos asked for."""
+    infos = options.info_keys
+    keeps = bool(infos) and system.keep_infos(infos)
+
+    def again(seeds: Sequence[int] | None) -> System:
+        assert make is not None
+        made = make(seeds)
+        made.keep_infos(infos)
+        return made
+
+    env = SystemEnv(system, rename=options.rename, make=again if keeps and make else make)
+    if not keeps:
+        _with_names(env, infos, {})
+    return env
 
 
 def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 from tallyroll.storage.rows.keys import Key
 
@@ -171,6 +172,13 @@ class System(ABC):
 
         What is returned then are these arrays themselves.
         """
+
+    def keep_infos(self, infos: Sequence[Info]) -> bool:
+        """Let entries of infos be observations from the first reset on; False: it has no infos.
+
+        :attr:`columns` has them from now on, ``declares`` from the first reset on at the latest.
+        """
+        return False
 
     def require_finals(self) -> None:  # noqa: B027
         """Raise `EnvironmentRefused` where final observations are not what they are declared."""

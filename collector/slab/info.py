@@ -1,4 +1,4 @@
-"""Declarations of Gymnasium ``info`` entries that become columns."""
+"""Declarations of entries of infos that become columns."""
 
 import re
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _SPELLING = re.compile(
 
 @dataclass(frozen=True)
 class Info:
-    """An entry of Gymnasium's ``info`` that becomes a column.
+    """An entry of an environment's infos that becomes a column.
 
     A value must be of this shape, and fit into this dtype without loss; another is a
     :class:`~tallyroll.collector.errors.TransitionError`.

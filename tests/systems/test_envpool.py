@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchrl.data import Unbounded
 
-from tallyroll.collector import GymnasiumVectorEnv, MultiprocessCollector, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, Info, MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
@@ -177,6 +177,49 @@ def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
     assert verify(tmp_path / "run").sound
     again = made("CartPole-v1", "gymnasium", 4, lane_seeds(2, 4, 1)).reset()[0]
     assert torch.equal(rows["observation"][0], torch.from_numpy(again[0]))
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_infos_are_columns(limit: int | None) -> None:
+    """Those of a reset by ids too, which has rows of these alone."""
+    rows = rows_of(
+        factory("CartPole-v1", "gymnasium"),
+        frames_per_batch=45,
+        total_frames=90,
+        info_keys=["elapsed_step", "players/env_id"],
+        max_frames_per_traj=limit,
+    )
+    step, lane = rows["collector", "step"], rows["collector", "lane"]
+    assert rows["next", "done"].sum() > 5
+    assert torch.equal(rows["elapsed_step"].long(), step)
+    assert torch.equal(rows["next", "elapsed_step"].long(), step + 1)
+    assert torch.equal(rows["players", "env_id"], lane)
+
+
+def test_infos_by_either_api_and_in_workers(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"frames_per_batch": 60, "total_frames": 60, "seed": 3}
+    arguments |= {"num_envs": 2, "info_keys": ["lives", Info("ram", "uint8", shape=(128,))]}
+    limit = {"max_episode_steps": 9, "num_threads": 1}
+    rows = {
+        api: rows_of("envpool:Breakout-v5", env_kwargs={**limit, "env_type": api}, **arguments)
+        for api in APIS
+    }
+    assert rows["dm"]["lives"].unique().tolist() == [5]
+    assert (rows["dm"]["ram"] != rows["dm"]["next", "ram"]).any()
+    for key in rows["dm"].keys(True, True):
+        assert torch.equal(rows["dm"][key], rows["gymnasium"][key]), key
+    with MultiprocessCollector(
+        "envpool:Breakout-v5", env_kwargs=limit, num_workers=2, **arguments
+    ) as collector:
+        together = torch.cat([batch.clone() for batch in collector])
+    for key in ("lives", "ram", ("next", "ram")):
+        assert torch.equal(together[key], rows["dm"][key]), key
+    with pytest.raises(
+        ArgumentError, match="'score' is not in the infos of the first reset; known"
+    ):
+        rows_of(
+            factory("CartPole-v1", "dm"), info_keys=["score"], frames_per_batch=6, total_frames=6
+        )
 
 
 def test_seeds_are_taken_when_it_is_made() -> None:

@@ -27,7 +27,7 @@ from stable_baselines3.common.vec_env import (
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector, evaluate
+from tallyroll.collector import Info, MultiprocessCollector, SyncCollector, evaluate
 from tallyroll.collector.cli.plan import load_policy
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
@@ -296,6 +296,96 @@ def test_spaces_that_fit_no_column_are_refused_and_closed() -> None:
     finally:
         gymnasium.registry.pop("Watched-v0")
     assert Watched.closed == 2
+
+
+class Telling(gymnasium.Env[Any, Any]):
+    """Observes (episode, step), and tells the same, some of it at times only."""
+
+    observation_space = spaces.Box(0, 1000, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self._episode, self._step = 0, 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self._episode, self._step = self._episode + 1, 0
+        return self._seen(), {"where": self._seen(), "start": self._episode}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        infos = {"where": self._seen(), "deep": {"half": self._step / 2}}
+        if self._step % 2:
+            infos["odd"] = self._step
+        return self._seen(), 1.0, self._step == 2 + self._episode % 3, False, infos
+
+    def _seen(self) -> Any:
+        return np.array([self._episode, self._step], np.float32)
+
+
+TOLD = (
+    "where",
+    Info("start", int, fill=-1),
+    Info("deep/half", float, fill=0),
+    Info("odd", "int32", fill=0),
+)
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SubprocVecEnv])
+def test_infos_are_columns(kind: Any) -> None:
+    """Beside a first observation those of the reset, beside a final one those of the last step."""
+    names = {"start": "begun"}
+    arguments: Any = {"frames_per_batch": 20, "total_frames": 60, "info_keys": TOLD}
+    rows = rows_of(lambda: VecMonitor(kind([Telling] * 3)), rename=names, **arguments)
+    seen, after = rows["observation"], rows["next", "observation"]
+    step, ends = rows["collector", "step"], rows["next", "terminated"][:, 0]
+    assert ends.sum() > 9
+    assert torch.equal(rows["where"], seen)
+    assert torch.equal(rows["next", "where"], after)
+    assert torch.equal(rows["begun"], torch.where(step == 0, seen[:, 0].long(), -1))
+    assert torch.equal(rows["start_given"], step == 0)
+    assert not rows["next", "start_given"].any()
+    assert torch.equal(rows["next", "deep", "half"], (step + 1) / 2)
+    assert torch.equal(rows["deep", "half"], step / 2)
+    odd = (step + 1) % 2 == 1
+    assert rows["odd"].dtype is torch.int32
+    assert torch.equal(rows["next", "odd"], torch.where(odd, step + 1, 0).int())
+    assert torch.equal(rows["next", "odd_given"], odd)
+
+
+def test_infos_that_a_wrapper_adds_and_those_of_workers(tmp_path: Path) -> None:
+    lengths = Info("episode/l", "int32", fill=0)
+    arguments: Any = {"frames_per_batch": 24, "total_frames": 72, "info_keys": ["where", lengths]}
+
+    def make() -> Any:
+        return VecMonitor(DummyVecEnv([Telling] * 2))
+
+    rows = rows_of(make, **arguments)
+    ends = rows["next", "terminated"][:, 0]
+    assert ends.sum() > 9
+    assert torch.equal(rows["next", "episode", "l_given"], ends)
+    step = rows["collector", "step"] + 1
+    assert torch.equal(rows["next", "episode", "l"], torch.where(ends, step, 0).int())
+    path = tmp_path / "run"
+    with MultiprocessCollector(make, num_workers=2, storage=path, **arguments) as collector:
+        list(collector)
+    verify(path)
+    with open_storage(path) as storage:
+        stored = storage.get(slice(0, 72))
+        assert torch.equal(stored["next", "where"], stored["next", "observation"])
+
+
+def test_infos_that_cannot_be_columns() -> None:
+    def refused(match: str, info: Any, error: Any = ArgumentError) -> None:
+        make = partial(DummyVecEnv, [Telling] * 2)
+        with pytest.raises(error, match=match):
+            rows_of(make, frames_per_batch=20, total_frames=20, info_keys=[info])
+
+    refused(r"info key 'odd' is not in the infos of the first reset; known are \['start', ", "odd")
+    refused("'deep/half' is not in the infos of the first reset.*declare it", "deep/half")
+    refused(r"absent at lane 0, step 0 of its trajectory.*fill=0", "start", TransitionError)
+    refused("expected a value of shape", Info("where", float), TransitionError)
+    refused("expected every step", Info(("odd", "deeper"), int), TransitionError)
+    refused("int8 holds without loss", Info("deep/half", "int8", fill=0), TransitionError)
 
 
 def test_only_its_own_kind_is_adopted() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
-from torchrl.data import Unbounded
+from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.envs.gymnasium.info_merge import install
-from tallyroll.collector.envs.gymnasium.spaces import drawn_from
+from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from
 from tallyroll.collector.envs.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.slab.info import GIVEN, Info
@@ -278,6 +278,23 @@ class InfoColumns:
             f"{_shown(entry)} {self._where(lane, reset)}; declare it: "
             f"{_declared(info, str(wider))}"
         )
+
+
+def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[Named]:
+    """The columns of observations and infos, also of those that are not declared yet."""
+    return [*(Named(leaf.key, leaf.path) for leaf in leaves), *infos.columns]
+
+
+def observations(leaves: Sequence[Leaf], infos: InfoColumns) -> dict[Key, TensorSpec]:
+    """The specs of one lane of these columns; of infos where all are declared."""
+    specs = [leaf.spec[0] for leaf in leaves]
+    if infos.declared:
+        specs += [spec[0] for spec in infos.specs()]
+    found: dict[Key, TensorSpec] = {}
+    for index, (column, spec) in enumerate(zip(named(leaves, infos), specs, strict=False)):
+        # Two may have one name, until `rename` gives them others.
+        found[(*column.key, str(index)) if column.key in found else column.key] = spec
+    return found
 
 
 def discovered(

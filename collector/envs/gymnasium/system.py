@@ -15,7 +15,7 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers.vector import DictInfoToList, NormalizeObservation
 from numpy.typing import NDArray
-from torchrl.data import TensorSpec, Unbounded
+from torchrl.data import Unbounded
 
 from tallyroll.collector.compat import (
     OBSERVATIONS,
@@ -24,7 +24,12 @@ from tallyroll.collector.compat import (
     widen_rewards,
 )
 from tallyroll.collector.envs.gymnasium.info_merge import install
-from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns
+from tallyroll.collector.envs.gymnasium.infos import (
+    RESET_SLOT,
+    InfoColumns,
+    named,
+    observations,
+)
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.probe import overwrites_itself, single_env
 from tallyroll.collector.envs.reuse import share_memory, sharing
@@ -34,7 +39,6 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import ResetSlots, one_of
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
-from tallyroll.storage.rows.keys import Key
 
 Rows = list[NDArray[Any]]
 
@@ -146,17 +150,9 @@ class GymnasiumSystem(System):
         self.declares = self._declared()
 
     def _declared(self) -> Declares:
-        specs = [leaf.spec[0] for leaf in self._leaves]
-        if self.infos.declared:
-            specs += [spec[0] for spec in self.infos.specs()]
-        observation: dict[Key, TensorSpec] = {}
-        for index, (column, spec) in enumerate(zip(self.columns, specs, strict=False)):
-            # Two may have one name, until `rename` gives them others.
-            taken = column.key in observation
-            observation[(*column.key, str(index)) if taken else column.key] = spec
         return Declares(
             lanes=self._lanes,
-            observation=observation,
+            observation=observations(self._leaves, self.infos),
             action={self._action.key: self._action.spec[0]},
             reward={("reward",): Unbounded(self._rewards or (1,))},
             at_end=self._at_end,
@@ -173,7 +169,7 @@ class GymnasiumSystem(System):
     @property
     def columns(self) -> Sequence[Named]:
         """Observations, and infos, also those that the first reset will declare."""
-        return [*(Named(leaf.key, leaf.path) for leaf in self._leaves), *self.infos.columns]
+        return named(self._leaves, self.infos)
 
     @property
     def info_names(self) -> tuple[str, ...]:

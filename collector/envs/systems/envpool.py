@@ -7,15 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
-from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.envs.systems.envpool_infos import in_lanes, infos_of
 from tallyroll.collector.envs.systems.envpool_spaces import cast, dm_getter, is_pool, true_space
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra, SpaceError
 
 _OF_RUN = {"num_envs", "batch_size", "seed", "env_seed"}
 
 
-class EnvPoolSystem(System):
+class EnvPoolSystem(TellingSystem):
     """An environment of EnvPool, of its gymnasium or of its dm API.
 
     Its dm API does not tell a time limit from a termination (the discount is 0 at both, but for
@@ -55,13 +58,7 @@ class EnvPoolSystem(System):
         self._limit = int(env.config.get("max_episode_steps", 0)) or np.iinfo(np.int64).max
         self._steps = np.zeros(lanes, np.int64)
         taken = action_leaf(action, lanes)
-        self.declares = Declares(
-            lanes=lanes,
-            observation={leaf.key: leaf.spec[0] for leaf in leaves},
-            action={taken.key: taken.spec[0]},
-            at_end="reset_slot",
-            seeds="make",
-        )
+        self._declare(leaves, taken, lanes, at_end="reset_slot", seeds="make")
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -110,12 +107,13 @@ class EnvPoolSystem(System):
         ids = None if lanes is None else np.flatnonzero(lanes).astype(np.int32)
         made = self.env.reset(ids)
         found = self._values(made.observation if self._is_dm else made[0])
-        if lanes is None:
-            return found
+        if lanes is None or ids is None:
+            return [*found, *self._told_first(infos_of(made, self._is_dm), None)]
         rows = [np.zeros((len(lanes), *each.shape[1:]), each.dtype) for each in found]
         for row, value in zip(rows, found, strict=True):
             row[ids] = value
-        return rows
+        infos = in_lanes(infos_of(made, self._is_dm), ids, len(lanes)) if self._infos else {}
+        return [*rows, *self._told_first(infos, lanes)]
 
     def _values(self, observation: Any) -> list[Any]:
         pairs = zip(self._getters, self._dtypes, strict=True)
@@ -123,9 +121,16 @@ class EnvPoolSystem(System):
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes; those whose episode ended are reset."""
-        if self._is_dm:
-            return self._dm_step(self.env.step(action[0]))
-        obs, reward, terminated, truncated, info = self.env.step(action[0])
+        made = self.env.step(action[0])
+        step = self._dm_step(made) if self._is_dm else self._step(*made)
+        if not self._infos:
+            return step
+        rows = self._infos.new_rows()
+        self._infos.write(rows, infos_of(made, self._is_dm))
+        self._infos.count(step.terminated | step.truncated, RESET_SLOT)
+        return step._replace(obs=[*step.obs, *rows])
+
+    def _step(self, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Step:
         skipped = info["elapsed_step"] == 0
         return Step(self._values(obs), (reward,), terminated, truncated, skipped=skipped)
 

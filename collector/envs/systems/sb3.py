@@ -11,17 +11,18 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.compat import seed_next_reset
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.make import making
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
-from tallyroll.collector.envs.system import Declares, Mask, Step, System
-from tallyroll.collector.envs.systems.sb3_wrappers import layers, true_space
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
-from tallyroll.storage.rows.keys import spell
+from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.envs.systems.sb3_wrappers import finals_of, layers, true_space
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 _FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
 
 
-class Sb3System(System):
+class Sb3System(TellingSystem):
     """A ``VecEnv`` as a system, its wrappers included.
 
     An end that Stable-Baselines3 marks ``TimeLimit.truncated`` is truncated, any other terminated:
@@ -53,14 +54,7 @@ class Sb3System(System):
         self._getters = [leaf.getter() for leaf in self._leaves]
         action = action_leaf(env.action_space, lanes)
         self._never = np.zeros(lanes, np.bool_)
-        self.declares = Declares(
-            lanes=lanes,
-            observation={leaf.key: leaf.spec[0] for leaf in self._leaves},
-            action={action.key: action.spec[0]},
-            at_end="first",
-            finals="extra",
-            resets="all",
-        )
+        self._declare(self._leaves, action, lanes, at_end="first", finals="extra", resets="all")
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -100,40 +94,46 @@ class Sb3System(System):
         if seeds is not None:
             seed_next_reset(self.env, seeds)
         obs = self.env.reset()
-        return [get(obs) for get in self._getters]
+        values = [get(obs) for get in self._getters]
+        if not self._infos:
+            return values
+        infos = vector_info(self._reset_infos, self._infos.infos)
+        return [*values, *self._told_first(infos, None)]
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
         obs, reward, done, infos = self.env.step(action[0])
         values = [get(obs) for get in self._getters]
         if not np.count_nonzero(done):
-            return Step(values, (reward,), done, self._never)
+            step = Step(values, (reward,), done, self._never)
+            return self._with_infos(step, done, infos) if self._infos else step
         ended = np.flatnonzero(done).tolist()
         truncated = self._never.copy()
         truncated[ended] = [bool(infos[lane].get(_CUT)) for lane in ended]
         final = None
         if all(_FINAL in infos[lane] for lane in ended):
-            final = self._finals({lane: infos[lane][_FINAL] for lane in ended})
-        return Step(values, (reward,), done & ~truncated, truncated, final)
+            found = {lane: infos[lane][_FINAL] for lane in ended}
+            final = finals_of(found, self._leaves, self._getters, self.first_lane)
+        step = Step(values, (reward,), done & ~truncated, truncated, final)
+        return self._with_infos(step, done, infos) if self._infos else step
 
-    def _finals(self, found: dict[int, Any]) -> list[NDArray[Any]]:
-        """The final observations of lanes that ended, in arrays of all lanes."""
-        rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
-        for lane, observation in found.items():
-            for leaf, get, row in zip(self._leaves, self._getters, rows, strict=True):
-                value = get(observation)
-                if np.shape(value) != row.shape[1:]:
-                    raise TransitionError(
-                        f"{spell(leaf.key)}: expected a terminal_observation of shape "
-                        f"{list(row.shape[1:])}, got {list(np.shape(value))} in lane "
-                        f"{self.first_lane + lane}; a wrapper that changes observations has to "
-                        "change that too"
-                    )
-                row[lane] = value
-                if row.dtype.kind != "f" and not np.array_equal(row[lane], value):
-                    raise TransitionError(
-                        f"{spell(leaf.key)}: the terminal_observation in lane "
-                        f"{self.first_lane + lane} is no {row.dtype}, as the space declares; a "
-                        "wrapper that changes observations has to change that too"
-                    )
-        return rows
+    def _with_infos(
+        self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]
+    ) -> Step:
+        """``step`` with columns of infos; of lanes that ended, those of the reset at the root."""
+        kept, values = self._infos, self._infos.new_rows()
+        given = vector_info(infos, kept.infos)
+        kept.write(values, given, ~done)
+        final = step.final
+        if done.any():
+            kept.write_reset(values, vector_info(self._reset_infos, kept.infos), done)
+            rows = kept.new_rows()
+            kept.write(rows, given, done)
+            final = None if final is None else [*final, *rows]
+        kept.count(done)
+        return step._replace(obs=[*step.obs, *values], final=final)
+
+    @property
+    def _reset_infos(self) -> Sequence[dict[str, Any]]:
+        """What the last reset of each lane told; wrappers have a list of their own, and no use."""
+        return [*layers(self.env)][-1].reset_infos  # type: ignore[no-any-return]

@@ -1,11 +1,16 @@
 """What lies around a `VecEnv` of Stable-Baselines3, and the space that it really has."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.gymnasium.spaces import Leaf
+from tallyroll.collector.errors import TransitionError
+from tallyroll.storage.rows.keys import spell
 
 
 def true_space(env: Any) -> spaces.Space[Any]:
@@ -41,3 +46,31 @@ def layers(env: Any) -> Iterator[Any]:
     while env is not None:
         yield env
         env = vars(env).get("venv")
+
+
+def finals_of(
+    found: Mapping[int, Any],
+    leaves: Sequence[Leaf],
+    getters: Sequence[Callable[[Any], Any]],
+    first_lane: int,
+) -> list[NDArray[Any]]:
+    """The final observations of lanes that ended, in arrays of all lanes."""
+    rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+    for lane, observation in found.items():
+        for leaf, get, row in zip(leaves, getters, rows, strict=True):
+            value = get(observation)
+            if np.shape(value) != row.shape[1:]:
+                raise TransitionError(
+                    f"{spell(leaf.key)}: expected a terminal_observation of shape "
+                    f"{list(row.shape[1:])}, got {list(np.shape(value))} in lane "
+                    f"{first_lane + lane}; a wrapper that changes observations has to change that "
+                    "too"
+                )
+            row[lane] = value
+            if row.dtype.kind != "f" and not np.array_equal(row[lane], value):
+                raise TransitionError(
+                    f"{spell(leaf.key)}: the terminal_observation in lane {first_lane + lane} is "
+                    f"no {row.dtype}, as the space declares; a wrapper that changes observations "
+                    "has to change that too"
+                )
+    return rows

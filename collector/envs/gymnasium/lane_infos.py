@@ -1,0 +1,39 @@
+"""Infos of single lanes, a dictionary each, as a vector environment of Gymnasium gives them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.slab.info import Info
+from tallyroll.storage.rows.keys import Key
+
+
+def vector_info(infos: Sequence[Mapping[str, Any]], wanted: Sequence[Info]) -> dict[str, Any]:
+    """The entries ``wanted`` of all lanes ``[lane]``, None in those that lack one.
+
+    One that no lane has is absent; of others there are the names alone, for messages.
+    """
+    keys = [info.key for info in wanted]
+    found: dict[str, Any] = dict.fromkeys(
+        name for each in infos for name in each if (name,) not in keys
+    )
+    for key in keys:
+        values = np.empty(len(infos), object)
+        for lane, info in enumerate(infos):
+            values[lane] = _entry(info, key)
+        if all(value is None for value in values):
+            continue
+        level = found
+        for name in key[:-1]:
+            if not isinstance(level.get(name), dict):
+                level[name] = {}
+            level = level[name]
+        level[key[-1]] = values
+    return found
+
+
+def _entry(info: Any, key: Key) -> Any:
+    for name in key:
+        info = info.get(name) if isinstance(info, Mapping) else None
+    return info
