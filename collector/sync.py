@@ -91,7 +91,7 @@ class SyncCollector(Collector):
         max_frames_per_traj: a time limit: such trajectories are truncated.
         reset_at_each_iter: every batch starts with a reset of all lanes.
         postproc: applied to the rows of each batch before they are stored and yielded.
-        info_keys: entries of infos (Gymnasium's, Stable-Baselines3's, EnvPool's) that become
+        info_keys: entries of infos (of Gymnasium, Stable-Baselines3, EnvPool, gym3) that become
             columns: names, or :class:`Info` with dtype, shape and fill. Of a name alone, a
             Gymnasium environment that the collector makes is asked by way of another one, which
             is closed again; any other declares it with its first reset.

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     import gym3
     from procgen.env import ProcgenGym3Env
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import Info, MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
@@ -64,6 +64,20 @@ class Counts(gym3.Env):  # type: ignore[misc]
         self.steps[self.steps >= 2 + np.arange(self.num)] = 0
 
 
+class Tells(Counts):
+    """Its infos are of what it shows at the moment."""
+
+    def get_info(self) -> Any:
+        def one(lane: int, step: int) -> Any:
+            odd = {"odd": step} if step % 2 else {}
+            return {
+                "level_seed": step + 10 * lane,
+                "prev_level": {"done": np.int32(not step)},
+            } | odd
+
+        return [one(lane, int(step)) for lane, step in enumerate(self.steps)]
+
+
 class TestProcgen(SystemContract):
     steps = 250
 
@@ -98,6 +112,36 @@ def test_rows_are_what_procgen_returns_and_finals_are_flagged(wrap: bool) -> Non
     ends = rows["next", "terminated"][:, 0]
     assert torch.equal(rows["collector", "next_valid"].reshape(-1), ~ends)
     assert not rows["next", "truncated"].any()
+
+
+def test_infos_are_columns() -> None:
+    """Those of a last step are lost with its observation, those of the first one are true."""
+    names = ["level_seed", "prev_level/done", Info("odd", "int8", fill=-1)]
+    rows = rows_of(lambda: Tells(3), frames_per_batch=30, total_frames=60, info_keys=names)
+    seen, valid = rows["inner", "step"].long(), rows["collector", "next_valid"]
+    ends = rows["next", "terminated"][:, 0]
+    assert ends.sum() > 9
+    assert torch.equal(valid, ~ends)
+    assert torch.equal(rows["level_seed"], seen + 10 * rows["collector", "lane"])
+    assert torch.equal(rows["prev_level", "done"], (seen == 0).int())
+    assert torch.equal(rows["odd_given"], seen % 2 == 1)
+    assert torch.equal(rows["odd"].long(), torch.where(seen % 2 == 1, seen, -1))
+    after = rows["next", "inner", "step"].long()[valid]
+    assert torch.equal(rows["next", "level_seed"][valid] % 10, after)
+
+
+def test_infos_of_procgen_itself() -> None:
+    names = ["level_seed", "prev_level_complete"]
+    rows = rows_of(lambda: bossfight(), frames_per_batch=300, total_frames=600, info_keys=names)
+    env = bossfight()
+    told = [info["level_seed"] for info in env.get_info()]
+    first = rows["collector", "step"] == 0
+    assert rows["level_seed"][first].unique().numel() > 3
+    for lane in range(3):
+        assert rows["level_seed"][rows["collector", "lane"] == lane][0] == told[lane]
+    ids = rows["collector", "traj_ids"]
+    for each in ids.unique():
+        assert rows["level_seed"][ids == each].unique().numel() == 1
 
 
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
-from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 
 
-class ProcgenSystem(System):
+class ProcgenSystem(TellingSystem):
     """A ``gym3.Env``.
 
     It shows the first observation of the next episode where one ended, the final one nowhere, and
@@ -45,16 +47,8 @@ class ProcgenSystem(System):
         action = action_leaf(_space(env.ac_space, acts=True), lanes)
         self._acts_in = np.dtype(env.ac_space.eltype.dtype_name)
         self._never = np.zeros(lanes, np.bool_)
-        self.declares = Declares(
-            lanes=lanes,
-            observation={leaf.key: leaf.spec[0] for leaf in leaves},
-            action={action.key: action.spec[0]},
-            at_end="first",
-            finals="lost",
-            truncation=False,
-            resets="none",
-            seeds="make",
-        )
+        how = {"truncation": False, "resets": "none", "seeds": "make"}
+        self._declare(leaves, action, lanes, at_end="first", finals="lost", **how)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -109,13 +103,25 @@ class ProcgenSystem(System):
                 "a gym3 environment cannot be reset, and this one was stepped already; pass a "
                 "new one, or a factory"
             )
-        return [get(observation) for get in self._getters]
+        values = [get(observation) for get in self._getters]
+        return [*values, *self._told_first(self._told(), None)] if self._infos else values
+
+    def _told(self) -> dict[str, Any]:
+        """The infos of what is observed now; of the last step of an episode there are none."""
+        return vector_info(self.env.get_info(), self._infos.infos)
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
         self.env.act(action[0].astype(self._acts_in))
         reward, observation, first = self.env.observe()
-        return Step([get(observation) for get in self._getters], (reward,), first, self._never)
+        values = [get(observation) for get in self._getters]
+        if self._infos:
+            told, rows = self._told(), self._infos.new_rows()
+            self._infos.write(rows, told, ~first)
+            self._infos.write_reset(rows, told, first)
+            self._infos.count(first)
+            values += rows
+        return Step(values, (reward,), first, self._never)
 
 
 def _space(value_type: Any, acts: bool = False) -> spaces.Space[Any]:
