@@ -46,6 +46,12 @@ def made(task: str, api: str, lanes: int = 3, seeds: Any = None) -> Any:
     )
 
 
+def asynchronous(api: str, lanes: int = 6, batch: int = 2, seeds: Any = None) -> Any:
+    seeds = lane_seeds(5, lanes, 0) if seeds is None else seeds
+    sizes = {"num_envs": lanes, "batch_size": batch, "num_threads": 2}
+    return envpool.make("CartPole-v1", api, seed=list(seeds), max_episode_steps=15, **sizes)
+
+
 def factory(task: str, api: str) -> Callable[[], Any]:
     """Always with the same seeds."""
     return lambda: made(task, api)
@@ -73,6 +79,17 @@ class TestParts(Contract):
 
 
 class TestPartsOfTheDmApi(TestParts):
+    api = "dm"
+
+
+class TestAsynchronous(Contract):
+    lanes = 6
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        return EnvPoolSystem(asynchronous(self.api, lanes, lanes // 3, seeds))
+
+
+class TestAsynchronousByTheDmApi(TestAsynchronous):
     api = "dm"
 
 
@@ -222,6 +239,77 @@ def test_infos_by_either_api_and_in_workers(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_lanes_in_any_order_have_the_rows_of_lanes_in_step(api: str) -> None:
+    """Each lane's own, for as many calls as it came back from, by its actions one by one."""
+    with SyncCollector(
+        lambda: asynchronous(api), None, frames_per_batch=70, total_frames=700, seed=None
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+        ledger = collector.ledger
+    assert len(rows) == ledger.stored == 700
+    ends = rows["next", "done"] & ~rows["collector", "cut"][:, None]
+    of_lane = [rows[rows["collector", "lane"] == lane] for lane in range(6)]
+    assert min(map(len, of_lane)) > 20
+    assert 0 < ledger.reset_slots <= int(ends.sum())
+    in_step = made("CartPole-v1", "gymnasium", 6)
+    calls = [
+        [
+            None if reset else row
+            for row in each
+            for reset in ([False, True] if over(row) else [False])
+        ]
+        for each in of_lane
+    ]
+    seen = in_step.reset()[0]
+    for index in range(max(map(len, calls))):
+        now = [each[index] if index < len(each) else None for each in calls]
+        acts = np.array([0 if row is None else int(row["action"]) for row in now])
+        after, reward, terminated, truncated, _ = in_step.step(acts)
+        for lane, row in enumerate(now):
+            if row is not None:
+                assert np.array_equal(row["observation"].numpy(), seen[lane])
+                assert np.array_equal(row["next", "observation"].numpy(), after[lane])
+                assert row["next", "reward"].item() == reward[lane]
+                assert row["next", "terminated"].item() == terminated[lane]
+                assert row["next", "truncated"].item() == truncated[lane]
+        seen = after
+
+
+def over(row: Any) -> bool:
+    return bool(row["next", "terminated"] | row["next", "truncated"])
+
+
+def test_lanes_in_any_order_with_infos_workers_and_a_resume(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 50, "storage": tmp_path / "run"}
+    arguments |= {"info_keys": ["elapsed_step", "env_id"]}
+    arguments |= {"env_kwargs": {"batch_size": 2, "num_threads": 2, "max_episode_steps": 9}}
+    rows_of("envpool:CartPole-v1", seed=2, total_frames=150, **arguments)
+    rows_of("envpool:CartPole-v1", resume=True, total_frames=300, **arguments)
+    with MultiprocessCollector(
+        "envpool:CartPole-v1",
+        num_workers=2,
+        mode="async",
+        resume=True,
+        total_frames=500,
+        **arguments,
+    ) as collector:
+        list(collector)
+    assert verify(tmp_path / "run").sound
+    with open_storage(tmp_path / "run") as storage:
+        rows = storage.get(slice(0, 500))
+    step, lane = rows["collector", "step"], rows["collector", "lane"]
+    assert torch.equal(rows["elapsed_step"].long(), step)
+    assert torch.equal(rows["next", "elapsed_step"].long(), step + 1)
+    assert torch.equal(rows["env_id"][:300], lane[:300])
+    assert torch.equal(rows["env_id"][300:], lane[300:] % 4)
+    assert (rows["next", "truncated"][:, 0] == (step == 8)).all()
+    with pytest.raises(EnvironmentRefused, match="max_frames_per_traj"):
+        rows_of(
+            lambda: asynchronous("dm"), max_frames_per_traj=4, frames_per_batch=6, total_frames=6
+        )
+
+
 def test_seeds_are_taken_when_it_is_made() -> None:
     env = made("CartPole-v1", "gymnasium")
     few: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 20}
@@ -259,7 +347,7 @@ def test_a_time_limit_of_the_collector() -> None:
         ("CartPole-v1", {"shade": 1}, "unexpected keyword argument 'shade'"),
         ("CartPole-v1", {"env_type": "pong"}, "env_type should be one of"),
         ("CartPole-v1", {"seed": 3}, r"\['seed'\] are the collector's"),
-        ("CartPole-v1", {"batch_size": 1}, r"\['batch_size'\] are the collector's"),
+        ("CartPole-v1", {"batch_size": -2}, "envpool cannot make 'CartPole-v1'"),
     ],
 )
 def test_what_cannot_be_made(name: str, kwargs: Any, match: str) -> None:
@@ -272,8 +360,13 @@ def test_what_is_not_driven(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(EnvironmentRefused, match=match):
             SyncCollector(env, frames_per_batch=4, total_frames=4)
 
-    slow = envpool.make("CartPole-v1", "gymnasium", num_envs=4, batch_size=2)
-    refused(slow, "batch_size=2 of num_envs=4 is asynchronous")
+    refused(asynchronous("gymnasium", 4, 3), "batch_size=3 of num_envs=4: .* a multiple of")
+    used = asynchronous("gymnasium", 4)
+    used.async_reset()
+    for _ in range(2):
+        ids = used.recv()[-1]["env_id"]
+        used.send(np.zeros(2, int), ids)
+    refused(used, "its lanes are under way; pass a new one, or a factory")
     env = made("CartPole-v1", "gymnasium")
     wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
     refused(wrapped, "pass its environment to the collector as envpool.make gives it")

@@ -1,64 +1,61 @@
-"""EnvPool, synchronous: lanes reset themselves in the step after an end, in either of its APIs."""
+"""EnvPool: lanes reset themselves in the step after an end, in either of its APIs.
 
-from collections.abc import Sequence
+With a ``batch_size`` below ``num_envs`` it is asynchronous: so many lanes come back a call, those
+that are ready first.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.told import TellingSystem
 from tallyroll.collector.envs.system import Mask, Step
-from tallyroll.collector.envs.systems.envpool_infos import in_lanes, infos_of
-from tallyroll.collector.envs.systems.envpool_spaces import cast, dm_getter, is_pool, true_space
+from tallyroll.collector.envs.systems.envpool_results import Lanes, Results, put_lanes, with_infos
+from tallyroll.collector.envs.systems.envpool_spaces import is_pool, true_space
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra, SpaceError
 
-_OF_RUN = {"num_envs", "batch_size", "seed", "env_seed"}
+_OF_RUN = {"num_envs", "seed", "env_seed"}
 
 
 class EnvPoolSystem(TellingSystem):
     """An environment of EnvPool, of its gymnasium or of its dm API.
 
-    Its dm API does not tell a time limit from a termination (the discount is 0 at both, but for
-    dm_control's tasks), so steps are counted here, and both APIs give the same rows.
-
     Args:
         env: closed with this.
 
     Raises:
-        EnvironmentRefused: an asynchronous one, or one of several players.
+        EnvironmentRefused: one of several players, or of which a reset could not await all lanes.
         SpaceError: a space that no column can hold.
     """
 
     package = "envpool"
     extra = "envpool"
-    about = "an end is followed by a reset slot, which is no row; seeds when made"
+    about = "a reset slot follows an end, and is no row; seeds when made; asynchronous too"
 
     def __init__(self, env: Any) -> None:
         self.env = env
         lanes = int(env.config["num_envs"])
-        if env.config["batch_size"] not in (0, lanes):
+        self._batch = batch = int(env.config["batch_size"]) or lanes
+        if lanes % batch:
             raise EnvironmentRefused(
-                f"EnvPool with batch_size={env.config['batch_size']} of num_envs={lanes} is "
-                "asynchronous: its lanes come back in any order; leave batch_size out"
+                f"EnvPool with batch_size={batch} of num_envs={lanes}: calls that return so many "
+                "lanes never return all of them; choose num_envs a multiple of batch_size"
             )
         if (players := env.config.get("max_num_players", 1)) != 1:
             raise EnvironmentRefused(f"expected one player a lane, got {players}")
-        self._is_dm = hasattr(env, "observation_spec")
         action = env.spec.gymnasium_action_space
         if isinstance(action, dict):
             raise SpaceError(f"expected one action a lane, got those of {sorted(action)}")
         leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
-        self._getters = [
-            (dm_getter(leaf, env) if self._is_dm else leaf.getter()) for leaf in leaves
-        ]
-        self._dtypes = [leaf.dtype for leaf in leaves]
-        self._limit = int(env.config.get("max_episode_steps", 0)) or np.iinfo(np.int64).max
-        self._steps = np.zeros(lanes, np.int64)
+        self._results = Results(env, leaves, lanes)
         taken = action_leaf(action, lanes)
-        self._declare(leaves, taken, lanes, at_end="reset_slot", seeds="make")
+        how = {} if batch == lanes else {"arrivals": batch, "resets": "all"}
+        self._away = 0  # lanes that were sent and have not come back
+        self._declare(leaves, taken, lanes, at_end="reset_slot", seeds="make", **how)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -103,41 +100,50 @@ class EnvPoolSystem(TellingSystem):
         """Reset all lanes, or those of a mask."""
         if options:
             raise ArgumentError(f"reset: EnvPool takes no options, got {sorted(options)}")
-        self._steps[... if lanes is None else lanes] = 0
-        ids = None if lanes is None else np.flatnonzero(lanes).astype(np.int32)
-        made = self.env.reset(ids)
-        found = self._values(made.observation if self._is_dm else made[0])
-        if lanes is None or ids is None:
-            return [*found, *self._told_first(infos_of(made, self._is_dm), None)]
-        rows = [np.zeros((len(lanes), *each.shape[1:]), each.dtype) for each in found]
-        for row, value in zip(rows, found, strict=True):
-            row[ids] = value
-        infos = in_lanes(infos_of(made, self._is_dm), ids, len(lanes)) if self._infos else {}
-        return [*rows, *self._told_first(infos, lanes)]
+        results = self._results
+        results.begin(lanes)
+        found = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        infos: dict[str, Any] = {}
+        for ids, made in self._begun(lanes):
+            for row, value in zip(found, results.values(made), strict=True):
+                row[ids] = value
+            if self._infos:
+                put_lanes(infos, results.infos(made), ids, self.declares.lanes)
+        return [*found, *self._told_first(infos, lanes)]
 
-    def _values(self, observation: Any) -> list[Any]:
-        pairs = zip(self._getters, self._dtypes, strict=True)
-        return [cast(get(observation), dtype) for get, dtype in pairs]
+    def _begun(self, lanes: Mask | None) -> Iterator[tuple[NDArray[np.int32], Any]]:
+        """What resets returned, and of which lanes."""
+        total = self.declares.lanes
+        if not self.declares.arrivals:
+            ids = np.flatnonzero(np.ones(total) if lanes is None else lanes).astype(np.int32)
+            yield ids, self.env.reset(ids)
+            return
+        for _ in range(0, self._away, self._batch):
+            self.env.recv()
+        self._away = 0
+        self.env.async_reset()
+        for _ in range(0, total, self._batch):
+            made = self.env.recv()
+            if not self._results.begins(made).all():
+                raise EnvironmentRefused("its lanes are under way; pass a new one, or a factory")
+            yield self._results.lanes(made), made
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes; those whose episode ended are reset."""
-        made = self.env.step(action[0])
-        step = self._dm_step(made) if self._is_dm else self._step(*made)
-        if not self._infos:
-            return step
-        rows = self._infos.new_rows()
-        self._infos.write(rows, infos_of(made, self._is_dm))
-        self._infos.count(step.terminated | step.truncated, RESET_SLOT)
-        return step._replace(obs=[*step.obs, *rows])
+        return self._step(self.env.step(action[0]), slice(None))
 
-    def _step(self, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> Step:
-        skipped = info["elapsed_step"] == 0
-        return Step(self._values(obs), (reward,), terminated, truncated, skipped=skipped)
+    def send(self, action: Sequence[NDArray[Any]], lanes: NDArray[np.int32]) -> None:
+        """Begin a step of ``lanes``."""
+        self._away += len(lanes)
+        self.env.send(action[0], lanes)
 
-    def _dm_step(self, made: Any) -> Step:
-        first, last = made.step_type == 0, made.step_type == 2
-        self._steps += 1
-        self._steps[first] = 0
-        truncated = last & (self._steps >= self._limit)
-        values = self._values(made.observation)
-        return Step(values, (made.reward,), last & ~truncated, truncated, skipped=first)
+    def recv(self) -> Step:
+        """The lanes that are ready first."""
+        made = self.env.recv()
+        self._away -= self._batch
+        lanes = self._results.lanes(made)
+        return self._step(made, lanes)._replace(lanes=lanes)
+
+    def _step(self, made: Any, lanes: Lanes) -> Step:
+        step, infos = self._results.step(made, lanes), self._infos
+        return with_infos(step, infos, self._results.infos(made), lanes) if infos else step
