@@ -213,9 +213,7 @@ class InfoColumns:
         """Fill the entries of ``lane`` from the info of its own environment."""
         at = 0
         for each in self.infos:
-            value = info
-            for name in each.key:
-                value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
+            value = entry_of(info, each.key)
             if value is not None:
                 self.write_lane(each, rows[at], value, lane, reset)
             elif each.fill is None:
@@ -278,6 +276,13 @@ class InfoColumns:
             f"{_shown(entry)} {self._where(lane, reset)}; declare it: "
             f"{_declared(info, str(wider))}"
         )
+
+
+def entry_of(info: Any, path: Key) -> Any:
+    """The entry at ``path`` of the info of one lane, None where there is none."""
+    for name in path:
+        info = info.get(name) if isinstance(info, Mapping) else None
+    return info
 
 
 def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[Named]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from tallyroll.collector.envs.gymnasium.infos import entry_of
 from tallyroll.collector.slab.info import Info
-from tallyroll.storage.rows.keys import Key
 
 
 def vector_info(infos: Sequence[Mapping[str, Any]], wanted: Sequence[Info]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def vector_info(infos: Sequence[Mapping[str, Any]], wanted: Sequence[Info]) -> d
     for key in keys:
         values = np.empty(len(infos), object)
         for lane, info in enumerate(infos):
-            values[lane] = _entry(info, key)
+            values[lane] = entry_of(info, key)
         if all(value is None for value in values):
             continue
         level = found
@@ -31,9 +31,3 @@ def vector_info(infos: Sequence[Mapping[str, Any]], wanted: Sequence[Info]) -> d
             level = level[name]
         level[key[-1]] = values
     return found
-
-
-def _entry(info: Any, key: Key) -> Any:
-    for name in key:
-        info = info.get(name) if isinstance(info, Mapping) else None
-    return info

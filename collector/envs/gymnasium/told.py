@@ -49,3 +49,13 @@ class TellingSystem(System):
         rows = kept.new_rows()
         kept.write_reset(rows, infos, lanes)
         return rows
+
+    def _told_next(
+        self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
+    ) -> list[Any]:
+        """The columns of what a step told; of lanes that ``ended``, what their reset in it did."""
+        kept, rows = self._infos, self._infos.new_rows()
+        kept.write(rows, infos, ~ended)
+        kept.write_reset(rows, first, ended)
+        kept.count(ended)
+        return rows

@@ -39,7 +39,7 @@ class EnvPoolSystem(TellingSystem):
     def __init__(self, env: Any) -> None:
         self.env = env
         lanes = int(env.config["num_envs"])
-        self._batch = batch = int(env.config["batch_size"]) or lanes
+        batch = int(env.config["batch_size"]) or lanes
         if lanes % batch:
             raise EnvironmentRefused(
                 f"EnvPool with batch_size={batch} of num_envs={lanes}: calls that return so many "
@@ -113,16 +113,16 @@ class EnvPoolSystem(TellingSystem):
 
     def _begun(self, lanes: Mask | None) -> Iterator[tuple[NDArray[np.int32], Any]]:
         """What resets returned, and of which lanes."""
-        total = self.declares.lanes
-        if not self.declares.arrivals:
+        total, batch = self.declares.lanes, self.declares.arrivals
+        if not batch:
             ids = np.flatnonzero(np.ones(total) if lanes is None else lanes).astype(np.int32)
             yield ids, self.env.reset(ids)
             return
-        for _ in range(0, self._away, self._batch):
+        for _ in range(0, self._away, batch):
             self.env.recv()
         self._away = 0
         self.env.async_reset()
-        for _ in range(0, total, self._batch):
+        for _ in range(0, total, batch):
             made = self.env.recv()
             if not self._results.begins(made).all():
                 raise EnvironmentRefused("its lanes are under way; pass a new one, or a factory")
@@ -140,7 +140,7 @@ class EnvPoolSystem(TellingSystem):
     def recv(self) -> Step:
         """The lanes that are ready first."""
         made = self.env.recv()
-        self._away -= self._batch
+        self._away -= self.declares.arrivals
         lanes = self._results.lanes(made)
         return self._step(made, lanes)._replace(lanes=lanes)
 

@@ -47,7 +47,8 @@ class Results:
 
     def lanes(self, made: Any) -> NDArray[np.int32]:
         """The lanes that came back."""
-        lanes: NDArray[np.int32] = self.infos(made)["env_id"].astype(np.int32)
+        ids = made.observation.env_id if self._is_dm else made[-1]["env_id"]
+        lanes: NDArray[np.int32] = ids.astype(np.int32)
         return lanes
 
     def begins(self, made: Any) -> Mask:
@@ -92,13 +93,12 @@ def with_infos(step: Step, columns: InfoColumns, infos: Mapping[str, Any], lanes
     rows, ended = columns.new_rows(), step.terminated | step.truncated
     if isinstance(lanes, slice):
         columns.write(rows, infos)
-        columns.count(ended, RESET_SLOT)
     else:
         of_all: dict[str, Any] = {}
         put_lanes(of_all, infos, lanes, len(columns.steps))
         stepped = np.zeros(len(columns.steps), np.bool_)
         stepped[lanes] = True
         columns.write(rows, of_all, stepped)
-        columns.steps[lanes] = np.where(ended, RESET_SLOT, columns.steps[lanes] + 1)
         rows = [row[lanes] for row in rows]
+    columns.steps[lanes] = np.where(ended, RESET_SLOT, columns.steps[lanes] + 1)
     return step._replace(obs=[*step.obs, *rows])

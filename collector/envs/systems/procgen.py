@@ -116,11 +116,8 @@ class ProcgenSystem(TellingSystem):
         reward, observation, first = self.env.observe()
         values = [get(observation) for get in self._getters]
         if self._infos:
-            told, rows = self._told(), self._infos.new_rows()
-            self._infos.write(rows, told, ~first)
-            self._infos.write_reset(rows, told, first)
-            self._infos.count(first)
-            values += rows
+            told = self._told()
+            values += self._told_next(told, told, first)
         return Step(values, (reward,), first, self._never)
 
 

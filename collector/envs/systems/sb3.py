@@ -121,19 +121,17 @@ class Sb3System(TellingSystem):
         self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]
     ) -> Step:
         """``step`` with columns of infos; of lanes that ended, those of the reset at the root."""
-        kept, values = self._infos, self._infos.new_rows()
-        given = vector_info(infos, kept.infos)
-        kept.write(values, given, ~done)
+        first = given = vector_info(infos, self._infos.infos)
         final = step.final
         if done.any():
-            kept.write_reset(values, vector_info(self._reset_infos, kept.infos), done)
-            rows = kept.new_rows()
-            kept.write(rows, given, done)
+            first = vector_info(self._reset_infos, self._infos.infos)
+            rows = self._infos.new_rows()
+            self._infos.write(rows, given, done)
             final = None if final is None else [*final, *rows]
-        kept.count(done)
+        values = self._told_next(given, first, done)
         return step._replace(obs=[*step.obs, *values], final=final)
 
     @property
     def _reset_infos(self) -> Sequence[dict[str, Any]]:
-        """What the last reset of each lane told; wrappers have a list of their own, and no use."""
+        """What the last reset of each lane told; a wrapper's own list of them stays empty."""
         return [*layers(self.env)][-1].reset_infos  # type: ignore[no-any-return]
