@@ -35,18 +35,18 @@ set_up() { # the environment, made anew when what it is made from has changed
     extras=$(listed "[this['extras']]")
     if [[ ! -x $bin/python ]]; then "$python" -m venv "$venv"; fi
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-        $bin/python -m pip install -q -c constraints.txt "${tools[@]}"
+        $bin/python -m pip install -qq -c constraints.txt "${tools[@]}"
         build_wheel
         listed "this.get('packages', ())" >"$venv/packages"
         listed "this.get('without-dependencies', ())" >"$venv/without-dependencies"
-        $bin/python -m pip install -q -c constraints.txt "$(echo "$venv"/dist/*.whl)[$extras]" \
+        $bin/python -m pip install -qq -c constraints.txt "$(echo "$venv"/dist/*.whl)[$extras]" \
             -r "$venv/packages"
-        $bin/python -m pip install -q -c constraints.txt --no-deps -r "$venv/without-dependencies"
+        $bin/python -m pip install -qq -c constraints.txt --no-deps -r "$venv/without-dependencies"
         echo "$wanted" >"$stamp"
     else
         build_wheel
     fi
-    $bin/python -m pip install -q --no-deps --force-reinstall "$venv"/dist/*.whl
+    $bin/python -m pip install -qq --no-deps --force-reinstall "$venv"/dist/*.whl
 }
 
 build_wheel() { # by way of the sdist, so that what the sdist lacks is missed here
@@ -86,8 +86,16 @@ if [[ $environment == core ]]; then
 fi
 # Many tests wait for other processes: two at a time. More would only take each other's time.
 export TALLYROLL_TEST_ENVIRONMENT=$environment
-# Where the machine fails, all tests do: the reasons of the first of them are enough.
-step "pytest" $bin/pytest --numprocesses 2 --dist worksteal --maxfail 50 "${tests[@]}" "$@"
+run_tests() { # what fails is printed again at the end: much is printed meanwhile
+    # Where the machine fails, all tests do: the reasons of the first of them are enough.
+    local how=(--numprocesses 2 --dist worksteal --maxfail 50)
+    $bin/pytest "${how[@]}" "${tests[@]}" "$@" | tee "$said" && return
+    reasons+=$(grep -E '^(E  |FAILED|ERROR|_____|[^ ]+\.py:[0-9]+: )' "$said" | tail -n 60)$'\n'
+    return 1
+}
+said=$(mktemp) reasons=
+trap 'rm -f "$said"' EXIT
+step "pytest" run_tests "$@"
 
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 
@@ -96,7 +104,7 @@ for other in "${others[@]}"; do
 done
 
 if ((${#failed[@]})); then
-    printf '\nFAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"
+    printf '\nFAILED: %s\n%s' "$(IFS=,; echo "${failed[*]}")" "$reasons"
     printf '%s processors, %s open files each\n' "$(nproc)" "$(ulimit -n)"
     df -h . "${TMPDIR:-/tmp}" /dev/shm
     free -h
