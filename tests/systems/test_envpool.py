@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.envpool import EnvPoolSystem
+from tallyroll.collector.envs.systems.envpool_qt import LINKED, made_with_qt
 from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.storage import open_storage, verify
@@ -386,18 +388,43 @@ def test_bounds_that_nobody_knows_are_none() -> None:
     assert isinstance(found["velocity",], Unbounded)
 
 
-def test_procgen_keeps_final_observations_where_its_qt_is_installed() -> None:
+def test_procgen_keeps_final_observations() -> None:
     task = "BossfightEasy-v0"
     arguments: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 150, "total_frames": 300}
-    try:
-        envpool.make_gymnasium(task, num_envs=1)
-    except ImportError:
-        with pytest.raises(MissingExtra, match=rf"cannot make '{task}': .*Qt 5 runtime"):
-            rows_of(f"envpool:{task}", **arguments)
-        return
-    rows = rows_of(f"envpool:{task}", seed=1, **arguments)
+    rows = rows_of(f"envpool:{task}", seed=1, **arguments)  # from here on Qt is loaded
     env = envpool.make(task, "gymnasium", num_envs=2, seed=lane_seeds(1, 2, 0))
     assert compare(rows, 2, *by_hand(env, task, "gymnasium")) >= 4
     ends = (rows["next", "terminated"] | rows["next", "truncated"])[:-1, 0]
     finals, firsts = rows["next", "observation"][:-1][ends], rows["observation"][1:][ends]
     assert all(not torch.equal(a, b) for a, b in zip(finals, firsts, strict=True))
+
+
+class Broken(metadata.PackagePath):
+    """A file of a wheel that is no library."""
+
+    def locate(self) -> Path:
+        return Path(__file__)
+
+
+@pytest.mark.parametrize("files", [None, [], [Broken(f"lib/{name}") for name in LINKED]])
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("requires the system Qt 5 runtime", r"Qt 5 runtime; pip install 'tallyroll\[envpool-pro"),
+        ("no module named b", "envpool cannot make 'a': no module named b$"),
+    ],
+)
+def test_what_a_task_lacks_is_told(
+    said: str, wanted: str, files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> Any:
+        if files is None:
+            raise metadata.PackageNotFoundError(name)
+        return files
+
+    def make() -> None:
+        raise ImportError(said)
+
+    monkeypatch.setattr(metadata, "files", found)
+    with pytest.raises(MissingExtra, match=wanted):
+        made_with_qt("a", make)

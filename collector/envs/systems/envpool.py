@@ -5,6 +5,7 @@ that are ready first.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -14,9 +15,10 @@ from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.told import TellingSystem
 from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.envs.systems.envpool_qt import made_with_qt
 from tallyroll.collector.envs.systems.envpool_results import Lanes, Results, put_lanes, with_infos
 from tallyroll.collector.envs.systems.envpool_spaces import is_pool, true_space
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra, SpaceError
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
 
 _OF_RUN = {"num_envs", "seed", "env_seed"}
 
@@ -69,9 +71,7 @@ class EnvPoolSystem(TellingSystem):
         api = kwargs.pop("env_type", "gymnasium")
         more = kwargs if seeds is None else {**kwargs, "seed": list(seeds)}
         try:
-            env = package.make(name, api, num_envs=lanes, **more)
-        except ImportError as error:
-            raise MissingExtra(f"envpool cannot make {name!r}: {error}") from error
+            env = made_with_qt(name, partial(package.make, name, api, num_envs=lanes, **more))
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             said = str(error).partition("\n")[0]
             raise ArgumentError(

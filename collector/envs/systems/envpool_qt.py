@@ -1,0 +1,51 @@
+"""EnvPool's Procgen is linked to Qt 5 and does not bring it: Qt of a wheel serves as well."""
+
+import ctypes
+import importlib
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from tallyroll.collector.errors import MissingExtra
+
+_WHEEL = "PyQt5-Qt5"
+LINKED = ("libQt5Core.so.5", "libQt5Gui.so.5")  # each needs those before it
+
+
+def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes; called again once Qt is there, where it failed for lack of that.
+
+    Raises:
+        MissingExtra: the task ``name`` needs a library that is not installed.
+    """
+    try:
+        try:
+            return make()
+        except ImportError as error:
+            if "Qt 5" not in str(error) or not _load_qt():
+                raise
+            return make()
+    except ImportError as error:
+        said = f"envpool cannot make {name!r}: {error}"
+        if "Qt 5" in said:
+            said += "; pip install 'tallyroll[envpool-procgen]' brings it"
+        raise MissingExtra(said) from error
+
+
+def _load_qt() -> bool:
+    """Load Qt from its wheel, and import Procgen again; False where there is nothing to load."""
+    try:
+        files = metadata.files(_WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return False
+    paths = {file.name: str(file.locate()) for file in files if file.name in LINKED}
+    if paths.keys() != {*LINKED}:  # that of another platform
+        return False
+    try:
+        for library in LINKED:
+            ctypes.CDLL(paths[library], ctypes.RTLD_GLOBAL)
+        importlib.reload(sys.modules["envpool.procgen"])
+    except (KeyError, OSError):  # then EnvPool's own error says more
+        return False
+    return True
