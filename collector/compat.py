@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import atexit
+import gc
+from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, process
+from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +21,7 @@ from numpy._core import multiarray
 
 # Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
@@ -151,9 +154,9 @@ def calls_plainly(module: TensorDictModule) -> bool:
     return module._kwargs is None
 
 
-def is_watched(module: TensorDictModule) -> bool:
-    """Whether somebody hooked its calls."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def hooks_of(module: TensorDictModule) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
+    """Who hooked its calls, behind and before them: the mappings in which torch has them."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 # --- torch and Python -----------------------------------------------------------------------------
@@ -173,13 +176,29 @@ class ExplorationPlace:
     def __init__(self) -> None:
         from tensordict.nn import probabilistic
 
-        self._place = probabilistic._interaction_type
+        place = probabilistic._interaction_type
+        self.get: Callable[[], Any] = partial(getattr, place, "_mode")
+        self.put: Callable[[Any], None] = partial(setattr, place, "_mode")
 
-    def swap(self, kind: Any) -> Any:
-        """Set it; returns what it was."""
-        place = self._place
-        before, place._mode = place._mode, kind
-        return before
+
+_reading = RLock()
+
+
+def generator_states(devices: Sequence[int] = ()) -> list[torch.Tensor]:
+    """States of torch's generators: the CPU's, and those of CUDA ``devices``.
+
+    Torch makes these tensors under the mutex of the generator. Where Python 3.11 collects garbage
+    meanwhile, finalizers may let another thread run, and if that one wants the mutex as well it
+    waits for it without letting anybody run again.
+    """
+    with _reading:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        finally:
+            if collects:
+                gc.enable()
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     NotAnAppend,
     NotAStorage,
@@ -187,6 +188,33 @@ class DiskStorage(RowStore, AsTensorStorage):
         if self._attached_entities_list:
             buffers.tell_buffers(self, span)
         return span
+
+    def extend_slot(
+        self,
+        slot: SlotRows,
+        version: int,
+        *,
+        watched: bool,
+        undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> int:
+        """Number, count and append a slot of a slab, and what is recorded with it, at once.
+
+        Args:
+            slot: made of this storage's schema.
+            version: of the policy that chose the actions.
+            watched: begins and ends of episodes want a look before.
+            undivided: stands around it where buffers are to be told of the rows.
+
+        Returns:
+            How many episodes ended; -1, and nothing done, where it takes :meth:`extend_fixed`.
+        """
+        if not self._attached_entities_list:
+            return self.writer.write_slot(slot, version, watched=watched)
+        with undivided():
+            ended = self.writer.write_slot(slot, version, watched=watched)
+            if ended >= 0:
+                buffers.tell_buffers(self, range(self.head - slot.count, self.head))
+            return ended
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Append ``data`` at ``cursor``, which must name the rows right behind the last one.

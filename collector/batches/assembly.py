@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from tallyroll.collector.batches.cuts import own_flags, with_cuts, without_cuts
 from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.layouts import by_lane, split_trajectories
+from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.rows import (
     Part,
     Rows,
@@ -26,9 +27,8 @@ from tallyroll.collector.batches.small_batches import SmallBatches
 from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter, Columns, warn_of_cut_item
-from tallyroll.collector.compat import count_true
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry, post
+from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry, amounts, post
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, SilentReset
 from tallyroll.collector.options import Options, Postproc
@@ -38,9 +38,9 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.collector.slab.names import new_name, split
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.fixed_rows import FixedRows
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import (
@@ -56,9 +56,6 @@ from tallyroll.storage.rows.keys import (
     as_key,
     spell,
 )
-
-Plain = tuple[SlabRows, FixedRows, range, int, int]
-"""Rows of a slab whose slots are stored as they stand: which those are, their ticks and agents."""
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -123,7 +120,15 @@ class Assembly:
         self._tables: dict[Slab, SlabRows | None] = {}
         """Of the slabs that there are; None of those that NumPy has no columns of."""
         hidden = () if options.yield_large else source.large
-        self._plain: dict[Slab, Plain | None] = {}
+        self._plain: dict[Slab, PlainSlots] = {}
+        self.plain: PlainSlots | None = None
+        """The last call stored one of these, and no more is to be done before the next."""
+        self._left: PlainSlots | None = None
+        """One of these was filled, and is perhaps not stored."""
+        self._raised: BaseException | None = None
+        """In the course of that."""
+        self._raised_by_store = False
+        """It was, when all lanes had been stepped."""
         self._small: dict[SlabRows, SmallBatches] = {}
         self._laid_out = [key for key in source.no_rows if key not in hidden]
         self._lays_out = True
@@ -166,6 +171,8 @@ class Assembly:
     def collect(self, want: int) -> int:
         """Store ``want`` more transitions, fewer where the run ends before; returns how many."""
         ledger, self._lays_out = self._ledger, False
+        if self._raised is not None:
+            self._take(want, 0)
         before = ledger.stored
         most = self._writer.most if self._straight else self._options.frames_per_batch
         goal = before + self._budget.batch(before, want)
@@ -184,6 +191,40 @@ class Assembly:
                 self._deliver()
         self._end()
         return ledger.stored - before
+
+    def collect_plain(self, want: int) -> bool:
+        """As :meth:`collect`, of a plain slot behind another; False: take that.
+
+        A signal's handler may raise anywhere here: until the one call that stores the slot it can
+        be salvaged (:meth:`settle`), and behind that everything is done.
+        """
+        plain, total = self.plain, self._budget.total
+        if plain is None or want != plain.slot.count or self.busy:
+            return False
+        if total is not None and self._ledger.stored + want >= total:
+            return False
+        if self.stopped or plain.reader.engine is None:
+            return False
+        try:
+            self.busy, self._raised_by_store = True, False
+            plain.fill()
+            self._raised_by_store = True
+            if plain.store(self._finals):
+                return not self.stopped
+        except BaseException as error:  # noqa: BLE001  raised by `collect`
+            self._raised = error
+        finally:
+            self.busy = False
+        self._left, self.plain = plain, None
+        return False
+
+    def settle(self) -> None:
+        """Count what :meth:`collect_plain` left undone; what it filled is the next block."""
+        self.plain = None
+        left, self._left = self._left, None
+        if left is not None:
+            left.again.put_back()
+            left.log()
 
     def _begin(self, size: int) -> None:
         """Begin an iteration whose first batch has ``size`` rows."""
@@ -220,29 +261,38 @@ class Assembly:
 
         After an error, what is complete and sound is stored before it is raised.
         """
+        self.plain = None
         try:
-            block = self._fill(want)
+            block = self._filled(want)
+            if block.again is not None and size == 0 and self._store_plain(block):
+                return
+            self._check(block)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self._rescue(error)
             raise
-        if not (block.is_plain and size == 0 and self._store_plain(block)):
-            self._add(block, self._in_hand + len(block) < size)
+        self._add(block, self._in_hand + len(block) < size)
 
-    def _fill(self, want: int) -> Block:
-        """Take a block whose values are as declared."""
+    def _filled(self, want: int) -> Block:
+        error, self._raised = self._raised, None
+        if error is not None and self._raised_by_store:
+            raise error
         try:
-            block = self._rollout.block(want)
+            if error is not None:
+                raise error
+            return self._rollout.block(want)
         except Exception as error:
             refused = self._rollout.refused()
             culprit = refused and self._checks.bad_action(*refused, self.state)
             if culprit is not None:
                 raise culprit from error
             raise
+
+    def _check(self, block: Block) -> None:
+        """Count what happened, and raise where values are not as declared."""
         post(self._ledger, block.entry)
         bad = self._checks.first_violation(block.slab, block.used, self.state)
         if bad is not None:
             raise bad.error
-        return block
 
     def _add(self, block: Block, more: bool) -> None:
         """Number the rows of ``block``, and add them to the batch; cuts come behind them.
@@ -272,56 +322,61 @@ class Assembly:
             self._finals.forget(block.cuts)
 
     def _store_plain(self, block: Block) -> bool:
-        """Number, count and store one slot of all lanes; False, and nothing done, if more is to be.
+        """Store one slot of all lanes at once; False, and nothing done, where more is to be.
 
-        What `_add` and `_deliver` do, in few lines: between the steps of an environment, and more
-        so behind a gradient step, each line touched costs several times what it costs in a row.
+        It is what `_check`, `_add` and `_deliver` do.
         """
-        try:
-            plain = self._plain[block.slab]
-        except KeyError:
-            plain = self._plain[block.slab] = self._plain_of(block)
-        if plain is None:
+        plain = self._plain_of(block)
+        if plain is None or self._finals.curious or not plain.store(self._finals):
             return False
-        table, rows, index, ticks, agents = plain
-        ledger, writer, state, count = self._ledger, self._writer, self.state, len(index)
-        ends, finals = 0, self._finals
-        episodes = table.number_plain(state)
-        self._in_hand = count
         if block.giver is not None:
             block.giver.given(block)
-        if finals.looks and (episodes is not None or table.next_id or finals.curious):
-            finals.look(SlabPart(table, index, [], episodes))
-            finals.require_true(self._committed)
-        if episodes is not None:
-            ends = len(episodes)
-            self.episodes.extend(episodes)
-        entry = _delivered(count, 0, ticks, ends, agents)
-        post(ledger, entry)
-        try:
-            ledger.carried = 0
-            open_lanes = count_true(state.step)
-            writer.write_fixed(rows, index, table.next_id, ledger, open_lanes)
-        except BaseException:
-            if writer.has_committed(ledger.stored):
-                self._in_hand = 0
-            else:
-                post(ledger, entry.undone())
-            raise
-        self._in_hand = 0
+        if not self._options.reset_at_each_iter:
+            self.plain = plain
         return True
 
-    def _plain_of(self, block: Block) -> Plain | None:
+    def _plain_of(self, block: Block) -> PlainSlots | None:
         """What is the same for all plain blocks of a slab; None where its slots are more."""
-        table, schema, ticks = self._table_of(block), self._writer.schema, self._ticks
-        if table is None or not table.can_compile or schema is None or self._draws:
+        plain, checks = self._plain.get(block.slab), self._checks
+        if plain is not None and plain.was_made_for(block.entry, self.state, checks.eased):
+            return plain
+        table, ticks, storage = self._table_of(block), self._ticks, self._writer.direct
+        if table is None or not table.can_compile or self._draws or self._masks:
             return None
-        if not isinstance(ticks, int) or self._masks:
+        if storage is None or not isinstance(ticks, int):
+            return None
+        if not isinstance(storage.reader, FileReader):
             return None
         if self._torchrl is not None and self._torchrl.follows:
             return None
-        count = len(block)
-        return table, table.fixed(schema), range(count), count * ticks, count * self._agents
+        count, bounds = len(block), checks.table(block.slab)
+        if block.again is None or bounds is None:
+            return None
+        if block.entry != LedgerEntry(slots=count, executed=count):
+            return None
+        delivered = _delivered(count, 0, count * ticks, 0, count * self._agents)
+        slot = self._writer.slot(
+            table.fixed(storage.schema),
+            count,
+            self._ledger,
+            numbering=table.numbering(self.state),
+            checks=bounds,
+            carry=block.again.carry,
+            amounts=amounts(block.entry.plus(delivered)),
+        )
+        self._plain[block.slab] = plain = PlainSlots(
+            table,
+            slot,
+            block.again,
+            storage,
+            storage.reader,
+            self.episodes,
+            self._acting,
+            block.entry,
+            self.state,
+            checks.eased,
+        )
+        return plain
 
     def _table_of(self, block: Block) -> SlabRows | None:
         """What rows of the block's slab can be stored from, where they lie, and would be."""
@@ -589,6 +644,7 @@ class Assembly:
     def finish(self) -> None:
         """The run is over: nothing is carried any more, open trajectories are cut."""
         self.over = True
+        self.settle()
         ledger = self._ledger
         before = ledger.discarded
         self._rollout.stop()

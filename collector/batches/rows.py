@@ -16,6 +16,7 @@ from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import SlabColumn
+from tallyroll.storage.engine.kernel import copy_table, kernel
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (
@@ -176,8 +177,12 @@ class RowSource:
         if pool is None:
             pool = self._pools[key] = BufferPool([(column.dtype, column.shape[1:])])
         (out,) = pool.arrays((len(index),))
-        # "clip" copies straight to `out`; indices are within bounds, whoever made them.
-        column.take(index, axis=0, out=out, mode="clip")
+        if kernel is None:
+            # "clip" copies straight to `out`; indices are within bounds, whoever made them.
+            column.take(index, axis=0, out=out, mode="clip")
+        else:
+            places = [out.ctypes.data], [column.ctypes.data], [column[:1].nbytes]
+            kernel.gather_rows(copy_table(*places), 0, index, len(column))
         return torch.from_numpy(out)
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:

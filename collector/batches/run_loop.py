@@ -18,6 +18,7 @@ from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
+from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
@@ -218,7 +219,7 @@ class Collector(ABC):
             n = positive("n", n)
         before = self.ledger.stored
         try:
-            if not assembly.over:
+            if not (assembly.over or assembly.collect_plain(n)):
                 with self._undivided:
                     assembly.collect(n)
         finally:
@@ -385,7 +386,7 @@ class Collector(ABC):
             "policy": None if self._policy is None else self._policy.state_dict(),
             "env": self._env_state(),
             "generators": {
-                "torch": torch.get_rng_state(),
+                "torch": generator_states()[0],
                 "actions": self._rng.state,
             },
         }
@@ -455,6 +456,7 @@ class _Undivided(deferred):
         super().__enter__()
         self._assembly.busy = True
         keep_for(self._assembly)
+        self._assembly.settle()
 
     def __exit__(
         self,

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_log import EPISODE, episodes_of
 from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
-from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
@@ -77,8 +76,6 @@ class SlabRows:
         self._payoff = self._rewards[0][..., 0] if one else None
         float_reward = self._payoff is not None and self._payoff.dtype in _FLOATS
         self._fits_kernel = slab.lane is None and float_reward
-        self.next_id = 0
-        """One more than the largest id of trajectories that begin in the slot of `number_plain`."""
         self._fixed: FixedRows | None = None
         self._state: LaneState | None = None
 
@@ -143,23 +140,20 @@ class SlabRows:
 
     # --- compiled ---------------------------------------------------------------------------------
 
-    def number_plain(self, state: LaneState) -> NDArray[np.void] | None:
-        """Number the first slot, of which all lanes are rows; returns the episodes that ended."""
-        found = self._numbered(state, 1, None)
-        self.next_id = self._largest.item() + 1
-        ended = found & 0xFFFF_FFFF
-        return self._ended[:ended] if ended else None
-
-    def _numbered(self, state: LaneState, slots: int, taken: Mask | None) -> int:
-        """As `Kernel.number_slots`."""
-        assert kernel is not None
+    def numbering(self, state: LaneState) -> bytes:
+        """As `Kernel.number_slots` wants it."""
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
-        return kernel.number_slots(self._table, slots, taken)
+        return self._table
+
+    def ended(self, count: int) -> NDArray[np.void]:
+        """The episodes of which `Kernel.number_slots` said that they ended, as the log has them."""
+        return self._ended[:count]
 
     def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
+        assert kernel is not None
         taken = None if len(block) == block.taken.size else block.taken
-        found = self._numbered(state, block.used, taken)
+        found = kernel.number_slots(self.numbering(state), block.used, taken)
         begun, ended = found >> 32, found & 0xFFFF_FFFF
         part = self._part(
             block,

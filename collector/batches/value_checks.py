@@ -165,16 +165,16 @@ class _SlotChecks:
 
     def __init__(self, ranges: Sequence[Range], slab: Slab) -> None:
         ranges = [each for each in ranges if each.key in slab.columns]
-        self._fit = all(_SlotCheck.fits(each, slab) for each in ranges)
-        self._checks = [_SlotCheck(each, slab) for each in ranges] if self._fit else []
-        self._table = table_of(chain.from_iterable(check.words for check in self._checks))
+        self.fit = all(_SlotCheck.fits(each, slab) for each in ranges)
+        self._checks = [_SlotCheck(each, slab) for each in ranges] if self.fit else []
+        self.table = table_of(chain.from_iterable(check.words for check in self._checks))
 
     def are_good(self, used: int) -> bool:
         """Everything in the first slots is inside; False also where nobody looked."""
-        if not self._fit:
+        if not self.fit:
             return False
         if kernel is not None:
-            return kernel.are_inside(self._table, used)
+            return kernel.are_inside(self.table, used)
         return all(check.is_good(at) for check in self._checks for at in range(used))
 
 
@@ -190,16 +190,15 @@ class RangeChecks:
         self._validate = validate
         self._declared = [] if validate == "off" else list(ranges)
         self._ranges = _of_numbers(ranges) if validate == "off" else list(ranges)
+        self._seen_before = _seen_before(self._ranges)
         self._slot_checks: dict[Slab, _SlotChecks] = {}
+        self.eased = 0
+        """How often something was let pass from there on, which changed every table."""
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
-        if used <= FEW_SLOTS:
-            checks = self._slot_checks.get(slab)
-            if checks is None:
-                checks = self._slot_checks[slab] = _SlotChecks(self._ranges, slab)
-            if checks.are_good(used):  # reset slots too
-                return None
+        if used <= FEW_SLOTS and self._of_slots(slab).are_good(used):  # reset slots too
+            return None
         while True:
             # A wrong action explains what the environment made of it: it comes first of equals.
             found = self._violations(slab, used, state)
@@ -207,6 +206,17 @@ class RangeChecks:
             if first is None or not self._passes(first):
                 return first
             warnings.warn(f"{first.what}; {_SAID_ONCE}", OutOfRangeWarning, stacklevel=5)
+
+    def table(self, slab: Slab) -> bytes | None:
+        """What is looked at in slots of ``slab``, for `Kernel.are_inside`; None: the longer way."""
+        checks = self._of_slots(slab)
+        return checks.table if checks.fit else None
+
+    def _of_slots(self, slab: Slab) -> _SlotChecks:
+        checks = self._slot_checks.get(slab)
+        if checks is None:
+            checks = self._slot_checks[slab] = _SlotChecks(self._ranges, slab)
+        return checks
 
     def _passes(self, found: Violation) -> bool:
         """Whether ``found`` and all others like it are kept from here on."""
@@ -221,6 +231,8 @@ class RangeChecks:
         else:
             return False
         self._slot_checks.clear()
+        self._seen_before = _seen_before(self._ranges)
+        self.eased += 1
         return True
 
     def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
@@ -233,10 +245,16 @@ class RangeChecks:
         return None
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
+        new: tuple[NDArray[np.intp], ...] | None = None
         for check in self._ranges:
             if check.key not in slab.columns:
                 continue
-            bad = check.bad(_values(slab, check.key, 0, used))
+            values = _values(slab, check.key, 0, used)
+            if check.key in self._seen_before and check.key in slab.flowing:
+                new = _new_in(slab, used) if new is None else new
+                bad = _bad_at(check, values, new)
+            else:
+                bad = check.bad(values)
             if bad is not None and (bad := bad & slab.transitions[:used]).any():
                 slot, lane = (int(index) for index in np.argwhere(bad)[0])
                 yield _violation(check, slab, slot, lane, state)
@@ -245,6 +263,42 @@ class RangeChecks:
 _SAID_ONCE = (
     "it is kept as the environment got or made it, and so are others from here on, without a word"
 )
+
+
+def _seen_before(ranges: Sequence[Range]) -> set[Key]:
+    """Keys whose values stood under "next" in the slot before, and have the same range there."""
+    by_key = {each.key: each for each in ranges}
+    return {
+        key
+        for key, each in by_key.items()
+        if (twin := by_key.get((NEXT, *key))) is not None
+        and np.array_equal(each.low, twin.low)
+        and np.array_equal(each.high, twin.high)
+    }
+
+
+def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
+    """Slots and lanes whose observation did not stand under "next" in the slot before.
+
+    That is what is seen first, what a reset returned, and what is seen behind no transition.
+    """
+    new = np.ones((used, slab.lanes), np.bool_)
+    new[1:] = ended_in(slab, 0, used - 1) | ~slab.transitions[: used - 1]
+    return new.nonzero()
+
+
+def _bad_at(
+    check: Range, values: NDArray[Any], at: tuple[NDArray[np.intp], ...]
+) -> NDArray[np.bool_] | None:
+    """As `Range.bad`, of some slots and lanes, where these are few."""
+    if 2 * len(at[0]) > values.shape[0] * values.shape[1]:
+        return check.bad(values)
+    some = check.bad(values[at][None])
+    if some is None:
+        return None
+    bad = np.zeros(values.shape[:2], np.bool_)
+    bad[at] = some[0]
+    return bad
 
 
 def _of_numbers(ranges: Sequence[Range]) -> list[Range]:

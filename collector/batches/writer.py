@@ -19,6 +19,7 @@ from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, 
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     InvalidSchema,
     NotInitialised,
@@ -234,10 +235,6 @@ class BatchWriter:
         behind = self._first_row - self._stored_before if self.ready else self.head - stored
         return range(behind + before, behind + stored)
 
-    def has_committed(self, stored: int) -> bool:
-        """The storage has as many transitions of the run as ``stored``."""
-        return self._stored_before + self.head - self._first_row >= stored
-
     def require_open(self) -> None:
         """Raise `StorageClosed` where the storage was closed under the run's feet."""
         if self._reader is not None and self._reader.closed:
@@ -321,9 +318,14 @@ class BatchWriter:
         return self.shapes and isinstance(behind, TensorStorage) and batch_dims > behind.ndim
 
     @property
+    def direct(self) -> DiskStorage | None:
+        """The storage that rows of a slab may go straight to."""
+        return self._direct if self.ready else None
+
+    @property
     def schema(self) -> Schema | None:
-        """Of the storage, where rows of a slab may go straight to it; None: nowhere so."""
-        return self._direct.schema if self.ready and self._direct is not None else None
+        """Of that storage; None: there is none."""
+        return None if self.direct is None else self.direct.schema
 
     @property
     def most(self) -> int:
@@ -346,6 +348,21 @@ class BatchWriter:
         written = direct.extend_fixed(rows, index, record=record)
         if len(written) != len(index):
             _require("the storage", len(written), len(index))
+
+    def slot(self, rows: FixedRows, count: int, ledger: Ledger, **tables: Any) -> SlotRows:
+        """The first ``count`` of ``rows``, for a storage. ``tables`` are those of `SlotRows`."""
+        own, counts = vars(self), vars(ledger)
+        run = ((own, "_first_row"), (own, "_stored_before"), (counts, "seed"))
+        return SlotRows(
+            rows,
+            count,
+            record=record_bytes(COUNTS),
+            recorded=(*run, (counts, "incarnation"), *((counts, name) for name in COUNTS)),
+            counts=len(run) + 1,
+            complete=len(run) + 1 + COUNTS.index("episodes_complete"),
+            next_id=(own, "_next_id"),
+            **tables,
+        )
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """The run goes on from a loaded state: its earlier rows are not of this storage's run.

@@ -1,5 +1,6 @@
 """The balanced count of a run. Pure: no environment, no tensor, no file."""
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -160,6 +161,12 @@ def post(ledger: Ledger, entry: LedgerEntry) -> None:
 def _changes(entry: LedgerEntry) -> list[tuple[str, int]]:
     """What is not 0: most entries are those of a step like the one before."""
     return [change for change in zip(LedgerEntry._fields, entry, strict=True) if change[1]]
+
+
+def amounts(entry: LedgerEntry) -> bytes:
+    """What ``entry`` adds to each of `COUNTS`, in their order: int64, native."""
+    added = entry._asdict()
+    return array("q", [added.get(name, 0) for name in COUNTS]).tobytes()
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,14 @@ class SlotEnds(ProtocolEnv):
         self, cursor: Cursor, ended: Mask, out: Step, rows: Sequence[NDArray[Any]]
     ) -> None:
         roots = [column[cursor.at] for column in cursor.root_obs]
-        if self.system.lends:
-            self.system.lend(roots)
-        first = self.system.reset(ended, None)
+        system = self.system
+        try:
+            if system.lends:
+                system.lend(roots)
+            first = system.reset(ended, None)
+        finally:
+            if system.lends:
+                system.lend(None)
         for index, (_, value) in enumerate(zip(roots, first, strict=True)):
             if value is not roots[index]:
                 roots[index][ended] = self._array(index, value)[ended]

@@ -65,8 +65,6 @@ class SystemEnv(SlotEnds):
 
         ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
         """
-        if start == 0 and stop == 1 and self._step_first(cursor):
-            return
         lend = self.system.lend if self.system.lends else None
         try:
             self._step_block(cursor, start, stop, lend, self.system.step)
@@ -74,7 +72,7 @@ class SystemEnv(SlotEnds):
             if lend is not None:
                 lend(None)
 
-    def _step_first(self, cursor: Cursor) -> bool:
+    def step_first(self, cursor: Cursor) -> bool:
         """Step through slot 0 alone, by views that stay; False, and nothing done, if it is more.
 
         That is one small column of each kind: to let the system write there would cost more than
@@ -111,11 +109,9 @@ class SystemEnv(SlotEnds):
             root[...] = row
             ended = terminated | truncated
             if count_true(ended):
-                try:
-                    self._finish(cursor, ended, out, (row,))
-                finally:
-                    if system.lends:
-                        system.lend(None)
+                self._finish(cursor, ended, out, (row,))
+            elif cursor.wants_given:
+                cursor.given = value
         cursor.board[FILLED] = 1
         return True
 

@@ -15,18 +15,19 @@ class Acting:
         exploration: the type.
     """
 
-    __slots__ = ("_exploration", "_exploration_before", "_gradients_before", "_place")
+    __slots__ = ("_exploration_before", "_gradients_before", "exploration", "place")
 
     def __init__(self, exploration: ExplorationType) -> None:
-        self._exploration, self._place = exploration, ExplorationPlace()
+        self.exploration, self.place = exploration, ExplorationPlace()
 
     def __enter__(self) -> None:
         """Begin."""
         self._gradients_before = torch.is_grad_enabled()
         set_gradients(False)
-        self._exploration_before = self._place.swap(self._exploration)
+        self._exploration_before = self.place.get()
+        self.place.put(self.exploration)
 
     def __exit__(self, *_: Any) -> None:
         """Let both be as they were."""
-        self._place.swap(self._exploration_before)
+        self.place.put(self._exploration_before)
         set_gradients(self._gradients_before)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 
-from tallyroll.collector.compat import calls_plainly, is_watched
+from tallyroll.collector.compat import calls_plainly, hooks_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.storage.rows.keys import Key, as_key
 
@@ -29,10 +30,13 @@ class BareCall:
 
     def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
         self._around = module
+        self.hooks, self.earlier_hooks = hooks_of(module)
+        """Of calls of the `TensorDictModule` itself: where there are some, it is to be called."""
         # Where what it calls is now, for it may be replaced during a run.
         own = vars(module)
         self._place: Mapping[str, Any] = own if "module" in own else own["_modules"]
         self._inputs = inputs
+        self.has_one_input = len(inputs) == 1
         self._out = module.out_keys[0]
 
     @staticmethod
@@ -55,18 +59,19 @@ class BareCall:
             return None
         return BareCall(module, found)
 
-    @property
-    def is_all(self) -> bool:
-        """Nobody watches the calls of the `TensorDictModule` itself."""
-        return not is_watched(self._around)
+    def __call__(self, at: int, given: NDArray[Any] | None = None) -> Any:
+        """What it chooses in slot ``at``, of inputs of its own.
 
-    def __call__(self, at: int) -> Any:
-        """What it chooses in slot ``at``, of inputs of its own."""
+        ``given``: the values of the only observation, where nobody else has that array.
+        """
         try:
             module = self._place["module"]
         except KeyError:
             module = self._around.module
-        out = module(*[rows[at].clone() for rows in self._inputs])
+        if given is not None:
+            out = module(torch.from_numpy(given))
+        else:
+            out = module(*[rows[at].clone() for rows in self._inputs])
         return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:

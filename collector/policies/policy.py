@@ -44,8 +44,9 @@ class Policy:
         compiled, policy = policy, getattr(policy, "_orig_mod", policy)
         self.source = policy
         self.version = 0
-        self.between_steps: Callable[[], None] | None = None
-        """Called before each action, where another thread may give new weights meanwhile."""
+        self._between_steps: Callable[[], None] | None = None
+        self.refreshes = False
+        """Newer weights may come while slots are filled."""
         self.writes: tuple[Key, ...] = ()
         """What it adds to what it is given, the action among it."""
         self.batch_dims: dict[Key, int] = {}
@@ -83,14 +84,13 @@ class Policy:
     def refresh(self) -> bool:
         """Take newer weights that were published elsewhere; whether there were any."""
         before = self.version
-        if self.between_steps is not None:
-            self.between_steps()
+        if self._between_steps is not None:
+            self._between_steps()
         return self.version != before
 
-    @property
-    def refreshes(self) -> bool:
-        """Newer weights may come while slots are filled."""
-        return self.between_steps is not None
+    def serve_between_steps(self, serve: Callable[[], None]) -> None:
+        """Call ``serve`` before each action: another thread may give new weights then."""
+        self._between_steps, self.refreshes = serve, True
 
     def update_weights(self, weights: Weights = None) -> None:
         """Take new weights and count a version up.

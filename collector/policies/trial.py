@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torchrl.data import Bounded
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.compat import generator_states
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
 from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
@@ -177,10 +178,14 @@ def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
+    devices = range(torch.cuda.device_count())
     saved = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            np.random.set_state(saved[0])
-            random.setstate(saved[1])
+    own, *of_devices = generator_states(devices)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+        for device, state in zip(devices, of_devices, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        np.random.set_state(saved[0])
+        random.setstate(saved[1])

@@ -32,6 +32,8 @@ class Driver(ABC):
     """Lanes of the environment; the slab's columns are as many, but where lanes arrive."""
     all_are_transitions = False
     """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
+    used_at = 0
+    """The address of ``used``; 0 where it is no word of this process."""
 
     @property
     @abstractmethod
@@ -128,6 +130,7 @@ class LocalDriver(Driver):
         self.all_are_transitions = lanes.all_are_transitions
         self.run_lanes = lanes.env.batch_size.numel()
         self.board = board
+        self.used_at = np.frombuffer(board, np.int64)[FILLED:].ctypes.data
         self._extra = tuple(extra)
         self._random = random
         self._actions = action_keys(lanes.env)
@@ -135,6 +138,9 @@ class LocalDriver(Driver):
         self._bare: BareCall | None = None
         if lanes.fills_slab and not self._extra:
             self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
+            if self._bare is not None and lanes.cursor is not None:
+                one = self._bare.has_one_input
+                lanes.cursor.wants_given = one and lanes.env.system.hand_over()
         self._action_rows = dict(self._outputs[: len(self._actions)])
         self._masks = random.masks_in(self.slab.arrays) if lanes.fills_slab else None
         self._first: TensorDictBase | None = None
@@ -209,7 +215,7 @@ class LocalDriver(Driver):
             else:
                 self._act_both_ways(at, random_lanes)
             self.stepped.step(at, at + 1)
-            if self.stopping:
+            if self.board[HALT]:
                 break
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
@@ -254,8 +260,12 @@ class LocalDriver(Driver):
     def _act(self, at: int) -> None:
         """Write what the policy chooses to slot ``at``, copied."""
         assert self.policy is not None
-        if self._bare is not None and self._bare.is_all:
-            self._put_column(0, self._bare(at), at)
+        bare = self._bare
+        if bare is not None and not (bare.hooks or bare.earlier_hooks):
+            given, cursor = None, self.stepped.cursor
+            if cursor is not None:
+                given, cursor.given = cursor.given, None
+            self._put_column(0, bare(at, given), at)
             return
         out = self._called(self.stepped.seen(at))
         self._put(out, at)

@@ -19,6 +19,7 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 SLOTS_AT_ONCE = 8
@@ -64,7 +65,12 @@ class Rollout:
         self._all_taken = driver.all_are_transitions and gate is None
         self._plain_block: Block | None = None
         """The same for every such slot: the one before is done with when the next one begins."""
+        self._put_back = False
+        """What is in the slab is the next block."""
+        self.version = RANDOM_VERSION
+        """Of the policy, when the one slot was filled."""
         self._of_one_slot = LedgerEntry(slots=self.lanes, executed=self.lanes)
+        self.carry = table_of((driver.used_at, *self.slab.carry_words))
 
     # --- filling ----------------------------------------------------------------------------------
 
@@ -73,6 +79,9 @@ class Rollout:
 
         What a raising environment or policy left complete is in the driver's ``used`` slots.
         """
+        if self._put_back:
+            self._put_back = False
+            return self._take(want)
         self._make_room()
         self._given = False
         if self._restarting:
@@ -92,30 +101,49 @@ class Rollout:
 
     def _one_slot(self) -> Block:
         """One slot of all lanes, where nothing else is to be counted: what small batches take."""
-        driver, slab, policy = self.driver, self.slab, self.policy
+        slab = self.slab
         try:
-            with driver.interruptible():
-                if policy is None:
-                    slab.version[0] = RANDOM_VERSION
-                    driver.random_steps(0, 1)
-                else:
-                    slab.version[0] = policy.version
-                    driver.policy_steps(0, 1)
+            with self.driver.interruptible():
+                self.fill()
         except BaseException:
-            self._count(0, driver.used, self.lanes)
+            self._count_filled()
             raise
-        slab.transitions[0] = True
+        slab.transitions[0], slab.version[0] = True, self.version
         block = self._plain_block
         if block is None:
             index, lane = whole_slots(1, self.lanes)
             if slab.first_lane:
                 lane += np.int32(slab.first_lane)
-            block = Block(slab, 1, slab.transitions[:1], index, lane, giver=self, is_plain=True)
+            block = Block(slab, 1, slab.transitions[:1], index, lane, giver=self, again=self)
             self._plain_block = block
         block.entry = self._of_one_slot
         if self._entry is not NOTHING:
             block.entry = self._take_entry().plus(self._of_one_slot)
         return block
+
+    def fill(self) -> None:
+        """Step all lanes, into the first slot."""
+        policy, self._given = self.policy, False
+        if policy is None:
+            self.driver.random_steps(0, 1)
+            return
+        self.version = policy.version
+        if not policy.refreshes:
+            self.driver.policy_steps(0, 1)
+            return
+        self.slab.version[0] = self.version
+        self.driver.policy_steps(0, 1)  # newer weights write theirs
+        self.version = int(self.slab.version[0, 0])
+
+    def put_back(self) -> None:
+        """What was filled is the next block; where that raised, it can be salvaged."""
+        self._count_filled()
+        self._put_back = True
+
+    def _count_filled(self) -> None:
+        if self.policy is None or not self.policy.refreshes:
+            self.slab.version[0] = self.version
+        self._count(0, self.driver.used, self.lanes)
 
     def keeps(self, more: bool) -> bool:
         """The slab stays as it is until the next :meth:`block`."""
@@ -136,7 +164,7 @@ class Rollout:
     @property
     def dry(self) -> bool:
         """No more will come: the run was stopped, or its episodes are complete."""
-        return self._held is None and self._over
+        return self._held is None and not self._put_back and self._over
 
     @property
     def _over(self) -> bool:
@@ -202,7 +230,7 @@ class Rollout:
         if self.slab.lane is not None:
             marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)
         lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
-        self._held, self._given = None, True
+        self._held, self._given, self._put_back = None, True, False
         return lanes
 
     def _waiting(self) -> Mask:

@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError, TransitionError
-from tallyroll.collector.slab.slab import Slab, SlabColumn
+from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
 
@@ -50,6 +50,8 @@ class Lanes(ABC):
 
     fills_slab = False
     """The environment writes to the slab itself: what policies see and choose is all there."""
+    cursor: Cursor | None = None
+    """Whose ``given`` a policy may have."""
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -122,11 +124,12 @@ class SystemLanes(Lanes):
     """Lanes of a system, which fills the slab itself."""
 
     env: SystemEnv
+    cursor: Cursor
     fills_slab = True
 
     def __init__(self, env: SystemEnv, slab: Slab, board: memoryview) -> None:
         super().__init__(env, slab)
-        self._cursor = slab.cursor(
+        self.cursor = slab.cursor(
             env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
         )
         self._tds: list[TensorDictBase] = []
@@ -135,35 +138,39 @@ class SystemLanes(Lanes):
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
+        self.cursor.given = None
         self.slab.set_root(at, first)
         self._pending[:] = False
 
     def seen(self, at: int) -> TensorDictBase:
         """Views of the slab."""
         if not self._tds:
-            self._tds = self.slab.tensordicts(self._cursor, self.env.groups)
+            self._tds = self.slab.tensordicts(self.cursor, self.env.groups)
         return self._tds[at]
 
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
+        cursor = self.cursor
+        cursor.given = None
         try:
-            self.env.step_block(self._cursor, start, stop)
+            if start or stop > 1 or not self.env.step_first(cursor):
+                self.env.step_block(cursor, start, stop)
         except BaseException as error:
             self._say_actions(error)
             raise
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""
-        self._cursor.at = at
+        self.cursor.at, self.cursor.given = at, None
         try:
-            self.env.step_part(self._cursor, lanes)
+            self.env.step_part(self.cursor, lanes)
         except BaseException as error:
             self._say_actions(error)
             raise
 
     def _say_actions(self, error: BaseException) -> None:
-        at = self._cursor.at
-        actions = [column[at].tolist() for column in self._cursor.actions]
+        at = self.cursor.at
+        actions = [column[at].tolist() for column in self.cursor.actions]
         said = actions[0] if len(actions) == 1 else actions
         error.add_note(f"tallyroll: raised by the step with the actions {said!r:.400}")
 
@@ -173,7 +180,7 @@ class SystemLanes(Lanes):
 
     def ended(self, start: int, stop: int) -> Mask:
         """``[time, lane]``, the environment reported an end in this slot."""
-        cursor = self._cursor
+        cursor = self.cursor
         ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
         return ended
 

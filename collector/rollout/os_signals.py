@@ -5,6 +5,8 @@ there, between the answer of a worker and the note that it came, would lose tran
 middle of a trajectory whose later ones are stored. So while a batch is made, handlers wait until
 :class:`admitted` code runs: an environment, a policy, the wait for workers.
 
+Only `plain_slots` does without: there one call of the extension does all that must not be parted.
+
 What lets a handler wait stands in its place from the first batch of a run to its end
 (:func:`keep_for`); between batches it passes everything on at once. Only Python's own handler of
 Ctrl-C comes back between batches: asyncio looks for it, and puts its own there.

@@ -48,6 +48,21 @@ class Giver(Protocol):
         """Its rows, which were kept, are needed no more."""
 
 
+class Again(Protocol):
+    """Fills one slot of all lanes, time after time, while nothing else is to be counted."""
+
+    version: int
+    """Of the policy, when the slot was filled."""
+    carry: bytes
+    """See `SlotRows.carry`: done when the slot was stored."""
+
+    def fill(self) -> None:
+        """Step all lanes. Raises as they do."""
+
+    def put_back(self) -> None:
+        """What was filled is the next block; where that raised, it can be salvaged."""
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     """The transitions of a slab that enter the batch. Rows stand lane by lane."""
@@ -68,8 +83,8 @@ class Block:
     giver: Giver | None = None
     """None: the memory is the block's own."""
     kept: bool = False
-    is_plain: bool = False
-    """One slot of all lanes, to be copied before the next one is asked for."""
+    again: "Again | None" = None
+    """One slot of all lanes, to be copied before the next one is asked for; what fills it again."""
 
     @classmethod
     def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":

@@ -74,6 +74,10 @@ class Cursor:
     board: memoryview
     """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
+    given: Array | None = None
+    """What the last step returned, where that is what the policy sees next, and nobody else's."""
+    wants_given: bool = False
+    """There is a policy that takes it, and a system that hands it over."""
     first: tuple[Array, ...] | None = None
     """What :meth:`slot` has of slot 0, where somebody keeps that."""
 
@@ -221,6 +225,15 @@ class Slab:
                 self.lane[0] = self.lane[used - 1]
         if lanes is not None:
             self.transitions[0] = lanes
+
+    @property
+    def carry_words(self) -> list[int]:
+        """What :meth:`keep_last` does behind one slot of which nothing is left, as a copy table."""
+        return [
+            word
+            for memory in self._flow.values()
+            for word in (memory[0].data_ptr(), memory[1].data_ptr(), memory[0].nbytes)
+        ]
 
     def carry_root(self, used: int, to: int) -> None:
         """Let slot ``to`` begin with what the policy sees behind the first ``used`` slots."""

@@ -252,7 +252,7 @@ class Yielding(Collector):
         batches = iter(self)
         self._background = Background(lambda: next(batches), self.stop)
         if self._policy is not None:
-            self._policy.between_steps = self._background.serve
+            self._policy.serve_between_steps(self._background.serve)
 
     def is_running(self) -> bool:
         """Whether the thread of :meth:`start` is collecting."""

@@ -74,10 +74,8 @@ class WorkerPolicy(Policy):
 
     def take_from(self, weights: SharedWeights) -> None:
         """Take weights from there, now and whenever there are newer ones."""
-        self._weights = weights
+        self._weights, self.refreshes = weights, True
         self.version = weights.load_into(self.module)
-
-    refreshes = True
 
     def refresh(self) -> bool:
         """Take newer weights, if there are any."""

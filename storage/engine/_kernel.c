@@ -44,13 +44,34 @@ static inline char *at(int64_t address)
     return (char *)(intptr_t)address;
 }
 
-/* Rows of `size` bytes from source[index[i]] to target[i]. */
+#ifdef __GNUC__
+#define FETCH(address) __builtin_prefetch(address)
+#else
+#define FETCH(address) (void)(address)
+#endif
+#define LINE_NBYTES 64
+#define FETCHED_NBYTES 4096 /* of a row: the processor itself knows what follows */
+
+static inline void fetch(const char *row, int64_t size)
+{
+    for (int64_t byte = 0; byte < size && byte < FETCHED_NBYTES; byte += LINE_NBYTES)
+        FETCH(row + byte);
+}
+
+/* Rows of `size` bytes from source[index[i]] to target[i]. They lie anywhere in memory: while one
+   is copied those that follow are fetched, so many that a fetch takes no longer than their turn. */
 static void gather(char *target, const char *source, int64_t size, const int64_t *index,
                    Py_ssize_t count)
 {
+    Py_ssize_t ahead = size > 512 ? 4 : 16;
+    for (Py_ssize_t i = 0; i < ahead && i < count; i++)
+        fetch(source + index[i] * size, size);
 #define ROWS(bytes)                                                                                \
-    for (Py_ssize_t i = 0; i < count; i++)                                                         \
+    for (Py_ssize_t i = 0; i < count; i++) {                                                       \
+        if (i + ahead < count)                                                                     \
+            fetch(source + index[i + ahead] * (bytes), bytes);                                     \
         memcpy(target + i * (bytes), source + index[i] * (bytes), (size_t)(bytes));                \
+    }                                                                                              \
     break
     switch (size) { /* a size that the compiler knows is one move */
     case 1: ROWS(1);
@@ -115,9 +136,23 @@ static void publish(char *where, uint64_t word)
 
 enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOT, HEADER_WORDS };
 
-/* commit_rows(table, slot, first, count, header, word, seal, record): copy_rows between the two
-   words of a commit, `reserve` and `head`, which are the same `word`; before `head` the record,
-   whose sequence, the first word of its seal, comes last. Native order, as the tables. */
+/* Rows between the two words of a commit, `reserve` and `head`, which are the same `word`; before
+   `head` the record, whose sequence, the first word of its seal, comes last. */
+static void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
+                   const int64_t *header, char *to, uint64_t word, const char *seal, size_t sealed,
+                   const char *record, size_t length)
+{
+    uint64_t sequence;
+    publish(at(header[RESERVE_WORD]), word);
+    copy_columns(table, slot, first, count);
+    memcpy(to + sealed, record, length);
+    memcpy(to + sizeof sequence, seal + sizeof sequence, sealed - sizeof sequence);
+    memcpy(&sequence, seal, sizeof sequence);
+    publish(to, sequence);
+    publish(at(header[HEAD_WORD]), word);
+}
+
+/* commit_rows(table, slot, first, count, header, word, seal, record). Native order, as the tables. */
 static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -128,7 +163,7 @@ static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
     int64_t slot = PyLong_AsLongLong(args[1]);
     int64_t first = PyLong_AsLongLong(args[2]);
     int64_t count = PyLong_AsLongLong(args[3]);
-    uint64_t word = PyLong_AsUnsignedLongLong(args[5]), sequence;
+    uint64_t word = PyLong_AsUnsignedLongLong(args[5]);
     if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
         return NULL;
     if (open_table(args[4], &header, HEADER_WORDS) < 0)
@@ -137,16 +172,9 @@ static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         goto seal_failed;
     if (PyObject_GetBuffer(args[7], &record, PyBUF_SIMPLE) < 0)
         goto record_failed;
-    char *to = at(header.words[RECORD_SLOT]);
-    Py_ssize_t sealed = seal.buffer.len;
-    publish(at(header.words[RESERVE_WORD]), word);
-    copy_columns(&table, slot, first, count);
-    memcpy(to + sealed, record.buf, (size_t)record.len);
-    memcpy(to + sizeof sequence, (char *)seal.buffer.buf + sizeof sequence,
-           (size_t)sealed - sizeof sequence);
-    memcpy(&sequence, seal.buffer.buf, sizeof sequence);
-    publish(to, sequence);
-    publish(at(header.words[HEAD_WORD]), word);
+    commit(&table, slot, first, count, header.words, at(header.words[RECORD_SLOT]), word,
+           (const char *)seal.buffer.buf, (size_t)seal.buffer.len, (const char *)record.buf,
+           (size_t)record.len);
     PyBuffer_Release(&record);
     PyBuffer_Release(&seal.buffer);
     PyBuffer_Release(&header.buffer);
@@ -220,32 +248,10 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
     memcpy(to + 37, &last, 8);
 }
 
-/* number_slots(table, slots, taken): number the rows of some slots; begun << 32 | ended. */
-static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t given)
+/* Number the rows of some slots; begun << 32 | ended. */
+static int64_t number(const int64_t *t, int64_t slots, const char *taken)
 {
-    (void)self;
-    Table table;
-    Py_buffer mask;
-    const char *taken = NULL;
-    if (want(given, 3) < 0)
-        return NULL;
-    int64_t slots = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred() || open_table(args[0], &table, NUMBER_WORDS) < 0)
-        return NULL;
-    const int64_t *t = table.words, lanes = t[LANES];
-    if (args[2] != Py_None) {
-        if (PyObject_GetBuffer(args[2], &mask, PyBUF_SIMPLE) < 0) {
-            PyBuffer_Release(&table.buffer);
-            return NULL;
-        }
-        taken = (const char *)mask.buf;
-        if (mask.len < slots * lanes) {
-            PyBuffer_Release(&mask);
-            PyBuffer_Release(&table.buffer);
-            PyErr_SetString(PyExc_ValueError, "a mask is too short");
-            return NULL;
-        }
-    }
+    const int64_t lanes = t[LANES];
     const char *terminated = at(t[TERMINATED]);
     char *truncated = at(t[TRUNCATED]), *done = at(t[DONE]);
     char *valid = t[NEXT_VALID] ? at(t[NEXT_VALID]) : NULL;
@@ -291,27 +297,42 @@ static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t 
         }
     }
     *(int64_t *)at(t[LARGEST]) = largest;
-    if (taken)
+    return begins << 32 | ends;
+}
+
+/* number_slots(table, slots, taken) */
+static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    Py_buffer mask;
+    if (want(given, 3) < 0)
+        return NULL;
+    int64_t slots = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred() || open_table(args[0], &table, NUMBER_WORDS) < 0)
+        return NULL;
+    int64_t found = -1;
+    if (args[2] == Py_None) {
+        found = number(table.words, slots, NULL);
+    } else if (PyObject_GetBuffer(args[2], &mask, PyBUF_SIMPLE) == 0) {
+        if (mask.len < slots * table.words[LANES])
+            PyErr_SetString(PyExc_ValueError, "a mask is too short");
+        else
+            found = number(table.words, slots, (const char *)mask.buf);
         PyBuffer_Release(&mask);
+    }
     PyBuffer_Release(&table.buffer);
-    return PyLong_FromLongLong(begins << 32 | ends);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(found);
 }
 
 enum { VALUES, KIND, SLOT_COUNT, LOW, HIGH, CHECK_WORDS };
 enum { F32, F64, I8, U8, I16, U16, I32, U32, I64, U64 };
 
-/* are_inside(table, slots): every value of the first slots of every column is within its bounds. */
-static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t given)
+/* Every value of the first slots of every column is within its bounds. */
+static int inside(const Table *table, int64_t slots)
 {
-    (void)self;
-    Table table;
     int outside = 0;
-    if (want(given, 2) < 0)
-        return NULL;
-    int64_t slots = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred() || open_table(args[0], &table, 0) < 0)
-        return NULL;
-    const int64_t *check = table.words, *end = check + table.count;
+    const int64_t *check = table->words, *end = check + table->count;
     for (; !outside && check + CHECK_WORDS <= end; check += CHECK_WORDS) {
         int64_t count = check[SLOT_COUNT];
 #define LOOK(type)                                                                                 \
@@ -338,8 +359,274 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
         }
 #undef LOOK
     }
+    return !outside;
+}
+
+/* are_inside(table, slots) */
+static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    if (want(given, 2) < 0)
+        return NULL;
+    int64_t slots = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred() || open_table(args[0], &table, 0) < 0)
+        return NULL;
+    int all = inside(&table, slots);
     PyBuffer_Release(&table.buffer);
-    return PyBool_FromLong(!outside);
+    return PyBool_FromLong(all);
+}
+
+/* The check bits of a count, and the CRC-32 of bytes behind others. */
+static uint64_t word_of(int64_t count)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < 6; i++) {
+        bits ^= (uint32_t)((count >> (8 * i)) & 0xFF) << 8;
+        for (int bit = 0; bit < 8; bit++)
+            bits = bits & 0x8000 ? bits << 1 ^ 0x1021 : bits << 1;
+    }
+    return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
+}
+
+static uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
+{
+    static uint32_t table[256];
+    if (!table[255])
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t word = i;
+            for (int bit = 0; bit < 8; bit++)
+                word = word & 1 ? word >> 1 ^ 0xEDB88320u : word >> 1;
+            table[i] = word;
+        }
+    crc = ~crc;
+    for (size_t i = 0; i < length; i++)
+        crc = crc >> 8 ^ table[(crc ^ (uint8_t)bytes[i]) & 0xFF];
+    return ~crc;
+}
+
+static char *little_endian(char *to, uint64_t number, int nbytes)
+{
+    for (int i = 0; i < nbytes; i++)
+        *to++ = (char)(number >> (8 * i));
+    return to;
+}
+
+#define RECORD_NBYTES 4096
+#define SEAL_NBYTES 28
+
+#define NUMBER_NBYTES 20
+
+/* Whether a template has so many places for numbers, "%d" each, and is short enough with them. */
+static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
+{
+    const Py_ssize_t most = length + NUMBER_NBYTES * count;
+    for (const char *end = from + length; from < end; from++)
+        if (*from == '%' && (count-- == 0 || *++from != 'd'))
+            return 0;
+    return count == 0 && most <= RECORD_NBYTES;
+}
+
+/* Such a template with the numbers in their places; returns its length. */
+static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t *numbers)
+{
+    const char *begin = to, *end = from + length;
+    while (from < end) {
+        if (*from != '%') {
+            *to++ = *from++;
+            continue;
+        }
+        char digits[NUMBER_NBYTES], *digit = digits + NUMBER_NBYTES;
+        uint64_t left = *numbers < 0 ? 0 - (uint64_t)*numbers : (uint64_t)*numbers;
+        do
+            *--digit = (char)('0' + left % 10);
+        while (left /= 10);
+        if (*numbers++ < 0)
+            *--digit = '-';
+        const size_t nbytes = (size_t)(digits + NUMBER_NBYTES - digit);
+        memcpy(to, digit, nbytes);
+        to += nbytes;
+        from += 2;
+    }
+    return (size_t)(to - begin);
+}
+
+/* What the numbers of a commit are, in their order: see `Kernel.store_slot`. */
+enum { HEAD, RESERVE, SEQUENCE, COMMITS, ENDED, NEXT_ID, RECORDED };
+enum { SLOTS, EXECUTED, RESET_SLOTS, STORED, DISCARDED, CARRIED, LOST };
+enum { P_NUMBERING, P_CHECKS, P_CARRY, P_COLUMNS, P_HEADER, P_AMOUNTS, P_TABLES,
+       P_PLACES = P_TABLES, P_RECORD, P_RING, P_COUNTS, P_COMPLETE, P_WORDS };
+enum { MOST_NUMBERS = 64 };
+
+/* Numbers that Python keeps in dicts, at places that are a dict and a key each; -1 of None.
+   Returns 1 where all of them are of 64 bits, 0 where one is not, -1 after an error. */
+static int read_numbers(PyObject *places, int64_t *numbers, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *found = PyDict_GetItemWithError(PyTuple_GetItem(places, 2 * i),
+                                                  PyTuple_GetItem(places, 2 * i + 1));
+        if (found == NULL) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_KeyError, "a number is not where it was");
+            return -1;
+        }
+        numbers[i] = found == Py_None ? -1 : PyLong_AsLongLong(found);
+        if (numbers[i] == -1 && PyErr_Occurred()) {
+            if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+                return -1;
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int write_numbers(PyObject *places, const int64_t *before, const int64_t *after,
+                         Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (before[i] == after[i])
+            continue;
+        PyObject *number = PyLong_FromLongLong(after[i]);
+        if (number == NULL)
+            return -1;
+        int failed = PyDict_SetItem(PyTuple_GetItem(places, 2 * i),
+                                    PyTuple_GetItem(places, 2 * i + 1), number);
+        Py_DECREF(number);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+/* Whether a trajectory begins or ends in the first slot. */
+static int is_eventful(const int64_t *t)
+{
+    const char *terminated = at(t[TERMINATED]), *truncated = at(t[TRUNCATED]), *done = at(t[DONE]);
+    const int64_t *step = (const int64_t *)at(t[STATE_STEP]);
+    int found = 0;
+    for (int64_t lane = 0; lane < t[LANES]; lane++)
+        found |= (t[MAKES_DONE] ? terminated[lane] | truncated[lane] : done[lane]) | !step[lane];
+    return found;
+}
+
+/* The ledger's counts with those of a slot balance, and none is negative. */
+static int balances(const int64_t *counts, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (counts[i] < 0)
+            return 0;
+    return counts[SLOTS] == counts[EXECUTED] + counts[RESET_SLOTS] &&
+           counts[EXECUTED] ==
+               counts[STORED] + counts[DISCARDED] + counts[CARRIED] + counts[LOST];
+}
+
+/* What was seen last is what is seen first in the slot after, and no slot is complete. */
+static void carry(const Table *table)
+{
+    const int64_t *column = table->words + 1, *end = table->words + table->count;
+    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
+        memcpy(at(column[TARGET]), at(column[SOURCE]), (size_t)column[ROW_NBYTES]);
+    *(int64_t *)at(table->words[0]) = 0;
+}
+
+/* store_slot(plan, room, version, watched) */
+static PyObject *store_slot(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    if (want(given, 4) < 0)
+        return NULL;
+    PyObject *plan = args[0], *stored = NULL;
+    int64_t room = PyLong_AsLongLong(args[1]), version = PyLong_AsLongLong(args[2]);
+    int watched = PyObject_IsTrue(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!PyTuple_Check(plan) || PyTuple_Size(plan) != P_WORDS) {
+        PyErr_SetString(PyExc_TypeError, "a plan has other parts");
+        return NULL;
+    }
+    static const Py_ssize_t least[] = {NUMBER_WORDS, 0,      1, COLUMN_WORDS, RECORD_SLOT + 2,
+                                       LOST + 1};
+    Table tables[P_TABLES];
+    int opened = 0;
+    for (; opened < P_TABLES; opened++)
+        if (open_table(PyTuple_GetItem(plan, opened), &tables[opened], least[opened]) < 0)
+            goto done;
+
+    const int64_t *t = tables[P_NUMBERING].words, *header = tables[P_HEADER].words;
+    const Table *amounts = &tables[P_AMOUNTS];
+    PyObject *places = PyTuple_GetItem(plan, P_PLACES);
+    const int64_t ring = PyLong_AsLongLong(PyTuple_GetItem(plan, P_RING));
+    const int64_t counts_at = PyLong_AsLongLong(PyTuple_GetItem(plan, P_COUNTS));
+    const int64_t complete = PyLong_AsLongLong(PyTuple_GetItem(plan, P_COMPLETE));
+    char *template = NULL;
+    Py_ssize_t length = 0, count = PyTuple_Check(places) ? PyTuple_Size(places) / 2 : 0;
+    int64_t before[MOST_NUMBERS], after[MOST_NUMBERS], recorded[MOST_NUMBERS];
+    if (PyErr_Occurred() ||
+        PyBytes_AsStringAndSize(PyTuple_GetItem(plan, P_RECORD), &template, &length) < 0)
+        goto done;
+    if (count > MOST_NUMBERS || counts_at < RECORDED || complete < counts_at ||
+        complete >= count || counts_at + amounts->count > count ||
+        !can_spell(template, length, count - RECORDED + 2)) {
+        PyErr_SetString(PyExc_ValueError, "a plan has other numbers");
+        goto done;
+    }
+    const int read = read_numbers(places, before, count);
+    if (read < 0)
+        goto done;
+    int64_t ended = -1;
+    if (!read)
+        goto told;
+
+    const int64_t rows = t[LANES], slot = ring ? before[HEAD] % ring : before[HEAD];
+    const int eventful = is_eventful(t);
+    if (before[RESERVE] != before[HEAD] || before[HEAD] < 0 || slot + rows > room ||
+        (eventful && watched) || !inside(&tables[P_CHECKS], 1))
+        goto told;
+    memcpy(after, before, (size_t)count * sizeof *after);
+    for (Py_ssize_t i = 0; i < amounts->count; i++)
+        after[counts_at + i] += amounts->words[i];
+    after[counts_at + CARRIED] = 0;
+    if (!balances(after + counts_at, amounts->count))
+        goto told;
+
+    const int64_t head = before[HEAD] + rows;
+    after[HEAD] = after[RESERVE] = head;
+    after[SEQUENCE]++;
+    after[COMMITS]++;
+    /* From here on nothing fails, and no signal's handler runs until all is done. */
+    for (int64_t lane = 0; lane < rows; lane++)
+        ((int64_t *)at(t[VERSION]))[lane] = version;
+    ended = number(t, 1, NULL) & 0xFFFFFFFF;
+    after[complete] += ended;
+    after[ENDED] += ended;
+    const int64_t largest = *(int64_t *)at(t[LARGEST]);
+    if (largest >= after[NEXT_ID])
+        after[NEXT_ID] = largest + 1;
+    int64_t open = 0;
+    for (int64_t lane = 0; lane < rows; lane++)
+        open += ((const int64_t *)at(t[STATE_STEP]))[lane] != 0;
+    memcpy(recorded, after + RECORDED, (size_t)(count - RECORDED) * sizeof *recorded);
+    recorded[count - RECORDED] = open;
+    recorded[count - RECORDED + 1] = after[NEXT_ID];
+    char record[RECORD_NBYTES], seal[SEAL_NBYTES], *to = seal;
+    const size_t spelt = spell(record, template, length, recorded);
+    to = little_endian(to, (uint64_t)after[SEQUENCE], 8);
+    to = little_endian(to, (uint64_t)head, 8);
+    to = little_endian(to, spelt, 8);
+    little_endian(to, checksum(checksum(0, seal, 24), record, spelt), 4);
+    commit(&tables[P_COLUMNS], slot, 0, rows, header,
+           at(header[RECORD_SLOT + after[SEQUENCE] % 2]), word_of(head), seal, SEAL_NBYTES, record,
+           spelt);
+    carry(&tables[P_CARRY]);
+    if (write_numbers(places, before, after, count) < 0)
+        goto done;
+told:
+    stored = PyLong_FromLongLong(ended);
+done:
+    while (opened)
+        PyBuffer_Release(&tables[--opened].buffer);
+    return stored;
 }
 
 /* nth_marked(marks, uniform, chosen): in each row of marks, one byte each, the index of one that is
@@ -394,6 +681,7 @@ static PyMethodDef functions[] = {
     {"gather_rows", (PyCFunction)(void (*)(void))gather_rows, METH_FASTCALL, NULL},
     {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
+    {"store_slot", (PyCFunction)(void (*)(void))store_slot, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -100,8 +100,11 @@ class Columns:
 
     def in_place(self, slot: int, count: int) -> bool:
         """Whether so many rows go through the map from ``slot`` on, where there is room for all."""
-        small = self.warm or count * self._widest < _WRITE_NBYTES
-        return small and slot + count <= self.room
+        return (self.warm or self.are_few(count)) and slot + count <= self.room
+
+    def are_few(self, count: int) -> bool:
+        """So many rows go through the map although its pages are new."""
+        return count * self._widest < _WRITE_NBYTES
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:
         """Copy ``count`` rows of each column, which lie one behind the other from an address on.

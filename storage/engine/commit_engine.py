@@ -22,6 +22,7 @@ from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.engine.kernel import kernel
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
+from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     BatchTooLong,
     DiskFailed,
@@ -51,7 +52,7 @@ Durability: TypeAlias = Literal["process", "power"]
 _FIRST_ROOM_NBYTES = 2**20
 _LARGEST_STEP_NBYTES = 2**28
 _REFRESH_SECONDS = 1.0
-LOOK_SECONDS = 0.01
+LOOK_SECONDS = 0.05
 """How often a writer looks whether its lock file still stands."""
 _PATIENCE_SECONDS = 1.0
 _LOOKS = 100
@@ -143,6 +144,9 @@ class Engine:
     def _counts(self) -> tuple[int, int]:
         """``head`` and ``reserve`` of one moment, or a head too old, which hides rows."""
         header = self._header
+        counts = header.counts
+        if counts is not None:
+            return counts
         head, reserve = header.head, header.reserve
         for _ in range(_LOOKS if self._follows else 0):
             if header.head == head:
@@ -263,6 +267,40 @@ class Engine:
             columns.copy_fixed(slot, rows, index)
             return self._commit(start, start + count, record)
 
+    def append_slot(self, slot: SlotRows, version: int, *, watched: bool) -> int:
+        """Number, count and append a slot of a slab at once; see `Kernel.store_slot`.
+
+        Returns how many episodes ended; -1, and nothing done, where it takes the longer way.
+        """
+        lock, now = self._lock, time.monotonic()
+        if kernel is None or now >= self._refresh_at or lock is None or self._power:
+            return -1
+        if now >= self._look_at:
+            if not lock.stands:
+                return -1
+            self._look_at = now + LOOK_SECONDS
+        with self._mutex:
+            columns = self._columns
+            if slot.columns is not columns:
+                self._plan(slot, columns)
+            if lock.lost or lock.released or not (slot.is_small or columns.warm):
+                return -1
+            # No handler of a signal, which might close the storage, runs before this.
+            ended = kernel.store_slot(slot.plan, columns.room, version, watched)
+            if not columns.warm:
+                self._warm_up(self._header.head)
+            return ended
+
+    def _plan(self, slot: SlotRows, columns: Columns) -> None:
+        header = self._header
+        numbers = (*header.numbers, (vars(self), "commits"))
+        slot.make_plan(columns.table_of(slot.rows), header.addresses, numbers, self.ring)
+        slot.columns, slot.is_small = columns, columns.are_few(slot.count)
+
+    def _warm_up(self, head: int) -> None:
+        if self.ring and head - self._opened_at >= self.ring:
+            self._columns.warm = True
+
     def _append(self, arrays: list[np.ndarray], record: bytes | None) -> range:
         start, count = self._header.head, len(arrays[0])
         stop = start + count
@@ -323,8 +361,7 @@ class Engine:
 
     def _committed(self, start: int, head: int, now: float) -> range:
         self.commits += 1
-        if self.ring and head - self._opened_at >= self.ring:
-            self._columns.warm = True
+        self._warm_up(head)
         if now >= self._refresh_at:
             self._refresh(head)
         return range(start, head)
@@ -493,8 +530,7 @@ class Engine:
         if self._follows:
             return self._take_checked(index, only)
         with self._mutex:  # no append of another thread
-            header = self._header
-            slots = slots_at(index, header.head, header.reserve, self.ring, header.floor)
+            slots = slots_at(index, *self._counts(), self.ring, self._header.floor)
             return self.gather(slots, only)
 
     def gather(

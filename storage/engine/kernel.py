@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,6 +62,18 @@ class Kernel(Protocol):
 
         The table has five words a column: its address, what its numbers are (`KINDS`), how many
         there are in a slot, and the addresses of the bounds of a slot.
+        """
+
+    def store_slot(self, plan: tuple[Any, ...], room: int, version: int, watched: bool, /) -> int:
+        """Check, number, count and commit the first slot of a slab, of which all lanes are rows.
+
+        It is `are_inside`, `number_slots`, what `Ledger` and `RunRecord` say, and `commit_rows`;
+        then the slab is ready for the next slot. No signal's handler runs in between. ``plan`` is
+        that of `SlotRows`, ``room`` how many rows there is space for, ``version`` that of the
+        policy, and ``watched``: begins and ends of episodes want a look before.
+
+        Returns:
+            How many episodes ended; -1, and nothing done, where it takes the longer way.
         """
 
     def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:

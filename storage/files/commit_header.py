@@ -24,6 +24,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,8 @@ _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
 HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
+Place = tuple[dict[str, Any], str]
+"""Where a whole number stands that some object keeps: its attributes, and the name."""
 OneCommit = tuple[bytes, int, bytes]
 """Addresses of the places that it is stored to, the word of its count, the head of its record."""
 
@@ -277,6 +280,12 @@ class Header:
         self._head = rows
 
     @property
+    def counts(self) -> tuple[int, int] | None:
+        """Head and reserve of a writer; None: another process may change them."""
+        head, reserve = self._head, self._reserve
+        return None if head is None or reserve is None else (head, reserve)
+
+    @property
     def floor(self) -> int:
         """The row at which the ring was emptied last, 0 if it never was."""
         return self._count(_FLOOR) if self._floor is None else self._floor
@@ -368,6 +377,16 @@ class Header:
         assert self._head is not None
         self._reserve = self._head = self._head + rows
         self._sequence += 1
+
+    @property
+    def addresses(self) -> bytes:
+        """Addresses of `reserve`, of `head` and of both record slots, for a writer."""
+        return self._places[0] + self._places[1][-_SEQUENCE_NBYTES:]
+
+    @property
+    def numbers(self) -> tuple[Place, ...]:
+        """Where a writer's head, reserve and last sequence stand: who commits writes them there."""
+        return tuple((vars(self), name) for name in ("_head", "_reserve", "_sequence"))
 
     def _places_of(self, index: int) -> bytes:
         """Addresses of `reserve`, of `head` and of a record slot, as `Kernel.commit_rows` wants."""

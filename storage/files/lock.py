@@ -102,7 +102,7 @@ class WriterLock:
     """
 
     def __init__(self, inside: Inside, path: Path) -> None:
-        self.lost = self.made = False
+        self.lost = self.made = self.released = False
         """Made: there was no lock file, so that a writer whose file was removed may still write."""
         self.when_lost: Callable[[], None] | None = None
         """Called in a forked child."""
@@ -168,6 +168,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Let the next writer in."""
+        self.released = True
         held.discard(self)
         self.when_lost = None
         if not self.lost:

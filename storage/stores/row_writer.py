@@ -19,6 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidSchema,
@@ -352,6 +353,17 @@ class RowWriter:
             span = reader.running().append_fixed(rows, index, record)
             self._staged = None
             return span
+
+    def write_slot(self, slot: SlotRows, version: int, *, watched: bool) -> int:
+        """As `DiskStorage.extend_slot`."""
+        with self.turn:
+            reader = self.reader
+            engine, index = reader.engine, reader.trajectory_index
+            if engine is None or self._staged is not None:
+                return -1
+            if index.counted is not None and reader.ring:
+                index.make_way(reader, range(slot.count))
+            return engine.append_slot(slot, version, watched=watched)
 
     def _last_is_collected(self) -> bool:
         """The last run is a collector's, whose record counts its rows."""

@@ -37,7 +37,8 @@ class TrajectoryIndex:
         self.lock = threading.RLock()
         self._order: RowOrder | None = None
         self._links: RowLinks | None = None
-        self._episodes: Episodes | None = None
+        self.counted: Episodes | None = None
+        """The table as far as somebody wanted to know."""
         self._in_file = -1
 
     def links(self, reader: RowReader) -> RowLinks:
@@ -61,10 +62,10 @@ class TrajectoryIndex:
     def episodes(self, reader: RowReader) -> Episodes:
         """The table of all rows that are committed; raises as `links`."""
         with self.lock:
-            if self._episodes is None:
+            if self.counted is None:
                 _require(reader, _COUNTED)
-                self._episodes = self.load(reader)
-            episodes = self._episodes
+                self.counted = self.load(reader)
+            episodes = self.counted
             if reader.head > episodes.seen:
                 order, runs = self._order_of(reader), runs_of(reader.runs)
                 for start, stop in unread(reader, episodes):
@@ -109,7 +110,7 @@ class TrajectoryIndex:
 
         If anybody wants to know.
         """
-        episodes = self._episodes
+        episodes = self.counted
         if episodes is not None and reader.head + _length(rows) - episodes.seen > reader.ring:
             with contextlib.suppress(CorruptStorage):  # whoever asks for the table is told
                 self.episodes(reader)

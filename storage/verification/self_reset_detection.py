@@ -24,7 +24,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tallyroll.storage.trajectories.by_lane import lane_order
+from tallyroll.storage.trajectories.by_lane import LaneOrder, lane_order
 from tallyroll.storage.verification.findings import PLACES
 from tallyroll.storage.verification.value_checks import batches, words
 
@@ -194,6 +194,9 @@ class SelfResets:
 
     def _follow(self, rows: Ends, begins: np.ndarray) -> None:
         order, tails = lane_order(rows.lane), self._tails
+        compares = self._quota > 0
+        if not compares:  # rows in mid-trajectory
+            order = _around_ends(order, rows.ended, begins)
         at = order.at
         ended, begun, follows = rows.ended[at], np.flatnonzero(begins[at]), ~begins[at]
         compared = ended if rows.valid is None else ended & rows.valid[at]
@@ -212,8 +215,9 @@ class SelfResets:
         if len(behind):
             before = {name: order.before(now[name], tails[name])[behind] for name in now}
             self._count_ends(order.lane[behind], before, here[behind])
-        inner = np.flatnonzero(now["known"] & ~ended)
-        self._compare_inner(rows, at[inner], now["first"][inner])
+        if compares:
+            inner = np.flatnonzero(now["known"] & ~ended)
+            self._compare_inner(rows, at[inner], now["first"][inner])
         own, last = order.own, order.last
         for name, values in now.items():
             tails[name][own] = values[last]
@@ -260,6 +264,16 @@ class SelfResets:
             )
         if not open_questions or every.ends >= self._most:
             self.verdict = Verdict.FINE
+
+
+def _around_ends(order: LaneOrder, ended: np.ndarray, begins: np.ndarray) -> LaneOrder:
+    """Of the rows in ``order`` those that begin or end a trajectory, their lanes' last ones, and
+    those in front of a beginning."""
+    begun = begins[order.at]
+    kept = begun | ended[order.at]
+    kept[:-1] |= begun[1:]
+    kept[order.last] = True
+    return LaneOrder.of(order.at[kept], order.lane[kept])
 
 
 def _seen(ends: np.ndarray, inner: np.ndarray) -> Seen:

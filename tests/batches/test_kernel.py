@@ -215,9 +215,50 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         anything.commit_rows(bytes(24), 0, 0, 1, bytes(16), 1, bytes(28), b"")
     with pytest.raises(TypeError):
         anything.commit_rows(bytes(24), 0, 0, 1, bytes(24), 1, bytes(28), "text")
+    for plan in ((), [0] * 11, (0,) * 11):
+        with pytest.raises(TypeError):
+            anything.store_slot(plan, 1, 0, False)
     for wrong in ([0, 4], [-1, 0], [2**62, 1]):
         with pytest.raises(IndexError):
             anything.gather_rows(bytes(24), 0, np.array(wrong), 4)
+
+
+def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
+    lanes = np.zeros(64, np.int64)
+    numbering = table_of([1, 1, *[lanes.ctypes.data] * 20])
+    columns, header, amounts = bytes(24), bytes(32), bytes(8 * 7)
+    counts = dict.fromkeys("abcdefghijklmnop", 0)
+    places = tuple(part for name in counts for part in (counts, name))
+
+    def stored(
+        record: bytes = b"%d" * 12, at: int = 6, complete: int = 7, given: Any = places
+    ) -> int:
+        plan = numbering, b"", bytes(8), columns, header, amounts, given, record, 0, at, complete
+        return kernel.store_slot(plan, 0, 0, False)
+
+    assert stored() == -1
+    for wrong in (
+        {"record": b"%d" * 11},
+        {"record": b"%d" * 13},
+        {"record": b"%d" * 11 + b"%s"},
+        {"record": b"%d" * 11 + b"%"},
+        {"record": b"%d" * 12 + b" " * 4000},
+        {"at": 5},
+        {"at": 11},
+        {"complete": 5},
+        {"complete": 16},
+        {"given": places[:20]},
+        {"given": None},
+    ):
+        with pytest.raises(ValueError, match="other numbers"):
+            stored(**wrong)
+    with pytest.raises(KeyError):
+        stored(given=(*places[:-1], "not there"))
+    counts["p"] = 2**70
+    assert stored() == -1
+    counts["p"] = "text"  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        stored()
 
 
 def test_all_uses_are_of_one_name() -> None:

@@ -12,7 +12,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -181,28 +181,37 @@ PLACES = ["reserve", "head", "record", *range(0, 33, 4)]
 class Fatal:
     """In the place of the kernel: a commit has no memory at one of its places, and is killed."""
 
-    def __init__(self, place: str | int, calls: int) -> None:
-        self._place, self._left = place, calls
+    def __init__(self, way: str, place: str | int, calls: int) -> None:
+        self._way, self._place, self._left = way, place, calls
 
     def commit_rows(self, table: bytes, *args: Any) -> None:
-        self._left -= 1
-        if self._left == 0:
-            words, header = np.frombuffer(table, np.int64).copy(), np.frombuffer(args[3], np.int64)
-            header = header.copy()
-            if isinstance(self._place, int):
-                words[self._place // 3 * 3 % len(words)] = 16
-            else:
-                header[["reserve", "head", "record"].index(self._place)] = 16
-            table, args = words.tobytes(), (*args[:3], header.tobytes(), *args[4:])
+        table, header = self._spoilt("commit_rows", table, args[3])
         assert kernel is not None
-        kernel.commit_rows(table, *args)
+        kernel.commit_rows(table, *args[:3], header, *args[4:])
+
+    def store_slot(self, plan: tuple[Any, ...], *args: Any) -> int:
+        columns, header = self._spoilt("store_slot", *plan[3:5])
+        assert kernel is not None
+        return kernel.store_slot((*plan[:3], columns, header, *plan[5:]), *args)
+
+    def _spoilt(self, way: str, columns: bytes, header: bytes) -> tuple[bytes, bytes]:
+        self._left -= way == self._way
+        if self._left or way != self._way:
+            return columns, header
+        words, places = (np.frombuffer(each, np.int64).copy() for each in (columns, header))
+        if isinstance(self._place, int):
+            words[self._place // 3 * 3 % len(words)] = 16
+        else:
+            at = ["reserve", "head", "record"].index(self._place)
+            places[at : None if self._place == "record" else at + 1] = 16
+        return words.tobytes(), places.tobytes()
 
 
 def killed_within_one_call(folder: str) -> int:
     trials = 0
-    for place in PLACES:
+    for way, place in product(("commit_rows", "store_slot"), PLACES):
         for calls in (1, 5, 23):
-            path, told, fatal = Path(folder, str(trials)), Told(), Fatal(place, calls)
+            path, told, fatal = Path(folder, str(trials)), Told(), Fatal(way, place, calls)
             trials += 1
 
             def act(path: Path = path, told: Told = told, fatal: Fatal = fatal) -> None:
@@ -212,7 +221,7 @@ def killed_within_one_call(folder: str) -> int:
                     collect_for_ever(path, RING, 4, "DISABLED", told)
 
             _, status = os.waitpid(forked(act), 0)
-            assert os.WIFSIGNALED(status), (place, calls)
+            assert os.WIFSIGNALED(status), (way, place, calls)
             assert os.WTERMSIG(status) == signal.SIGSEGV, (place, calls)
             judge(path, 4, "DISABLED", told.head)
     return trials
@@ -221,7 +230,7 @@ def killed_within_one_call(folder: str) -> int:
 @pytest.mark.skipif(kernel is None, reason="commits in one call are the extension's")
 def test_killed_within_a_commit_in_one_call(tmp_path: Path) -> None:
     done = in_a_process(killed_within_one_call, str(tmp_path), seconds=110)
-    assert done == 3 * len(PLACES)
+    assert done == 2 * 3 * len(PLACES)
 
 
 # --- readers beside it ----------------------------------------------------------------------------

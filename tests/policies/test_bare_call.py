@@ -72,9 +72,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     original = BareCall.__call__
 
-    def counted(self: BareCall, at: int) -> Any:
+    def counted(self: BareCall, at: int, *given: Any) -> Any:
         made.append(at)
-        return original(self, at)
+        return original(self, at, *given)
 
     monkeypatch.setattr(BareCall, "__call__", counted)
     return made

@@ -167,7 +167,9 @@ def test_it_is_called_without_tensordicts_around_it(monkeypatch: pytest.MonkeyPa
     calls = []
     original = BareCall.__call__
     monkeypatch.setattr(
-        BareCall, "__call__", lambda self, at: calls.append(at) or original(self, at)
+        BareCall,
+        "__call__",
+        lambda self, at, *given: calls.append(at) or original(self, at, *given),
     )
     collect("Pendulum-v1", Net(), **BUDGET)
     assert len(calls) == 60

@@ -165,9 +165,10 @@ def test_gradients_are_switched_as_torch_does() -> None:
 def test_the_exploration_type_is_torchrls() -> None:
     place = compat.ExplorationPlace()
     with set_exploration_type(ExplorationType.MEAN):
-        assert place.swap(ExplorationType.MODE) is ExplorationType.MEAN
-        assert exploration_type() is ExplorationType.MODE
-        assert place.swap(ExplorationType.MEAN) is ExplorationType.MODE
+        assert place.get() is ExplorationType.MEAN
+        place.put(ExplorationType.MODE)
+        assert exploration_type() is place.get() is ExplorationType.MODE
+        place.put(ExplorationType.MEAN)
 
 
 def test_counting_is_numpys() -> None:
@@ -177,12 +178,16 @@ def test_counting_is_numpys() -> None:
 
 def test_a_module_knows_who_watches_it_and_how_it_calls() -> None:
     plain = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
-    assert not compat.is_watched(plain)
+    behind, before = compat.hooks_of(plain)
+    assert not behind
+    assert not before
     assert compat.calls_plainly(plain)
     with plain.register_forward_hook(lambda *given: None):
-        assert compat.is_watched(plain)
+        assert behind
+        assert not before
     with plain.register_forward_pre_hook(lambda *given: None):
-        assert compat.is_watched(plain)
+        assert before
+        assert not behind
     named = TensorDictModule(torch.nn.Identity(), in_keys={"input": "a"}, out_keys=["b"])
     assert not compat.calls_plainly(named)
 

@@ -10,7 +10,6 @@ import gc
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import timeit
@@ -32,14 +31,11 @@ from tallyroll.storage import open_storage
 
 from collect_kit import balanced
 from oracles import check_rows
+from traced_code import Interruption, traced
 from worker_kit import DISABLED, LANES, LENGTHS, NEXT, SAME, Telling, alone, in_threads, spread
 
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "6"))
 INSIDE = str(Path(package.__file__).parent)
-
-
-class Interruption(Exception):
-    """What a handler raises."""
 
 
 @contextmanager
@@ -50,25 +46,13 @@ def at_instruction(number: int, sent: signal.Signals) -> Iterator[list[int]]:
     """
     count = [0]
 
-    def local(frame: Any, event: str, _: Any) -> Any:
-        if event == "opcode":
-            count[0] += 1
-            if count[0] == number:
-                signal.raise_signal(sent)
-        return local
+    def look(_: Any) -> None:
+        count[0] += 1
+        if count[0] == number:
+            signal.raise_signal(sent)
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(INSIDE):
-            return None
-        frame.f_trace_opcodes = True
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with traced(INSIDE, look):
         yield count
-    finally:
-        sys.settrace(before)
 
 
 @contextmanager

@@ -90,13 +90,13 @@ def test_after_a_discard_every_action_is_by_the_latest_weights(mode: AutoresetMo
 
 
 def never_stepping(kind: str) -> Any:
-    if kind == "vector":
-        return vec(AutoresetMode.DISABLED)
+    if kind.startswith("vector"):
+        return vec(AutoresetMode.DISABLED, vec_kwargs={"copy": kind == "vector"})
     return batched(SerialEnv if kind == "serial" else ParallelEnv)
 
 
 @pytest.mark.parametrize("random", [False, True])
-@pytest.mark.parametrize("kind", ["vector", "serial"])
+@pytest.mark.parametrize("kind", ["vector", "vector, no copy", "serial"])
 @pytest.mark.parametrize("per_batch", [1, 2, 4, 7])
 def test_never_step_executes_nothing_beyond_the_batch(
     kind: str, per_batch: int, random: bool
@@ -112,7 +112,7 @@ def test_never_step_executes_nothing_beyond_the_batch(
     assert collector.ledger.executed == collector.ledger.slots == collector.ledger.stored == 31
 
 
-@pytest.mark.parametrize("kind", ["vector", "serial"])
+@pytest.mark.parametrize("kind", ["vector", "vector, no copy", "serial"])
 @pytest.mark.parametrize("per_batch", [1, 2, 4, 7])
 def test_never_step_with_a_budget_of_episodes_carries_nothing(kind: str, per_batch: int) -> None:
     with SyncCollector(

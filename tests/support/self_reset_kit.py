@@ -25,13 +25,20 @@ class SelfResetting(gym.Env[Any, Any]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
 
     def __init__(
-        self, lane: int = 0, *, same_start: bool = False, rightly: bool = False, side: int = 0
+        self,
+        lane: int = 0,
+        *,
+        same_start: bool = False,
+        rightly: bool = False,
+        side: int = 0,
+        length: int = 3,
     ) -> None:
         shape = (3, side, side) if side else (3,)
         self.observation_space = spaces.Box(-1e6, 1e6, shape, np.float32)
         self.action_space = spaces.Discrete(2)
         self.lane, self.same_start, self.rightly, self.side = lane, same_start, rightly, side
         self.episode, self.at, self.fresh = -1, 0, False
+        self.length = length
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, where step has not done so already."""
@@ -45,7 +52,7 @@ class SelfResetting(gym.Env[Any, Any]):
         """Go on; at an end, begin the next episode."""
         self.at += 1
         tick = self.at
-        ended = self.at >= 3 + (self.lane + self.episode) % 3
+        ended = self.at >= self.length + (self.lane + self.episode) % 3
         if ended and not self.rightly:
             self._begin()
             self.fresh = True

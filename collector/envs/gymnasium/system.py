@@ -145,7 +145,8 @@ class GymnasiumSystem(System):
         # The vector may put observations together where they are wanted: one copy less.
         self._plain = len(self._leaves) == 1 and not (self._leaves[0].path or self._leaves[0].text)
         self.lends = self._plain and not self.infos and type(env) is SyncVectorEnv and not env.copy
-        self.lends = self.lends and hasattr(env, OBSERVATIONS)
+        self.lends = self.lends and hasattr(env, OBSERVATIONS) and bool(own_observations(env))
+        self._anew = False
         self._own: Any = None
         self.declares = self._declared()
 
@@ -186,6 +187,18 @@ class GymnasiumSystem(System):
     def close(self) -> None:
         """Close the vector environment."""
         self.env.close()
+
+    def hand_over(self) -> bool:
+        """Arrays of its own; wrappers may keep what they return, and other steps theirs."""
+        is_bare = type(self.env) in (SyncVectorEnv, AsyncVectorEnv) and "step" not in vars(self.env)
+        if not (is_bare and self._plain and not self.infos):
+            return False
+        if type(self).step is not GymnasiumSystem.step:
+            return False
+        if self.lends:
+            self.lend(None)
+        self._anew = self.lends
+        return self.lends or bool(getattr(self.env, "copy", False))
 
     def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:
         """Let a `SyncVectorEnv` put its next observations there."""
@@ -248,6 +261,8 @@ class GymnasiumSystem(System):
         if lanes is not None and not lanes.all():
             return self._step_some(action[0], np.flatnonzero(lanes))
         obs, reward, terminated, truncated, info = self.env.step(action[0])
+        if self._anew and self._own is None:  # it puts the next ones elsewhere
+            setattr(self.env, OBSERVATIONS, np.empty_like(obs))
         if self._one_of_many:
             reward = reward[..., 0]
         if self._infoless and "final_obs" not in info:
@@ -302,6 +317,7 @@ class GymnasiumSystem(System):
     def _step_some(self, action: NDArray[Any], lanes: NDArray[np.intp]) -> Step:
         """Step ``lanes`` alone, each by a call of its own."""
         assert isinstance(self.env, SyncVectorEnv)
+        held: Any = own_observations(self.env)  # a reset by mask returns these of the other lanes
         rows: Rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
         infos = self.infos.new_rows()
         reward = np.zeros((self._lanes, *self._rewards))
@@ -309,6 +325,8 @@ class GymnasiumSystem(System):
         for lane in lanes:
             made = self.env.envs[lane].step(action[lane])
             obs, reward[lane], terminated[lane], truncated[lane], info = made
+            if held:
+                held[lane] = obs
             for row, get in zip(rows, self._getters, strict=True):
                 row[lane] = get(obs)
             self.infos.write_one(infos, int(lane), info, False)

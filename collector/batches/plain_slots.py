@@ -1,0 +1,76 @@
+"""One slot of all lanes at a time, filled and stored where nothing else is to be done.
+
+It is what a collector does anyway, in few lines and one compiled call: between the steps of an
+environment, and more so behind a gradient step, each line touched costs several times what it
+costs in a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tallyroll.collector.batches.final_observations import FinalsWatch
+from tallyroll.collector.batches.slab_rows import SlabRows
+from tallyroll.collector.compat import set_gradients
+from tallyroll.collector.counting.episode_log import EpisodeLog
+from tallyroll.collector.counting.ledger import LedgerEntry
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.rollout.os_signals import deferred
+from tallyroll.collector.rollout.source import Again
+from tallyroll.storage.engine.slot_rows import SlotRows
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.storages import DiskStorage
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSlots:
+    """The plain slots of a slab."""
+
+    table: SlabRows
+    slot: SlotRows
+    again: Again
+    storage: DiskStorage
+    reader: FileReader
+    """Of the storage: it has no engine where it was closed."""
+    episodes: EpisodeLog
+    acting: Acting
+    entry: LedgerEntry
+    """What happens in each; it, the state and the checks are those that ``slot`` was made for."""
+    state: LaneState
+    eased: int
+
+    def was_made_for(self, entry: LedgerEntry, state: LaneState, eased: int) -> bool:
+        """It is still so."""
+        return entry is self.entry and state is self.state and eased == self.eased
+
+    def fill(self) -> None:
+        """Step all lanes, wherever a signal's handler may raise."""
+        acting = self.acting
+        gradients, exploration = torch.is_grad_enabled(), acting.place.get()
+        try:
+            set_gradients(False)
+            acting.place.put(acting.exploration)
+            self.again.fill()
+        finally:  # handlers come behind calls of what is compiled
+            try:
+                acting.place.put(exploration)
+            finally:
+                set_gradients(gradients)
+
+    def store(self, finals: FinalsWatch) -> bool:
+        """Check, number, count and store what was filled; False, and nothing done, if more is."""
+        ended = self.storage.extend_slot(
+            self.slot, self.again.version, watched=finals.looks, undivided=deferred
+        )
+        if ended > 0:
+            self.log()
+        return ended >= 0
+
+    def log(self) -> None:
+        """Take note of the episodes that ended, where nobody has."""
+        ended = self.slot.ended
+        if ended["count"]:
+            with deferred():
+                self.episodes.extend(self.table.ended(ended["count"]))
+                ended["count"] = 0

@@ -1,0 +1,207 @@
+"""What a step returned is given to the policy as it is, where nobody else has that array.
+
+Policies that write to what they are given, or keep it, make the same rows as careful ones; and what
+they keep stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorObservationWrapper
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.system import Step
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.policies.bare_call import BareCall
+from tallyroll.storage import open_storage
+
+from collect_kit import assert_same
+
+LANES = 3
+
+
+def lane() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("CartPole-v1", max_episode_steps=7)
+
+
+class Remembers(VectorObservationWrapper):
+    """It returns again what it returned before, where that is still as it was."""
+
+    last: Any = None
+
+    def observations(self, observations: Any) -> Any:
+        if self.last is not None:
+            assert (self.last > -50).all(), "somebody wrote to what it keeps"
+        self.last = observations
+        return observations
+
+
+def vector(kind: Any = SyncVectorEnv, mode: str = "DISABLED", **kwargs: Any) -> Any:
+    return kind([lane] * LANES, autoreset_mode=AutoresetMode[mode], **kwargs)
+
+
+def avoiding(**kwargs: Any) -> GymnasiumVectorEnv:
+    return GymnasiumVectorEnv(vector(mode="NEXT_STEP", **kwargs), reset_slots="avoid")
+
+
+VECTORS: dict[str, Callable[[], Any]] = {
+    "sync": vector,
+    "sync, no copy": partial(vector, copy=False),
+    "same step": partial(vector, mode="SAME_STEP"),
+    "same step, no copy": partial(vector, mode="SAME_STEP", copy=False),
+    "avoided": avoiding,
+    "avoided, no copy": partial(avoiding, copy=False),
+}
+
+
+def careful(observation: torch.Tensor) -> torch.Tensor:
+    return (observation.sum(-1) > 0).long()
+
+
+def around(td: TensorDictBase) -> TensorDictBase:
+    """The same, which is never called without a TensorDict around it."""
+    return td.set("action", careful(td["observation"]))
+
+
+def scribbles(observation: torch.Tensor) -> torch.Tensor:
+    chosen = careful(observation)
+    observation.fill_(-100.0)
+    return chosen
+
+
+class Keeps:
+    """A policy that keeps all that it is given, and what that was."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, observation: torch.Tensor) -> torch.Tensor:
+        self.kept.append((observation, observation.clone()))
+        return careful(observation)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call of a policy: was it given what the step returned?"""
+    calls: list[bool] = []
+    original = BareCall.__call__
+
+    def noted(self: BareCall, at: int, array: Any = None) -> Any:
+        calls.append(array is not None)
+        return original(self, at, array)
+
+    monkeypatch.setattr(BareCall, "__call__", noted)
+    return calls
+
+
+def rows_of(make: Callable[[], Any], policy: Any, path: Path, takes: list[int], **more: Any) -> Any:
+    """Of a run that collects so many rows a call, in turn; 0 takes a batch of 5."""
+    options: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 240, "seed": 4}
+    with SyncCollector(make, policy, storage=path, **{**options, **more}) as collector:
+        batches = iter(collector)
+        while collector.ledger.stored < 240:
+            for take in takes:
+                if not take:
+                    next(batches, None)
+                else:
+                    collector.collect(take)
+    with open_storage(path, mode="read") as storage:
+        return storage.get(slice(None)).clone()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}, {"surplus": "never_step"}],
+    ids=lambda more: "".join(more),
+)
+@pytest.mark.parametrize("takes", [[LANES], [LANES, LANES, LANES, 0], [LANES, LANES, LANES + 1]])
+@pytest.mark.parametrize("name", [*VECTORS, "wrapped"])
+def test_rows_are_those_of_a_careful_policy(
+    name: str, takes: list[int], more: dict[str, Any], tmp_path: Path, given: list[bool]
+) -> None:
+    make = VECTORS.get(name, lambda: Remembers(vector()))
+    if "surplus" in more and not name.startswith("sync"):
+        more = {}  # they cannot step some of their lanes
+    wanted = rows_of(make, around, tmp_path / "careful", takes if more else [0], **more)
+    assert not given
+    wrote = rows_of(make, scribbles, tmp_path / "scribbles", takes, **more)
+    if not more:
+        assert any(given) == (name in VECTORS)
+    keeps = Keeps()
+    kept = rows_of(make, keeps, tmp_path / "keeps", takes, **more)
+    for rows in (wrote, kept):
+        assert_same(in_order(rows), in_order(wanted))
+    assert len(keeps.kept) >= 240 // LANES
+    for reference, value in keeps.kept:
+        assert torch.equal(reference, value)
+
+
+def in_order(rows: Any) -> Any:
+    """By lane and time: calls of other sizes part the slots elsewhere."""
+    lane, ids = rows["collector", "lane"].long(), rows["collector", "traj_ids"]
+    step = rows["collector", "step"]
+    order = sorted(range(len(rows)), key=lambda i: (lane[i].item(), ids[i].item(), step[i].item()))
+    return rows[order].exclude(("collector", "traj_ids"), ("collector", "cut"))
+
+
+def test_random_actions_and_other_policies_do_without(tmp_path: Path, given: list[bool]) -> None:
+    def both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return careful((one + other) / 2)
+
+    twice = TensorDictModule(both, in_keys=["observation"] * 2, out_keys=["action"])
+    wanted = rows_of(vector, around, tmp_path / "a", [0])
+    assert_same(in_order(rows_of(vector, twice, tmp_path / "b", [LANES])), in_order(wanted))
+    rows_of(vector, None, tmp_path / "c", [LANES])
+    assert given
+    assert not any(given)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_of_worker_processes_copies_are_handed_over(copy: bool) -> None:
+    """Without copies it is the memory that they write to."""
+    env = AsyncVectorEnv([lane], copy=copy, autoreset_mode=AutoresetMode.DISABLED)
+    try:
+        assert GymnasiumSystem(env).hand_over() == copy
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "SAME_STEP"])
+def test_the_vector_holds_nothing_that_a_policy_has(mode: str, tmp_path: Path) -> None:
+    """Whoever steps it later would write over that."""
+    env, keeps = vector(mode=mode, copy=False), Keeps()
+    options: dict[str, Any] = {"frames_per_batch": 5, "total_frames": -1, "storage": tmp_path / "s"}
+    with SyncCollector(env, keeps, **options) as collector:
+        for n in (LANES, LANES, LANES, 2 * LANES, LANES, LANES, LANES + 1, LANES, LANES):
+            collector.collect(n)
+            assert not any(np.shares_memory(env._observations, x.numpy()) for x, _ in keeps.kept)
+
+
+class Smooth(GymnasiumSystem):
+    """What it returns is an array that it goes on with."""
+
+    def step(self, action: Any, lanes: Any = None) -> Step:
+        step = super().step(action, lanes)
+        self.mean = 0.5 * step.obs[0] + 0.5 * getattr(self, "mean", 0.0)
+        self.mean = self.mean.astype(np.float32)
+        return step._replace(obs=(self.mean,))
+
+
+def test_what_a_system_made_of_it_is_its_own(tmp_path: Path, given: list[bool]) -> None:
+    rows = [
+        rows_of(lambda: SystemEnv(Smooth(vector())), policy, tmp_path / policy.__name__, [LANES])
+        for policy in (around, scribbles)
+    ]
+    assert_same(*rows)
+    assert not any(given)

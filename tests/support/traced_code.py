@@ -1,0 +1,42 @@
+"""Look at each instruction of a package's code as it runs, and interrupt it there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Look = Callable[[Any], object]
+
+
+class Interruption(Exception):
+    """What a handler raises."""
+
+
+@contextmanager
+def traced(folder: str, instruction: Look, begin: Look | None = None) -> Iterator[None]:
+    """Call ``instruction`` with the frame before each one of code in files of ``folder``.
+
+    ``begin`` is called where a function of it begins.
+    """
+
+    def local(frame: Any, event: str, _: Any) -> Any:
+        if event == "opcode":
+            instruction(frame)
+        return local
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        frame.f_trace_opcodes = True
+        if begin is not None:
+            begin(frame)
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
