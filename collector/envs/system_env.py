@@ -6,6 +6,7 @@ follows a step); here is the way that a collector takes at every step.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tallyroll.collector.envs.slot_ends import SlotEnds
 from tallyroll.collector.envs.system import Array, Step
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Cursor
+from tallyroll.storage.engine.kernel import kernel, table_of
 
 _SMALL_NBYTES = 2**12
 
@@ -72,48 +74,37 @@ class SystemEnv(SlotEnds):
             if lend is not None:
                 lend(None)
 
-    def step_first(self, cursor: Cursor) -> bool:
-        """Step through slot 0 alone, by views that stay; False, and nothing done, if it is more.
+    def step_of_first(self, cursor: Cursor) -> Callable[[], None]:
+        """What steps through slot 0 alone, time after time.
 
-        That is one small column of each kind: to let the system write there would cost more than
-        to copy it.
+        Where that is one small column of each kind it has views of them, and copies what a step
+        returns: to let the system write there would cost more.
         """
-        slot = cursor.first
-        if slot is None:
-            slot = cursor.first = cursor.slot(0) if self._is_plain(cursor) else ()
-        if not slot:
-            return False
-        action, row, payoff, terminated, truncated, root = slot
-        cursor.at, system = 0, self.system
-        out = system.step((action.copy(),))
-        (value, *more), (reward, *others) = out.obs, out.reward
-        if (
-            more
-            or others
-            or not type(value) is type(reward) is type(out.terminated) is np.ndarray
-            or value.shape != row.shape
-            or value.dtype != row.dtype
-            or reward.shape != payoff.shape
-            or out.terminated.shape != terminated.shape
-            or out.truncated.shape != truncated.shape
-            or out.skipped is not None
-        ):
-            self._step_block(cursor, 0, 1, None, lambda _: out)
-            return True
-        row[...] = value
-        try:
-            payoff[...], terminated[...], truncated[...] = reward, out.terminated, out.truncated
-        except (TypeError, ValueError) as error:
-            raise self._wrong_shapes(out) from error
-        if self._finish is not None:
-            root[...] = row
-            ended = terminated | truncated
-            if count_true(ended):
-                self._finish(cursor, ended, out, (row,))
-            elif cursor.wants_given:
-                cursor.given = value
-        cursor.board[FILLED] = 1
-        return True
+        if not self._is_plain(cursor):
+            return partial(self.step_block, cursor, 0, 1)
+        action, *slot = cursor.slot(0)
+        row, _, terminated, truncated, _ = slot
+        put = _putting(*slot)
+        board, finish = cursor.board, self._finish
+
+        def step() -> None:
+            cursor.at = 0
+            out = self.system.step((action.copy(),))
+            obs, reward, over, cut = out[:4]
+            ended = -1
+            if out.skipped is None and len(obs) == len(reward) == 1:
+                ended = put(obs[0], reward[0], over, cut)
+            if ended < 0:
+                self._step_block(cursor, 0, 1, None, lambda _: out)
+                return
+            if finish is not None:
+                if ended:
+                    finish(cursor, terminated | truncated, out, (row,))
+                elif cursor.wants_given:
+                    cursor.given = obs[0]
+            board[FILLED] = 1
+
+        return step
 
     def _is_plain(self, cursor: Cursor) -> bool:
         """A slot has one small column of each kind, and no more than these is to be done."""
@@ -198,3 +189,43 @@ class SystemEnv(SlotEnds):
                 row[...] = value
             elif value is not row:
                 row[...] = self._array(index, value)
+
+
+def _putting(
+    row: NDArray[Any],
+    payoff: NDArray[Any],
+    terminated: NDArray[Any],
+    truncated: NDArray[Any],
+    root: NDArray[Any],
+) -> Callable[[Array, Array, Array, Array], int]:
+    """What writes to these arrays of a slot what a step returned, and returns how many lanes ended.
+
+    It returns -1, whatever it wrote, where that is not as they are.
+    """
+    apart = root.ctypes.data != row.ctypes.data
+    arrays = row, payoff, terminated, truncated, root
+    floats = np.dtype(np.float32), np.dtype(np.float64)
+    compiles = payoff.ndim == 1 and payoff.dtype in floats
+    if kernel is not None and compiles and all(each.flags.c_contiguous for each in arrays):
+        places = row, root, payoff, terminated, truncated
+        words = [each.ctypes.data for each in places]
+        words[1] *= apart
+        table = table_of([*words, payoff.dtype == np.float64, len(terminated), *row.shape])
+        return partial(kernel.put_step, table, row.data.format.encode())
+
+    def put(value: Array, reward: Array, over: Array, cut: Array) -> int:
+        given = value, reward, over, cut
+        if any(type(each) is not np.ndarray for each in given) or value.dtype != row.dtype:
+            return -1
+        if any(each.shape != own.shape for each, own in zip(given, arrays, strict=False)):
+            return -1
+        row[...] = value
+        try:
+            payoff[...], terminated[...], truncated[...] = reward, over, cut
+        except (TypeError, ValueError):
+            return -1
+        if apart:
+            root[...] = row
+        return count_true(terminated | truncated)
+
+    return put

@@ -64,18 +64,24 @@ class BareCall:
 
         ``given``: the values of the only observation, where nobody else has that array.
         """
-        try:
-            module = self._place["module"]
-        except KeyError:
-            module = self._around.module
+        module = self.network()
         if given is not None:
             out = module(torch.from_numpy(given))
         else:
             out = module(*[rows[at].clone() for rows in self._inputs])
-        return out if isinstance(out, torch.Tensor) else self._one(out)
+        return out if isinstance(out, torch.Tensor) else self.one(out)
 
-    def _one(self, out: Any) -> Any:
+    def network(self) -> Any:
+        """What it calls."""
+        try:
+            return self._place["module"]
+        except KeyError:
+            return self._around.module
+
+    def one(self, out: Any) -> Any:
         """The output, where it comes wrapped."""
+        if isinstance(out, torch.Tensor):
+            return out
         if isinstance(out, (dict, TensorDictBase)):
             return out.get(self._out)
         if isinstance(out, tuple):

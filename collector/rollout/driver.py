@@ -1,8 +1,9 @@
 """Drivers fill the slots of a slab: their interface, and the one of this process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from tallyroll.collector.policies.bare_call import BareCall
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
 from tallyroll.collector.policies.trial import no_tensordict
-from tallyroll.collector.rollout.lanes import Account, Lanes, changed, ended_in
+from tallyroll.collector.rollout.lanes import Account, Lanes, SystemLanes, changed, ended_in
 from tallyroll.collector.rollout.os_signals import admitted
+from tallyroll.collector.rollout.plain_step import plain_step
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -34,6 +36,8 @@ class Driver(ABC):
     """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
     used_at = 0
     """The address of ``used``; 0 where it is no word of this process."""
+    first_slot: Callable[[], None]
+    """As ``policy_steps(0, 1)``."""
 
     @property
     @abstractmethod
@@ -141,6 +145,10 @@ class LocalDriver(Driver):
             if self._bare is not None and lanes.cursor is not None:
                 one = self._bare.has_one_input
                 lanes.cursor.wants_given = one and lanes.env.system.hand_over()
+        self.first_slot = partial(self.policy_steps, 0, 1)
+        if self._bare is not None and isinstance(lanes, SystemLanes) and lanes.cursor.wants_given:
+            row = self._outputs[0][1][0]
+            self.first_slot = plain_step(self._bare, lanes, row, self._act, self._put_column)
         self._action_rows = dict(self._outputs[: len(self._actions)])
         self._masks = random.masks_in(self.slab.arrays) if lanes.fills_slab else None
         self._first: TensorDictBase | None = None
@@ -217,6 +225,9 @@ class LocalDriver(Driver):
             self.stepped.step(at, at + 1)
             if self.board[HALT]:
                 break
+
+    def _first_slot(self) -> None:
+        self.policy_steps(0, 1)
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""

@@ -129,7 +129,7 @@ class Rollout:
             return
         self.version = policy.version
         if not policy.refreshes:
-            self.driver.policy_steps(0, 1)
+            self.driver.first_slot()
             return
         self.slab.version[0] = self.version
         self.driver.policy_steps(0, 1)  # newer weights write theirs

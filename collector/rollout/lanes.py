@@ -6,8 +6,9 @@ returns is copied (`copying.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -153,11 +154,18 @@ class SystemLanes(Lanes):
         cursor = self.cursor
         cursor.given = None
         try:
-            if start or stop > 1 or not self.env.step_first(cursor):
+            if start or stop > 1:
                 self.env.step_block(cursor, start, stop)
+            else:
+                self.step_first()
         except BaseException as error:
-            self._say_actions(error)
+            self.say_actions(error)
             raise
+
+    @cached_property
+    def step_first(self) -> Callable[[], None]:
+        """Step through slot 0."""
+        return self.env.step_of_first(self.cursor)
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""
@@ -165,10 +173,11 @@ class SystemLanes(Lanes):
         try:
             self.env.step_part(self.cursor, lanes)
         except BaseException as error:
-            self._say_actions(error)
+            self.say_actions(error)
             raise
 
-    def _say_actions(self, error: BaseException) -> None:
+    def say_actions(self, error: BaseException) -> None:
+        """Note the actions of the step that raised ``error``."""
         at = self.cursor.at
         actions = [column[at].tolist() for column in self.cursor.actions]
         said = actions[0] if len(actions) == 1 else actions

@@ -78,8 +78,6 @@ class Cursor:
     """What the last step returned, where that is what the policy sees next, and nobody else's."""
     wants_given: bool = False
     """There is a policy that takes it, and a system that hands it over."""
-    first: tuple[Array, ...] | None = None
-    """What :meth:`slot` has of slot 0, where somebody keeps that."""
 
     def slot(self, at: int) -> tuple[Array, ...]:
         """Of a slot with one column of each kind ``[lane, ...]``.

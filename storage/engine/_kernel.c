@@ -675,6 +675,84 @@ static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t gi
     Py_RETURN_NONE;
 }
 
+/* Whether a buffer has these numbers, in the words of the struct module, and dimensions. */
+static int is_like(const Py_buffer *view, const char *format, int64_t ndim, const int64_t *shape)
+{
+    if (view->ndim != ndim || view->format == NULL || strcmp(view->format, format) != 0)
+        return 0;
+    for (int64_t i = 0; i < ndim; i++)
+        if (view->shape[i] != shape[i])
+            return 0;
+    return 1;
+}
+
+/* Copy rewards; 0 where they are no floats, or one is too large for where it goes. */
+static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const int64_t *lanes)
+{
+    const int from_doubles = is_like(view, "d", 1, lanes);
+    if (!from_doubles && !is_like(view, "f", 1, lanes))
+        return 0;
+    for (int64_t i = 0; i < *lanes; i++) {
+        const double reward =
+            from_doubles ? ((const double *)view->buf)[i] : ((const float *)view->buf)[i];
+        const float narrow = (float)reward;
+        if (as_doubles)
+            ((double *)(void *)to)[i] = reward;
+        else if (narrow - narrow != 0 && reward - reward == 0)
+            return 0;
+        else
+            ((float *)(void *)to)[i] = narrow;
+    }
+    return 1;
+}
+
+/* put_step(table, format, observation, reward, terminated, truncated): write what a step returned
+   to a slot; returns how many lanes ended, or -1 where something is not as the table says. Words:
+   the addresses of the observation, of the one that is seen next (or 0), of rewards, terminated and
+   truncated, whether rewards are doubles, lanes, and the observation's dimensions. */
+static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    Py_buffer views[4];
+    int opened = 0;
+    int64_t ended = -1;
+    if (want(given, 6) < 0)
+        return NULL;
+    const char *format = PyBytes_AsString(args[1]);
+    if (format == NULL || open_table(args[0], &table, 7) < 0)
+        return NULL;
+    const int64_t *t = table.words;
+    for (; opened < 4; opened++) {
+        const int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS;
+        if (PyObject_GetBuffer(args[2 + opened], &views[opened], flags) < 0)
+            goto done;
+    }
+    const Py_buffer *seen = &views[0], *over = &views[2], *cut = &views[3];
+    if (is_like(seen, format, table.count - 7, t + 7) && is_like(over, "?", 1, t + 6)
+        && is_like(cut, "?", 1, t + 6) && put_rewards(at(t[2]), t[5] != 0, &views[1], t + 6)) {
+        ended = 0;
+        for (int64_t lane = 0; lane < t[6]; lane++)
+            ended += ((const char *)over->buf)[lane] || ((const char *)cut->buf)[lane];
+        memmove(at(t[3]), over->buf, (size_t)t[6]);
+        memmove(at(t[4]), cut->buf, (size_t)t[6]);
+        memmove(at(t[0]), seen->buf, (size_t)seen->len);
+        if (t[1])
+            memcpy(at(t[1]), at(t[0]), (size_t)seen->len);
+    }
+done:
+    while (opened)
+        PyBuffer_Release(&views[--opened]);
+    PyBuffer_Release(&table.buffer);
+    if (PyErr_Occurred()) { /* no such buffer */
+        if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError)
+            && !PyErr_ExceptionMatches(PyExc_TypeError))
+            return NULL;
+        PyErr_Clear();
+    }
+    return PyLong_FromLongLong(ended);
+}
+
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
     {"commit_rows", (PyCFunction)(void (*)(void))commit_rows, METH_FASTCALL, NULL},
@@ -682,6 +760,7 @@ static PyMethodDef functions[] = {
     {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
     {"store_slot", (PyCFunction)(void (*)(void))store_slot, METH_FASTCALL, NULL},
+    {"put_step", (PyCFunction)(void (*)(void))put_step, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

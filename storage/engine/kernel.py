@@ -76,6 +76,28 @@ class Kernel(Protocol):
             How many episodes ended; -1, and nothing done, where it takes the longer way.
         """
 
+    def put_step(
+        self,
+        table: bytes,
+        format: bytes,
+        observation: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        /,
+    ) -> int:
+        """Write what a step returned to a slot; see `SystemEnv.step_of_first`.
+
+        The table has seven words: the addresses of the observation, of what is seen next (0: that
+        is the same memory), of rewards, of terminated and of truncated, whether rewards are
+        float64, and how many lanes there are; and the shape of the observation, whose numbers are
+        of ``format`` (`struct`). Rewards may be float32 or float64.
+
+        Returns:
+            How many lanes ended; -1 where an array is not such, or a reward becomes infinite: it
+            takes the longer way, whatever was written.
+        """
+
     def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:
         """Write one of the marked entries of each row of ``marks`` ``[*rows, n]`` to ``chosen``.
 

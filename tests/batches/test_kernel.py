@@ -18,6 +18,7 @@ from tallyroll.collector.batches import slab_rows, value_checks
 from tallyroll.collector.batches.slab_rows import SlabRows
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
+from tallyroll.collector.envs import system_env
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab, SlabColumn
@@ -198,6 +199,76 @@ def _assert_alike(one: Any, other: Any) -> None:
             assert np.allclose(*(np.sort(each.episodes[name]) for each in (one, other))), name
 
 
+# --- a step ---------------------------------------------------------------------------------------
+
+
+class Slot:
+    """Arrays of a slot of three lanes, and what writes a step to them, compiled or by NumPy."""
+
+    def __init__(self, kind: str, payoff: str, shared: bool, compiled: Kernel | None) -> None:
+        self.row, self.payoff = np.ones((3, 2), kind), np.ones(3, payoff)
+        self.root = self.row if shared else np.ones((3, 2), kind)
+        self.terminated, self.truncated = np.zeros((2, 3), np.bool_)
+        arrays = self.row, self.payoff, self.terminated, self.truncated, self.root
+        with patch.object(system_env, "kernel", compiled):
+            self.put = system_env._putting(*arrays)
+        self.arrays = arrays
+
+
+OBS_KINDS = ["f4", "f8", "i8", "u1", "?", "c8", ">f4"]
+WAYS = ["as it is", "strided", "reversed bytes", "another dtype", "another shape", "a list"]
+
+
+def bent(array: np.ndarray, way: str) -> Any:
+    """The same values, in another form."""
+    forms: dict[str, Any] = {
+        "strided": np.repeat(array, 2, axis=0)[::2],
+        "reversed bytes": array.astype(array.dtype.newbyteorder("S")),
+        "another dtype": array.astype("f4" if array.dtype == "f8" else "f8"),
+        "another shape": array[:2],
+        "a list": array.tolist(),
+    }
+    return forms.get(way, array)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:.*discards the imaginary")
+@given(
+    kind=st.sampled_from(OBS_KINDS),
+    payoff=st.sampled_from(["f4", "f8"]),
+    shared=st.booleans(),
+    bends=st.tuples(*[st.sampled_from([*WAYS[:1] * 5, *WAYS])] * 4),
+    rewards=st.lists(st.floats(width=64), min_size=3, max_size=3),
+    narrow=st.booleans(),
+    flags=st.lists(st.booleans(), min_size=6, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_steps_are_written_alike(
+    kernel: Kernel,
+    kind: str,
+    payoff: str,
+    shared: bool,
+    bends: Any,
+    rewards: list[float],
+    narrow: bool,
+    flags: list[bool],
+    seed: int,
+) -> None:
+    seen = np.random.default_rng(seed).integers(0, 2, (3, 2)).astype(kind)
+    reward = np.array(rewards).astype("f4" if narrow else "f8")
+    given = [seen, reward, np.array(flags[:3]), np.array(flags[3:])]
+    step = [bent(array, way) for array, way in zip(given, bends, strict=True)]
+    ours, theirs = (Slot(kind, payoff, shared, each) for each in (kernel, None))
+    assert ours.put.func is kernel.put_step  # type: ignore[attr-defined]
+    ended, wanted = ours.put(*step), theirs.put(*step)
+    if ended < 0:  # it knows less
+        becomes_inf = payoff == "f4" and bool(np.isinf(reward.astype("f4") - 0).any())
+        assert wanted < 0 or bends != ("as it is",) * 4 or becomes_inf
+        return
+    assert ended == wanted
+    for one, other in zip(ours.arrays, theirs.arrays, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
 # --- without them ---------------------------------------------------------------------------------
 
 
@@ -215,6 +286,10 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         anything.commit_rows(bytes(24), 0, 0, 1, bytes(16), 1, bytes(28), b"")
     with pytest.raises(TypeError):
         anything.commit_rows(bytes(24), 0, 0, 1, bytes(24), 1, bytes(28), "text")
+    with pytest.raises(TypeError):
+        anything.put_step(bytes(64), "d", *[np.zeros(1)] * 4)
+    with pytest.raises(ValueError, match="too short"):
+        anything.put_step(bytes(48), b"d", *[np.zeros(1)] * 4)
     for plan in ((), [0] * 11, (0,) * 11):
         with pytest.raises(TypeError):
             anything.store_slot(plan, 1, 0, False)

@@ -196,10 +196,12 @@ def test_nothing_is_begun_during_a_pause() -> None:
 class Stuck(OracleTorchEnv):
     """A step that takes as long as it is let."""
 
+    begun: threading.Event
     release: threading.Event
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self.steps_taken[0] == 3:
+            self.begun.set()
             self.release.wait(20)
         return super()._step(tensordict)
 
@@ -207,10 +209,10 @@ class Stuck(OracleTorchEnv):
 def test_a_step_that_does_not_return_is_an_error_in_time_and_closes_nothing() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     env = Stuck(None, (50,))
-    env.release = threading.Event()
+    env.begun, env.release = threading.Event(), threading.Event()
     collector = Collector(env, None, frames_per_batch=8, replay_buffer=buffer)
     collector.start()
-    until(lambda: env.steps_taken[0] == 3)
+    assert env.begun.wait(20)
     with pytest.raises(StateError, match="timeout="):
         collector.async_shutdown(timeout=0.2)
     env.release.set()
