@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ class Driver(ABC):
     """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
     used_at = 0
     """The address of ``used``; 0 where it is no word of this process."""
-    first_slot: Callable[[], None]
-    """As ``policy_steps(0, 1)``."""
+    plain_step: Callable[[Any], None] | None = None
+    """As ``policy_steps(0, 1)``, of the driver that it is given; None: there is no shorter way."""
 
     @property
     @abstractmethod
@@ -145,10 +145,8 @@ class LocalDriver(Driver):
             if self._bare is not None and lanes.cursor is not None:
                 one = self._bare.has_one_input
                 lanes.cursor.wants_given = one and lanes.env.system.hand_over()
-        self.first_slot = partial(self.policy_steps, 0, 1)
         if self._bare is not None and isinstance(lanes, SystemLanes) and lanes.cursor.wants_given:
-            row = self._outputs[0][1][0]
-            self.first_slot = plain_step(self._bare, lanes, row, self._act, self._put_column)
+            self.plain_step = plain_step(self._bare, lanes, self._outputs[0][1][0])
         self._action_rows = dict(self._outputs[: len(self._actions)])
         self._masks = random.masks_in(self.slab.arrays) if lanes.fills_slab else None
         self._first: TensorDictBase | None = None
@@ -219,7 +217,7 @@ class LocalDriver(Driver):
             if random_lanes is None:
                 if refreshes:
                     self._refresh(at, stop)
-                self._act(at)
+                self.act(at)
             else:
                 self._act_both_ways(at, random_lanes)
             self.stepped.step(at, at + 1)
@@ -240,7 +238,7 @@ class LocalDriver(Driver):
                 self._act_at_random(at, ahead, 0)
         elif lanes:
             self._refresh(at, at + 1)
-            self._act(at)
+            self.act(at)
         self.given_steps(at, at + 1, lanes)
 
     def _put_at_random(self, start: int, stop: int) -> None:
@@ -268,7 +266,7 @@ class LocalDriver(Driver):
         for key, rows in self._action_rows.items():
             rows[at].copy_(drawn.get(key))
 
-    def _act(self, at: int) -> None:
+    def act(self, at: int) -> None:
         """Write what the policy chooses to slot ``at``, copied."""
         assert self.policy is not None
         bare = self._bare
@@ -276,7 +274,7 @@ class LocalDriver(Driver):
             given, cursor = None, self.stepped.cursor
             if cursor is not None:
                 given, cursor.given = cursor.given, None
-            self._put_column(0, bare(at, given), at)
+            self.put_column(0, bare(at, given), at)
             return
         out = self._called(self.stepped.seen(at))
         self._put(out, at)
@@ -295,7 +293,7 @@ class LocalDriver(Driver):
         if random_lanes.all():
             self._act_at_random(at, ahead, 0)
         elif not random_lanes.any():
-            self._act(at)
+            self.act(at)
         else:
             assert self.policy is not None
             seen = self.stepped.seen(at)
@@ -319,9 +317,10 @@ class LocalDriver(Driver):
 
     def _put(self, out: TensorDictBase, at: int) -> None:
         for index, (key, _) in enumerate(self._outputs):
-            self._put_column(index, out.get(key, None), at)
+            self.put_column(index, out.get(key, None), at)
 
-    def _put_column(self, index: int, value: torch.Tensor | None, at: int) -> None:
+    def put_column(self, index: int, value: torch.Tensor | None, at: int) -> None:
+        """Write a column of what the policy returned to slot ``at``."""
         key, rows = self._outputs[index]
         row = rows[at]
         if value is None or value.shape != row.shape or value.dtype != row.dtype:

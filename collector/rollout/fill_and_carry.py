@@ -129,7 +129,11 @@ class Rollout:
             return
         self.version = policy.version
         if not policy.refreshes:
-            self.driver.first_slot()
+            driver = self.driver
+            if driver.plain_step is None:
+                driver.policy_steps(0, 1)
+            else:
+                driver.plain_step(driver)
             return
         self.slab.version[0] = self.version
         self.driver.policy_steps(0, 1)  # newer weights write theirs
@@ -217,6 +221,7 @@ class Rollout:
         if self.held:
             reward, ended = self.last_slot(rewards)
         discarded = self.discard_held()
+        self._plain_block = None  # which knows of this, so that memory would wait for a collection
         return Discarded(self._take_entry(), discarded, reward, ended)
 
     def discard_held(self) -> NDArray[np.bool_]:

@@ -6,6 +6,8 @@ they keep stays as it was.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -212,3 +214,23 @@ def test_what_a_system_made_of_it_is_its_own(tmp_path: Path, given: list[bool]) 
     ]
     assert_same(*rows)
     assert not any(given)
+
+
+@pytest.mark.parametrize("policy", [None, careful])
+def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
+    """At once, and not when garbage is collected, which may be long after."""
+    gc.collect()
+    gc.disable()
+    try:
+        collector = SyncCollector(
+            vector, policy, frames_per_batch=8, total_frames=80, storage=tmp_path / "data"
+        )
+        next(iter(collector))
+        for _ in range(4):
+            collector.collect(LANES)
+        collector.shutdown()
+        slab = weakref.ref(collector._rollout.driver.slab)  # type: ignore[attr-defined]
+        del collector
+        assert slab() is None
+    finally:
+        gc.enable()
