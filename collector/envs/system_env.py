@@ -7,7 +7,7 @@ follows a step); here is the way that a collector takes at every step.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,16 +84,19 @@ class SystemEnv(SlotEnds):
             return partial(self.step_block, cursor, 0, 1)
         action, *slot = cursor.slot(0)
         row, _, terminated, truncated, _ = slot
-        put = _putting(*slot)
-        board, finish = cursor.board, self._finish
+        put, compiled = _putting(*slot), _compiled_putting(*slot)
+        board, finish, array = cursor.board, self._finish, np.ndarray
 
         def step() -> None:
             cursor.at = 0
             out = self.system.step((action.copy(),))
             obs, reward, over, cut = out[:4]
             ended = -1
-            if out.skipped is None and len(obs) == len(reward) == 1:
-                ended = put(obs[0], reward[0], over, cut)
+            if len(obs) == len(reward) == 1 and type(obs[0]) is array and out.skipped is None:
+                if compiled is not None:
+                    ended = compiled(obs[0], reward[0], over, cut)
+                if ended < 0:
+                    ended = put(obs[0], reward[0], over, cut)
             if ended < 0:
                 self._step_block(cursor, 0, 1, None, lambda _: out)
                 return
@@ -191,37 +194,33 @@ class SystemEnv(SlotEnds):
                 row[...] = self._array(index, value)
 
 
+_Putting: TypeAlias = Callable[[Array, Array, Array, Array], int]
+"""Writes what a step returned to a slot, and returns how many lanes ended.
+
+That is observation, reward, terminated, truncated. Where they are not as the slot is it returns
+-1, whatever it wrote.
+"""
+
+
 def _putting(
     row: NDArray[Any],
     payoff: NDArray[Any],
     terminated: NDArray[Any],
     truncated: NDArray[Any],
     root: NDArray[Any],
-) -> Callable[[Array, Array, Array, Array], int]:
-    """What writes to these arrays of a slot what a step returned, and returns how many lanes ended.
-
-    It returns -1, whatever it wrote, where that is not as they are.
-    """
+) -> _Putting:
+    """To these arrays of a slot; ``root`` may be ``row``."""
+    arrays = row, payoff, terminated, truncated
     apart = root.ctypes.data != row.ctypes.data
-    arrays = row, payoff, terminated, truncated, root
-    floats = np.dtype(np.float32), np.dtype(np.float64)
-    compiles = payoff.ndim == 1 and payoff.dtype in floats
-    if kernel is not None and compiles and all(each.flags.c_contiguous for each in arrays):
-        places = row, root, payoff, terminated, truncated
-        words = [each.ctypes.data for each in places]
-        words[1] *= apart
-        table = table_of([*words, payoff.dtype == np.float64, len(terminated), *row.shape])
-        return partial(kernel.put_step, table, row.data.format.encode())
 
-    def put(value: Array, reward: Array, over: Array, cut: Array) -> int:
-        given = value, reward, over, cut
-        if any(type(each) is not np.ndarray for each in given) or value.dtype != row.dtype:
+    def put(*given: Array) -> int:
+        if any(type(each) is not np.ndarray for each in given) or given[0].dtype != row.dtype:
             return -1
-        if any(each.shape != own.shape for each, own in zip(given, arrays, strict=False)):
+        if any(each.shape != own.shape for each, own in zip(given, arrays, strict=True)):
             return -1
-        row[...] = value
         try:
-            payoff[...], terminated[...], truncated[...] = reward, over, cut
+            for each, own in zip(given, arrays, strict=True):
+                own[...] = each
         except (TypeError, ValueError):
             return -1
         if apart:
@@ -229,3 +228,24 @@ def _putting(
         return count_true(terminated | truncated)
 
     return put
+
+
+def _compiled_putting(
+    row: NDArray[Any],
+    payoff: NDArray[Any],
+    terminated: NDArray[Any],
+    truncated: NDArray[Any],
+    root: NDArray[Any],
+) -> _Putting | None:
+    """The same, which knows contiguous arrays and rewards of floats; None: there is none."""
+    places = row, root, payoff, terminated, truncated
+    floats = np.dtype(np.float32), np.dtype(np.float64)
+    if kernel is None or payoff.ndim > 1 or payoff.dtype not in floats:
+        return None
+    if not all(each.flags.c_contiguous for each in places):
+        return None
+    words = [each.ctypes.data for each in places]
+    if words[1] == words[0]:
+        words[1] = 0
+    table = table_of([*words, payoff.dtype == np.float64, len(terminated), *row.shape])
+    return partial(kernel.put_step, table, row.data.format.encode())

@@ -224,9 +224,6 @@ class LocalDriver(Driver):
             if self.board[HALT]:
                 break
 
-    def _first_slot(self) -> None:
-        self.policy_steps(0, 1)
-
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
         if random_lanes is not None:

@@ -139,7 +139,10 @@ class SystemLanes(Lanes):
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
-        self.cursor.given = None
+        cursor = self.cursor
+        cursor.given = None
+        if cursor.wants_given:  # the reset may have made the system anew
+            cursor.wants_given = self.env.system.hand_over()
         self.slab.set_root(at, first)
         self._pending[:] = False
 

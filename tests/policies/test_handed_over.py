@@ -20,11 +20,13 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorObservationWrapper
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
+from torchrl.data import Unbounded
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
-from tallyroll.collector.envs.system import Step
+from tallyroll.collector.envs.system import Declares, Step, System
 from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import TransitionError
 from tallyroll.collector.policies.bare_call import BareCall
 from tallyroll.storage import open_storage
 
@@ -234,3 +236,108 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
         assert slab() is None
     finally:
         gc.enable()
+
+
+class Tells(gymnasium.Env[np.ndarray, np.ndarray]):
+    """What it sees is told apart from all else; each episode has five steps."""
+
+    observation_space = gymnasium.spaces.Box(-1e6, 1e6, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1e6, 1e6, (1,), np.float32)
+
+    def __init__(self) -> None:
+        self.episode = self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.episode, self.count = self.episode + 1, 0
+        return self._seen(), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        self.count += 1
+        return self._seen(), 1.0, self.count == 5, False, {}
+
+    def _seen(self) -> np.ndarray:
+        return np.array([100 * self.episode + self.count], np.float32)
+
+
+@pytest.mark.parametrize("at", range(7, 12))
+@pytest.mark.parametrize("mode", ["DISABLED", "SAME_STEP"])
+def test_a_hook_comes_and_goes(mode: str, at: int, tmp_path: Path) -> None:
+    """Also in the step that ends episodes; each action is that of its own observation."""
+    policy = TensorDictModule(
+        lambda observation: observation.clone(), in_keys=["observation"], out_keys=["action"]
+    )
+
+    def make() -> SyncVectorEnv:
+        return SyncVectorEnv([Tells] * 2, autoreset_mode=AutoresetMode[mode])
+
+    options: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 60}
+    with SyncCollector(make, policy, storage=tmp_path / "data", **options) as collector:
+        for call in range(20):
+            hook = policy.register_forward_hook(lambda *_: None) if call == at else None
+            collector.collect(2)
+            if hook is not None:
+                hook.remove()
+    with open_storage(tmp_path / "data", mode="read") as storage:
+        rows = storage.get(slice(None))
+    assert torch.equal(rows["action"], rows["observation"])
+    assert len(rows) == 40
+
+
+class MadeAnew(System):
+    """It counts, in one array until it is asked to hand over what it returns."""
+
+    def __init__(self, seeds: object = None) -> None:
+        self.state, self.own = np.zeros((2, 1), np.float32), False
+        self.declares = Declares(
+            lanes=2,
+            observation={("observation",): Unbounded((1,))},
+            action={("action",): Unbounded((1,))},
+            at_end="final",
+            seeds="make",
+        )
+
+    def hand_over(self) -> bool:
+        self.own = True
+        return True
+
+    def reset(self, lanes: object, seeds: object, **options: object) -> list[np.ndarray]:
+        self.state[:] = 0
+        return [self.state]
+
+    def step(self, action: object, lanes: object = None) -> Step:
+        self.state += 1
+        never = np.zeros(2, np.bool_)
+        return Step([self.state.copy() if self.own else self.state], [np.zeros(2)], never, never)
+
+
+def test_a_system_made_anew_hands_over_too(tmp_path: Path) -> None:
+    def scribbles_back(observation: torch.Tensor) -> torch.Tensor:
+        chosen = observation.clone()
+        observation.fill_(-100.0)
+        return chosen
+
+    env = SystemEnv(MadeAnew(), make=MadeAnew)
+    options: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 60}
+    with SyncCollector(env, scribbles_back, storage=tmp_path / "data", **options) as collector:
+        for call in range(7):
+            if call == 2:
+                collector.set_seed(3)
+            collector.collect(2)
+    with open_storage(tmp_path / "data", mode="read") as storage:
+        seen = storage.get(slice(None))["next", "observation"].reshape(-1).tolist()
+    assert seen == [1, 1, 2, 2, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_what_is_no_array_is_refused(tmp_path: Path) -> None:
+    class Views(MadeAnew):
+        def step(self, action: object, lanes: object = None) -> Step:
+            out = super().step(action)
+            return out._replace(obs=[memoryview(out.obs[0])])
+
+    env = SystemEnv(Views(), make=Views)
+    options: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 60}
+    with (
+        SyncCollector(env, None, storage=tmp_path / "data", **options) as made,
+        pytest.raises(TransitionError),
+    ):
+        made.collect(2)
