@@ -37,10 +37,10 @@ def plain_step(
     array, shape, dtype = row.numpy(), row.shape, row.dtype
 
     def fill(driver: LocalDriver) -> None:
-        if cursor.given is None or hooks or earlier_hooks:
+        given, cursor.given = cursor.given, None  # also where the policy has hooks
+        if given is None or hooks or earlier_hooks:
             driver.act(0)
         else:
-            given, cursor.given = cursor.given, None
             out = network()(from_numpy(given))
             if type(out) is tensor and out.shape == shape and out.dtype == dtype:
                 try:
@@ -49,7 +49,6 @@ def plain_step(
                     row.copy_(out)
             else:
                 driver.put_column(0, one(out), 0)
-        cursor.given = None  # also where the policy had hooks, and was not given it
         try:
             lanes.step_first()
         except BaseException as error:

@@ -94,8 +94,8 @@ class Kernel(Protocol):
         of ``format`` (`struct`). Rewards may be float32 or float64.
 
         Returns:
-            How many lanes ended; -1 where an array is not such, or a reward becomes infinite: it
-            takes the longer way, whatever was written.
+            How many lanes ended; -1 where an array is not such, or a reward becomes infinite:
+            NumPy writes it then, whatever was written.
         """
 
     def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:

@@ -225,12 +225,13 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
     gc.disable()
     try:
         collector = SyncCollector(
-            vector, policy, frames_per_batch=8, total_frames=80, storage=tmp_path / "data"
+            vector, policy, frames_per_batch=6, total_frames=80, storage=tmp_path / "data"
         )
         next(iter(collector))
         for _ in range(4):
             collector.collect(LANES)
         collector.shutdown()
+        assert collector._assembly._plain, "some slots were plain ones"
         slab = weakref.ref(collector._rollout.driver.slab)  # type: ignore[attr-defined]
         del collector
         assert slab() is None
