@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 OBSERVATIONS: Final = "_observations"
 """The attribute of a `SyncVectorEnv` that holds the array which its next step fills."""
 
+ENDED: Final = "_autoreset_envs"
+"""The attribute of a `SyncVectorEnv` that says which lanes ended in its last step."""
+
+
+def rewards_are_numbers(env: SyncVectorEnv) -> bool:
+    """Whether each lane's reward is one float64, as it is where nobody widened them."""
+    return env._rewards.shape == (env.num_envs,) and env._rewards.dtype == np.float64
+
 
 def own_observations(env: VectorEnv) -> Sequence[Any]:
     """The last observation of each lane of a `SyncVectorEnv`; empty for others."""
@@ -83,12 +91,15 @@ def set_info_merge(env: VectorEnv, merge: Any) -> None:
     base._add_info = merge
 
 
-def lane_in(frame: FrameType) -> int | None:
-    """The lane that a `SyncVectorEnv` steps or resets in ``frame``; None in another frame."""
+def lane_in(frame: FrameType, *kinds: type) -> int | None:
+    """The lane that a `SyncVectorEnv`, or an object of ``kinds``, steps or resets in ``frame``.
+
+    It is in a variable ``i`` there; None in another frame.
+    """
     from gymnasium.vector import SyncVectorEnv
 
     names = frame.f_locals
-    lane = names.get("i") if isinstance(names.get("self"), SyncVectorEnv) else None
+    lane = names.get("i") if isinstance(names.get("self"), (SyncVectorEnv, *kinds)) else None
     return lane if isinstance(lane, int) else None
 
 

@@ -20,6 +20,7 @@ from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.compat import lane_in, run_exit_functions
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import CollectorError
@@ -257,7 +258,7 @@ def _lane_of(error: BaseException) -> int | None:
     """The lane that a Gymnasium SyncVectorEnv was stepping or resetting when it was raised."""
     trace = error.__traceback__
     while trace is not None:
-        if (lane := lane_in(trace.tb_frame)) is not None:
+        if (lane := lane_in(trace.tb_frame, LanesInTurn)) is not None:
             return lane
         trace = trace.tb_next
     return None

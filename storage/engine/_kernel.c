@@ -753,6 +753,163 @@ done:
     return PyLong_FromLongLong(ended);
 }
 
+enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_LANES, L_RESETS, L_NBYTES, L_SHAPE };
+
+/* What an environment returned, as a tuple of so many. Takes the reference. */
+static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
+{
+    PyObject *parts = returned == NULL ? NULL : PySequence_Tuple(returned);
+    Py_XDECREF(returned);
+    if (parts != NULL && PyTuple_Size(parts) != wanted) {
+        PyErr_Format(PyExc_ValueError, "expected %zd values from an environment, got %zd", wanted,
+                     PyTuple_Size(parts));
+        Py_DECREF(parts);
+        return NULL;
+    }
+    return parts;
+}
+
+/* As Python's float() has it. */
+static int as_double(PyObject *object, double *number)
+{
+    PyObject *made = PyNumber_Float(object);
+    if (made == NULL)
+        return -1;
+    *number = PyFloat_AsDouble(made);
+    Py_DECREF(made);
+    return 0;
+}
+
+/* Copy an observation; 0 where it is not an array of this dtype and shape. An error is none. */
+static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table)
+{
+    const int64_t *t = table->words, *shape = t + L_SHAPE;
+    const Py_ssize_t ndim = table->count - L_SHAPE;
+    Py_buffer view;
+    PyObject *found = PyObject_GetAttr(seen, name);
+    int same = found == dtype;
+    Py_XDECREF(found);
+    if (same && PyObject_GetBuffer(seen, &view, PyBUF_C_CONTIGUOUS) == 0) {
+        same = view.ndim == ndim && view.len == t[L_NBYTES];
+        for (Py_ssize_t i = 0; same && i < ndim; i++)
+            same = view.shape[i] == shape[i];
+        if (same)
+            memmove(to, view.buf, (size_t)view.len);
+        PyBuffer_Release(&view);
+    } else {
+        same = 0;
+    }
+    if (!same && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return same;
+}
+
+/* Step one lane, or reset it; 0, or -1 after an error. */
+static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *name,
+                     PyObject *action, PyObject *seen, int reset)
+{
+    double reward = 0;
+    int terminated = 0, truncated = 0;
+    PyObject *parts = reset ? tuple_of(PyObject_CallMethod(env, "reset", NULL), 2)
+                            : tuple_of(PyObject_CallMethodObjArgs(env, name, action, NULL), 5);
+    if (parts == NULL)
+        return -1;
+    PyObject *obs = PyTuple_GetItem(parts, 0);
+    Py_INCREF(obs);
+    int failed = PyList_SetItem(seen, lane, obs);
+    if (!failed && !reset) {
+        failed = as_double(PyTuple_GetItem(parts, 1), &reward);
+        if (!failed)
+            failed = (terminated = PyObject_IsTrue(PyTuple_GetItem(parts, 2))) < 0;
+        if (!failed)
+            failed = (truncated = PyObject_IsTrue(PyTuple_GetItem(parts, 3))) < 0;
+    }
+    Py_DECREF(parts);
+    if (failed)
+        return -1;
+    ((double *)at(t[L_REWARD]))[lane] = reward;
+    at(t[L_TERMINATED])[lane] = (char)terminated;
+    at(t[L_TRUNCATED])[lane] = (char)truncated;
+    return 0;
+}
+
+/* step_lanes(table, dtype, envs, action, seen, ended, to) */
+static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    Py_buffer ended, rows;
+    PyObject *step = NULL, *name = NULL, *actions = NULL, *result = NULL;
+    int put = 0, has_rows = 0;
+    if (want(given, 7) < 0 || open_table(args[0], &table, L_SHAPE) < 0)
+        return NULL;
+    PyObject *dtype = args[1], *envs = args[2], *seen = args[4];
+    const int64_t *t = table.words, lanes = t[L_LANES];
+    if (PyObject_GetBuffer(args[5], &ended, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&table.buffer);
+        return NULL;
+    }
+    if (!PyList_Check(envs) || PyList_Size(envs) != lanes || !PyList_Check(seen) ||
+        PyObject_Size(args[3]) != lanes || ended.len != lanes) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
+        goto done;
+    }
+    /* Where it is not contiguous the caller puts the observations together. */
+    has_rows = PyObject_GetBuffer(args[6], &rows, PyBUF_CONTIG) == 0;
+    if (!has_rows)
+        PyErr_Clear();
+    put = has_rows && rows.len == lanes * t[L_NBYTES];
+    step = PyUnicode_InternFromString("step");
+    name = PyUnicode_InternFromString("dtype");
+    actions = PyObject_GetIter(args[3]);
+    if (step == NULL || name == NULL || actions == NULL)
+        goto done;
+    char *flags = (char *)ended.buf;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        *(int64_t *)at(t[L_LANE]) = lane;
+        if (flags[lane] && !t[L_RESETS]) {
+            PyErr_Format(PyExc_AssertionError, "lane %lld is stepped on after its episode ended",
+                         (long long)lane);
+            goto done;
+        }
+        PyObject *env = PyList_GetItem(envs, lane), *action = PyIter_Next(actions);
+        if (env == NULL || action == NULL) {
+            Py_XDECREF(action);
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
+            goto done;
+        }
+        Py_INCREF(env);
+        const int failed = step_lane(t, lane, env, step, action, seen, flags[lane]);
+        Py_DECREF(env);
+        Py_DECREF(action);
+        if (failed)
+            goto done;
+        PyObject *obs = PyList_GetItem(seen, lane);
+        if (obs == NULL)
+            goto done;
+        Py_INCREF(obs);
+        if (put)
+            put = put_row((char *)rows.buf + lane * t[L_NBYTES], obs, name, dtype, &table);
+        Py_DECREF(obs);
+        if (PyErr_Occurred())
+            goto done;
+    }
+    for (int64_t lane = 0; lane < lanes; lane++)
+        flags[lane] = at(t[L_TERMINATED])[lane] || at(t[L_TRUNCATED])[lane];
+    result = PyBool_FromLong(put);
+done:
+    Py_XDECREF(actions);
+    Py_XDECREF(name);
+    Py_XDECREF(step);
+    if (has_rows)
+        PyBuffer_Release(&rows);
+    PyBuffer_Release(&ended);
+    PyBuffer_Release(&table.buffer);
+    return result;
+}
+
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
     {"commit_rows", (PyCFunction)(void (*)(void))commit_rows, METH_FASTCALL, NULL},
@@ -761,6 +918,7 @@ static PyMethodDef functions[] = {
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
     {"store_slot", (PyCFunction)(void (*)(void))store_slot, METH_FASTCALL, NULL},
     {"put_step", (PyCFunction)(void (*)(void))put_step, METH_FASTCALL, NULL},
+    {"step_lanes", (PyCFunction)(void (*)(void))step_lanes, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

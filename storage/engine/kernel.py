@@ -98,6 +98,32 @@ class Kernel(Protocol):
             NumPy writes it then, whatever was written.
         """
 
+    def step_lanes(
+        self,
+        table: bytes,
+        dtype: np.dtype[Any],
+        envs: list[Any],
+        action: np.ndarray,
+        seen: list[Any],
+        ended: np.ndarray,
+        to: np.ndarray,
+        /,
+    ) -> bool:
+        """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
+
+        The table has seven words: the addresses of rewards, float64, of terminated and of
+        truncated, bool, and of the number of the lane that is stepped, int64; how many lanes there
+        are; whether one that ``ended``, bool [lane], is reset instead; and the bytes of an
+        observation; then its shape. Observations go to ``seen``, and to ``to`` [lane, ...].
+
+        Returns:
+            Whether all went to ``to``: those of another dtype or shape do not.
+
+        Raises:
+            AssertionError: a lane that ended is not to be reset.
+            ValueError: not so many actions, or an environment returns other than five, or two.
+        """
+
     def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:
         """Write one of the marked entries of each row of ``marks`` ``[*rows, n]`` to ``chosen``.
 

@@ -30,6 +30,7 @@ from tallyroll.collector.envs.gymnasium.infos import (
     named,
     observations,
 )
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.probe import overwrites_itself, single_env
 from tallyroll.collector.envs.reuse import share_memory, sharing
@@ -148,6 +149,7 @@ class GymnasiumSystem(System):
         self.lends = self.lends and hasattr(env, OBSERVATIONS) and bool(own_observations(env))
         self._anew = False
         self._own: Any = None
+        self._in_turn: LanesInTurn | None = None  # from the first reset on
         self.declares = self._declared()
 
     def _declared(self) -> Declares:
@@ -215,7 +217,12 @@ class GymnasiumSystem(System):
         self.infos.first_lane = self.first_lane
         if lanes is None:
             return self._reset_all(seeds, options.get("options"))
-        asked = {**(options.get("options") or {}), "reset_mask": lanes}
+        given = options.get("options") or {}
+        if self._in_turn is not None and not given and self._in_turn.are_alone:
+            to = self._target(self._in_turn)
+            self._in_turn.reset(lanes, to)
+            return [to]
+        asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._stateful]
         obs, info = self.env.reset(options=asked)
@@ -228,6 +235,8 @@ class GymnasiumSystem(System):
         seed = None if seeds is None else self._seed(seeds)
         obs, info = self.env.reset(seed=seed, options=options)
         self._refuse_shared()
+        if self._plain and self._infoless and type(self).step is GymnasiumSystem.step:
+            self._in_turn = LanesInTurn.of(self.env)
         if not self.infos.declared:
             self.infos.declare(info)
             self.declares = self._declared()
@@ -260,6 +269,8 @@ class GymnasiumSystem(System):
         """Step all lanes, or those of a mask."""
         if lanes is not None and not lanes.all():
             return self._step_some(action[0], np.flatnonzero(lanes))
+        if self._in_turn is not None and self._in_turn.are_alone:
+            return self._in_turn.step(action[0], self._target(self._in_turn))
         obs, reward, terminated, truncated, info = self.env.step(action[0])
         if self._anew and self._own is None:  # it puts the next ones elsewhere
             setattr(self.env, OBSERVATIONS, np.empty_like(obs))
@@ -278,6 +289,13 @@ class GymnasiumSystem(System):
         values = self._with_infos(obs, partial(self._write_infos, info=info, ended=ended))
         self.infos.count(ended, self._after_end)
         return Step(values, (reward,), terminated, truncated, final)
+
+    def _target(self, lanes: LanesInTurn) -> NDArray[Any]:
+        """Where the next observations go: what was lent, or new memory."""
+        if self._own is None:
+            return lanes.new_rows()
+        lent: NDArray[Any] = getattr(self.env, OBSERVATIONS)
+        return lent
 
     def _write_infos(self, rows: Rows, *, info: Mapping[str, Any], ended: Mask) -> None:
         self.infos.write(rows, info, ~ended)

@@ -1,0 +1,114 @@
+"""The lanes of a bare `SyncVectorEnv`, stepped as its own ``step`` does, but for what nobody reads.
+
+That merges the infos of all lanes, and copies flags, rewards and observations: as long as a step
+of a small environment takes.
+"""
+
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+from gymnasium.spaces import Box, MultiBinary, MultiDiscrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import concatenate
+from numpy.typing import NDArray
+
+from tallyroll.collector.compat import ENDED, own_observations, rewards_are_numbers
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.storage.engine.kernel import kernel, table_of
+
+_ARRAYS = Box, MultiBinary, MultiDiscrete
+_STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
+
+
+class LanesInTurn:
+    """Steps and resets the lanes of ``env``, which :meth:`of` has found fit.
+
+    The vector knows afterwards what it would know: its own methods go on from there.
+    """
+
+    def __init__(self, env: SyncVectorEnv) -> None:
+        self._env = env
+        self._own = vars(env)
+        self._resets = env.autoreset_mode is AutoresetMode.NEXT_STEP
+        space: Any = env.single_observation_space
+        lanes, self._space = env.num_envs, space
+        self._shape, self._dtype = (lanes, *space.shape), space.dtype
+        self._rewards = np.zeros(lanes)
+        self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
+        self._lane = np.zeros(1, np.int64)
+        self._step_lanes = self._in_python if kernel is None else self._compiled()
+
+    @classmethod
+    def of(cls, env: VectorEnv) -> Self | None:
+        """What steps the lanes of ``env``; None where its own methods have to."""
+        if type(env) is not SyncVectorEnv or env.autoreset_mode is AutoresetMode.SAME_STEP:
+            return None
+        if SyncVectorEnv.step is not _STEP or SyncVectorEnv.reset is not _RESET:
+            return None
+        spaces = env.single_observation_space, env.action_space
+        if any(type(space) not in _ARRAYS for space in spaces) or not rewards_are_numbers(env):
+            return None
+        return cls(env)
+
+    @property
+    def are_alone(self) -> bool:
+        """Nobody has put a ``step`` or ``reset`` of another kind into the vector."""
+        return "step" not in self._own and "reset" not in self._own
+
+    def new_rows(self) -> NDArray[Any]:
+        """Memory for an observation of each lane."""
+        return np.empty(self._shape, self._dtype)
+
+    def step(self, action: NDArray[Any], to: NDArray[Any]) -> Step:
+        """Step every lane, and write what it observes to ``to`` ``[lane, ...]``.
+
+        Rewards and flags are the same arrays each time.
+        """
+        i = None  # the lane, for whoever looks at a traceback
+        seen: Any = own_observations(self._env)
+        try:
+            are_put = self._step_lanes(self._env.envs, action, seen, self._own[ENDED], to)
+        except BaseException:
+            i = int(self._lane[0])  # noqa: F841
+            raise
+        if not are_put:
+            concatenate(self._space, seen, to)
+        return Step((to,), (self._rewards,), self._terminated, self._truncated)
+
+    def reset(self, lanes: Mask, to: NDArray[Any]) -> None:
+        """Reset ``lanes``, and write their first observations to their rows of ``to``."""
+        self._own[ENDED][lanes] = False
+        seen: Any = own_observations(self._env)
+        at = np.flatnonzero(lanes)
+        for i in at.tolist():
+            seen[i], _ = self._env.envs[i].reset(seed=None, options={})
+        rows = np.empty((len(at), *self._shape[1:]), self._dtype)
+        concatenate(self._space, [seen[i] for i in at], rows)
+        to[at] = rows
+
+    def _in_python(
+        self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: NDArray[Any]
+    ) -> bool:
+        """As `Kernel.step_lanes`."""
+        for i, (env, own) in enumerate(zip(envs, action, strict=True)):
+            self._lane[0] = i
+            if not ended[i]:
+                seen[i], reward, terminated, truncated, _ = env.step(own)
+                self._rewards[i] = float(reward)
+                self._terminated[i], self._truncated[i] = bool(terminated), bool(truncated)
+            elif self._resets:
+                seen[i], _ = env.reset()
+                self._rewards[i] = self._terminated[i] = self._truncated[i] = 0
+            else:
+                raise AssertionError(f"lane {i} is stepped on after its episode ended")
+        np.logical_or(self._terminated, self._truncated, out=ended)
+        return False
+
+    def _compiled(self) -> Any:
+        assert kernel is not None
+        arrays = self._rewards, self._terminated, self._truncated, self._lane
+        row = self._shape[1:]
+        nbytes = int(np.prod(row)) * self._dtype.itemsize
+        words = [*(each.ctypes.data for each in arrays), self._shape[0], self._resets, nbytes]
+        return partial(kernel.step_lanes, table_of([*words, *row]), self._dtype)

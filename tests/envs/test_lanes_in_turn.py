@@ -1,0 +1,309 @@
+"""Lanes stepped in turn beside the vector's own methods, compiled and in Python."""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tallyroll.collector.compat import ENDED, own_observations
+from tallyroll.collector.envs.gymnasium import lanes_in_turn
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.workers.worker import report_of
+from tallyroll.storage.engine import kernel as compiled
+
+
+class Scripted(gymnasium.Env):
+    """Observes (episode, step, action); ends after so many steps, truncated in odd episodes."""
+
+    def __init__(self, length: Any = 3, dtype: Any = np.float32, space: Any = None) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 200, (3,), dtype)
+        self.action_space = space or gymnasium.spaces.Discrete(5)
+        self.length, self.episode, self.calls = length, -1, []
+
+    def _observation(self, action: Any = 0) -> Any:
+        seen = (self.episode, self.at, abs(float(np.sum(action))))
+        return np.array(seen, self.observation_space.dtype)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.calls.append(("reset", seed, options))
+        self.episode, self.at = self.episode + 1, 0
+        return self._observation(), {"told": self.episode}
+
+    def step(self, action: Any) -> Any:
+        self.calls.append(("step", np.array(action)))
+        self.at += 1
+        over, odd = self.at >= self.length, bool(self.episode % 2)
+        reward = np.float32(self.at + 0.1)
+        return self._observation(action), reward, over and not odd, np.bool_(over and odd), {}
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def way(request: Any, monkeypatch: Any) -> Any:
+    if request.param == "python":
+        monkeypatch.setattr(lanes_in_turn, "kernel", None)
+    elif compiled.kernel is None:
+        pytest.fail("the kernel is not built: its tests would run Python's way twice")
+    return request.param
+
+
+def vector(
+    lengths: Any = (3,), mode: Any = AutoresetMode.DISABLED, made: Any = Scripted, **kwargs: Any
+) -> Any:
+    fns = [lambda n=n: made(n, **kwargs) for n in lengths]
+    return SyncVectorEnv(fns, copy=False, autoreset_mode=mode)
+
+
+def started(env: Any) -> Any:
+    env.reset(seed=3)
+    turns = LanesInTurn.of(env)
+    assert turns is not None
+    return turns
+
+
+def step(turns: Any, action: Any) -> Any:
+    out = turns.step(np.asarray(action), turns.new_rows())
+    return [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
+
+
+SPACES = [
+    gymnasium.spaces.Discrete(5),
+    gymnasium.spaces.Discrete(5, start=2),
+    gymnasium.spaces.Box(-1, 1, (2,), np.float32),
+    gymnasium.spaces.MultiDiscrete([3, 4]),
+    gymnasium.spaces.MultiBinary(3),
+]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    steps=st.integers(1, 12),
+    space=st.sampled_from(SPACES),
+    dtype=st.sampled_from([np.float32, np.float64, np.uint8, np.int64]),
+    resets=st.booleans(),
+    by_itself=st.sets(st.integers(0, 11)),
+)
+def test_steps_are_those_of_the_vector(
+    lengths: Any, steps: Any, space: Any, dtype: Any, resets: Any, by_itself: Any
+) -> None:
+    """Also where the vector's own methods are called in between."""
+    mode = AutoresetMode.NEXT_STEP if resets else AutoresetMode.DISABLED
+    ours, theirs = (vector(lengths, mode, dtype=dtype, space=space) for _ in range(2))
+    turns = started(ours)
+    theirs.reset(seed=3)
+    theirs.action_space.seed(0)
+    for at in range(steps):
+        action = theirs.action_space.sample()
+        wanted = [np.array(each) for each in theirs.step(action)[:4]]
+        found = ours.step(action)[:4] if at in by_itself else step(turns, action)
+        for want, got in zip(wanted, found, strict=True):
+            assert want.dtype == got.dtype
+            np.testing.assert_array_equal(want, got)
+        ended = wanted[2] | wanted[3]
+        if not resets and ended.any():
+            first = np.array(theirs.reset(options={"reset_mask": ended})[0])
+            rows = turns.new_rows()
+            turns.reset(ended, rows)
+            np.testing.assert_array_equal(first[ended], rows[ended])
+        np.testing.assert_array_equal(getattr(ours, ENDED), getattr(theirs, ENDED))
+        np.testing.assert_array_equal(own_observations(ours), own_observations(theirs))
+    for a, b in zip(ours.envs, theirs.envs, strict=True):
+        assert repr(a.calls) == repr(b.calls)
+
+
+class Lists(Scripted):
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return [float(each) for each in obs], *rest
+
+
+class Strided(Scripted):
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return np.repeat(obs, 2)[::2], *rest
+
+
+class Narrow(Scripted):
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return obs.astype(np.float16), *rest
+
+
+@pytest.mark.parametrize("kind", [Lists, Strided, Narrow])
+def test_other_observations_are_put_together_as_the_vector_does(kind: Any) -> None:
+    ours, theirs = (vector((2, 3), made=kind, dtype=np.float64) for _ in range(2))
+    turns = started(ours)
+    theirs.reset(seed=3)
+    np.testing.assert_array_equal(step(turns, [1, 4])[0], theirs.step(np.array([1, 4]))[0])
+
+
+def test_observations_of_another_shape_are_refused_as_the_vector_does() -> None:
+    class Wide(Scripted):
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(action)
+            return np.append(obs, obs), *rest
+
+    with pytest.raises(ValueError, match="shape"):
+        step(started(vector((2, 3), made=Wide)), [0, 0])
+
+
+def test_memory_that_is_not_contiguous_is_written_to() -> None:
+    turns = started(vector((3, 3)))
+    wide = np.zeros((2, 6), np.float32)
+    turns.step(np.array([1, 2]), wide[:, ::2])
+    np.testing.assert_array_equal(wide[:, ::2], [[0, 1, 1], [0, 1, 2]])
+    assert not wide[:, 1::2].any()
+
+
+def test_what_a_step_returned_is_not_changed_by_a_reset() -> None:
+    turns = started(vector((1, 3)))
+    out = turns.step(np.array([1, 2]), turns.new_rows())
+    kept = copy.deepcopy(out[:4])
+    turns.reset(np.array([True, False]), turns.new_rows())
+    for before, after in zip(
+        (kept[0][0], kept[1][0], *kept[2:]), (out[0][0], out[1][0], *out[2:4]), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+    assert out.terminated.tolist() == [True, False]
+
+
+def test_a_lane_that_ended_is_not_stepped_on() -> None:
+    env = vector((1, 3))
+    turns = started(env)
+    step(turns, [1, 2])
+    with pytest.raises(AssertionError, match="lane 0"):
+        step(turns, [1, 2])
+    assert env.envs[0].at == 1
+
+
+class Failing(Scripted):
+    reply = None
+
+    def step(self, action: Any) -> Any:
+        if self.length == 5:
+            if isinstance(self.reply, BaseException):
+                raise self.reply
+            return self.reply
+        return super().step(action)
+
+
+OBS = np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (RuntimeError("broken"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        ((OBS, 0.0, False, {}), ValueError),
+        (None, TypeError),
+        ((OBS, None, False, False, {}), TypeError),
+        ((OBS, "much", False, False, {}), ValueError),
+        ((OBS, np.zeros(2), False, False, {}), TypeError),
+        ((OBS, 0.0, np.zeros(2, bool), False, {}), ValueError),
+        ((OBS, 0.0, False, np.zeros(2, bool), {}), ValueError),
+    ],
+    ids=str,
+)
+def test_a_lane_that_fails_is_named_and_steps_go_on(reply: Any, error: Any) -> None:
+    env = vector((3, 5, 4), made=Failing)
+    turns = started(env)
+    env.envs[1].reply = reply
+    with pytest.raises(error) as caught:
+        step(turns, [1, 2, 3])
+    assert report_of(caught.value, "stepping").lane == 1
+    assert [each.at for each in env.envs] == [1, 0, 0]
+    env.envs[1].length = 4
+    assert step(turns, [1, 2, 3])[0].tolist() == [[0, 2, 1], [0, 1, 2], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_as_many_actions_as_lanes(count: Any) -> None:
+    with pytest.raises(ValueError, match=r"lanes|argument"):
+        step(started(vector((3, 3))), [0] * count)
+
+
+def test_references_are_given_back() -> None:
+    """What steps return is let go of, also after an error."""
+
+    class Marked(np.ndarray):
+        pass
+
+    made = []
+
+    class Marking(Scripted):
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(action)
+            obs = obs.view(Marked)
+            made.append(weakref.ref(obs))
+            if len(made) > 20:
+                return obs, 0.0, False
+            return obs, *rest
+
+    env = vector((50,), made=Marking)
+    turns = started(env)
+    for _ in range(20):
+        step(turns, [1])
+    with pytest.raises(ValueError, match="expected"):
+        step(turns, [1])
+    gc.collect()
+    assert [each() is None for each in made] == [True] * 19 + [False, True]
+
+
+def test_which_vectors_are_stepped_so() -> None:
+    assert LanesInTurn.of(vector()) is not None
+    assert LanesInTurn.of(vector(mode=AutoresetMode.NEXT_STEP)) is not None
+    assert LanesInTurn.of(vector(mode=AutoresetMode.SAME_STEP)) is None
+    assert LanesInTurn.of(RecordEpisodeStatistics(vector())) is None
+    assert LanesInTurn.of(vector(space=gymnasium.spaces.Dict(a=SPACES[0]))) is None
+
+    class Own(SyncVectorEnv):
+        pass
+
+    assert LanesInTurn.of(Own([Scripted])) is None
+
+
+@pytest.mark.parametrize("name", ["step", "reset"])
+def test_methods_that_somebody_put_in_are_called(name: Any) -> None:
+    env = vector((1,))
+    system = GymnasiumSystem(env)
+    system.reset(None, [1])
+    called, real = [], getattr(env, name)
+    system.step([np.array([1])])
+    setattr(env, name, lambda *args, **kwargs: (called.append(name), real(*args, **kwargs))[1])
+    system.reset(np.array([True]), None)
+    system.step([np.array([1])])
+    assert called == [name]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
+def test_a_system_steps_its_lanes_so(mode: Any, monkeypatch: Any) -> None:
+    """And its resets by mask, those with options of a caller's apart."""
+    env = vector((1, 3), mode)
+    system = GymnasiumSystem(env, reset_slots="avoid" if mode.value == "NextStep" else "mask")
+    system.reset(None, [1, 2])
+    counted = []
+    for name in ("step", "reset"):
+        real = getattr(LanesInTurn, name)
+        monkeypatch.setattr(
+            LanesInTurn,
+            name,
+            lambda self, *args, name=name, real=real: (counted.append(name), real(self, *args))[1],
+        )
+    out = system.step([np.array([1, 2])])
+    assert out.obs[0].tolist() == [[0, 1, 1], [0, 1, 2]]
+    ended = np.array(out.terminated)
+    assert system.reset(ended, None)[0][0].tolist() == [1, 0, 0]
+    assert counted == ["step", "reset"]
+    system.reset(ended, None, options={"at": 5})
+    assert counted == ["step", "reset"]
+    assert env.envs[0].calls[-1] == ("reset", None, {"at": 5})
