@@ -125,6 +125,7 @@ def server() -> Iterator[WarmServer]:
     [
         "blocks",
         "collect",
+        "learner_apart",
         "split",
         "memory",
         "profile_loop",

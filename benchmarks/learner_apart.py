@@ -1,0 +1,83 @@
+"""The whole loops of `small_batches.py` with the gradient step timed apart from all else.
+
+A gradient step of 10 ms varies by more than the loops around it differ. Here all contenders are in
+one process, around one learner, in blocks of steps whose order is drawn; medians, and their
+standard errors in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from rich.console import Console
+from small_batch_loops import TASKS, Loop, contenders
+
+STEPS = 12
+"""Of a block."""
+UNCOUNTED = 2
+"""Blocks of each contender at first."""
+
+
+def block(loop: Loop) -> tuple[float, float]:
+    """Return median seconds of a vector step: all but the gradient step, and the gradient step."""
+    times = np.zeros((STEPS, 4))
+    for row in times:
+        row[0] = perf_counter()
+        loop.step()
+        rows = loop.sample()
+        row[1] = perf_counter()
+        loop.learner.update(rows)
+        row[2] = perf_counter()
+        loop.learnt()
+        row[3] = perf_counter()
+    stepped, learnt, handed = np.diff(times, axis=1).T
+    return float(np.median(stepped + handed)), float(np.median(learnt))
+
+
+def main() -> None:
+    """Play, and print a line a contender."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [task.name for task in TASKS]
+    parser.add_argument("--only", default=",".join(names), help=f"of {','.join(names)}")
+    parser.add_argument("--blocks", type=int, default=60, help="of each contender (default: 60)")
+    parser.add_argument("--quick", action="store_true", help="four blocks: does it run?")
+    args = parser.parse_args()
+    blocks = UNCOUNTED + 2 if args.quick else args.blocks
+    if blocks <= UNCOUNTED + 1:
+        parser.error(f"--blocks: expected at least {UNCOUNTED + 2}, got {blocks}")
+    if unknown := set(args.only.split(",")) - {*names}:
+        parser.error(f"--only: expected some of {names}, got {sorted(unknown)}")
+    torch.set_num_threads(1)
+    console = Console(width=120)
+    for task in TASKS:
+        if task.name not in args.only.split(","):
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            loops, remarks = contenders(task, Path(scratch), 10_000, peers=True)
+            try:
+                found = {loop.name: [] for loop in loops}
+                for _ in range(blocks):
+                    for loop in random.sample(loops, len(loops)):
+                        found[loop.name].append(block(loop))
+            finally:
+                for loop in loops:
+                    loop.close()
+        for remark in remarks:
+            console.print(remark)
+        for name, times in found.items():
+            us = np.array(times[UNCOUNTED:]) * 1e6
+            (loop, step), (around, inside) = np.median(us, 0), 1.25 * us.std(0) / len(us) ** 0.5
+            console.print(
+                f"{task.name}, {name}: {loop:.0f} us / vector step ({around:.0f}), "
+                f"the gradient step {step:.0f} us ({inside:.0f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
