@@ -873,25 +873,28 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
                          (long long)lane);
             goto done;
         }
-        PyObject *env = PyList_GetItem(envs, lane), *action = PyIter_Next(actions);
-        if (env == NULL || action == NULL) {
-            Py_XDECREF(action);
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
+        PyObject *env = PyList_GetItem(envs, lane);
+        if (env == NULL)
             goto done;
-        }
         Py_INCREF(env);
-        const int failed = step_lane(t, lane, env, step, action, seen, flags[lane]);
+        PyObject *action = PyIter_Next(actions);
+        int failed = action == NULL;
+        if (!failed)
+            failed = step_lane(t, lane, env, step, action, seen, flags[lane]);
+        else if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
         Py_DECREF(env);
-        Py_DECREF(action);
+        Py_XDECREF(action);
         if (failed)
             goto done;
+    }
+    /* Behind the last of them: a lane may be a view of what all have in common. */
+    for (int64_t lane = 0; put && lane < lanes; lane++) {
         PyObject *obs = PyList_GetItem(seen, lane);
         if (obs == NULL)
             goto done;
         Py_INCREF(obs);
-        if (put)
-            put = put_row((char *)rows.buf + lane * t[L_NBYTES], obs, name, dtype, &table);
+        put = put_row((char *)rows.buf + lane * t[L_NBYTES], obs, name, dtype, &table);
         Py_DECREF(obs);
         if (PyErr_Occurred())
             goto done;

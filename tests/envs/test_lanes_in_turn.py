@@ -5,6 +5,7 @@ import gc
 import weakref
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_steps_are_those_of_the_vector(
             first = np.array(theirs.reset(options={"reset_mask": ended})[0])
             rows = turns.new_rows()
             turns.reset(ended, rows)
-            np.testing.assert_array_equal(first[ended], rows[ended])
+            np.testing.assert_array_equal(first, rows)
         np.testing.assert_array_equal(getattr(ours, ENDED), getattr(theirs, ENDED))
         np.testing.assert_array_equal(own_observations(ours), own_observations(theirs))
     for a, b in zip(ours.envs, theirs.envs, strict=True):
@@ -174,6 +175,60 @@ def test_what_a_step_returned_is_not_changed_by_a_reset() -> None:
     ):
         np.testing.assert_array_equal(before, after)
     assert out.terminated.tolist() == [True, False]
+
+
+def test_lanes_that_are_views_of_one_world_are_seen_after_the_last_step() -> None:
+    """As the vector sees them."""
+
+    def made() -> Any:
+        world = np.zeros((2, 3), np.float32)
+
+        class View(Scripted):
+            def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+                super().reset(seed=seed)
+                return world[self.length], {}
+
+            def step(self, action: Any) -> Any:
+                if self.length:  # the last one moves the world on
+                    world[:] += 1
+                return world[self.length], 0.0, False, False, {}
+
+        return vector((0, 1), made=View)
+
+    ours, theirs = made(), made()
+    turns = started(ours)
+    theirs.reset(seed=3)
+    np.testing.assert_array_equal(step(turns, [0, 0])[0], theirs.step(np.array([0, 0]))[0])
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda it: cloudpickle.loads(cloudpickle.dumps(it))]
+)
+def test_a_copy_steps_by_itself(copied: Any) -> None:
+    system = GymnasiumSystem(vector((3, 5)))
+    system.reset(None, [1, 2])
+    out = system.step([np.array([1, 2])])
+    kept = [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
+    other = copied(system)
+    for _ in range(2):
+        found = other.step([np.array([3, 4])])
+    assert found.obs[0].tolist() == [[0, 3, 3], [0, 3, 4]]
+    assert found.terminated.tolist() == [True, False]
+    for before, after in zip(kept, (out.obs[0], out.reward[0], *out[2:4]), strict=True):
+        np.testing.assert_array_equal(before, after)
+    first = other.reset(np.array([True, False]), None)[0]
+    assert first.tolist() == [[1, 0, 0], [0, 3, 4]]
+    found = other.step([np.array([1, 1])])
+    assert found.obs[0].tolist() == [[1, 1, 1], [0, 4, 1]]
+    assert system.step([np.array([0, 0])]).obs[0].tolist() == [[0, 2, 0], [0, 2, 0]]
+
+
+def test_an_error_before_the_first_lane_names_none() -> None:
+    turns = started(vector((3, 3)))
+    step(turns, [0, 0])
+    with pytest.raises(ValueError, match=r"lanes|argument") as caught:
+        step(turns, [])
+    assert report_of(caught.value, "stepping").lane is None
 
 
 def test_a_lane_that_ended_is_not_stepped_on() -> None:

@@ -29,7 +29,6 @@ class LanesInTurn:
 
     def __init__(self, env: SyncVectorEnv) -> None:
         self._env = env
-        self._own = vars(env)
         self._resets = env.autoreset_mode is AutoresetMode.NEXT_STEP
         space: Any = env.single_observation_space
         lanes, self._space = env.num_envs, space
@@ -39,6 +38,10 @@ class LanesInTurn:
         self._lane = np.zeros(1, np.int64)
         self._step_lanes = self._in_python if kernel is None else self._compiled()
 
+    def __reduce__(self) -> Any:
+        """A copy has arrays of its own, and their addresses."""
+        return type(self), (self._env,)
+
     @classmethod
     def of(cls, env: VectorEnv) -> Self | None:
         """What steps the lanes of ``env``; None where its own methods have to."""
@@ -47,6 +50,8 @@ class LanesInTurn:
         if SyncVectorEnv.step is not _STEP or SyncVectorEnv.reset is not _RESET:
             return None
         spaces = env.single_observation_space, env.action_space
+        if type(env.envs) is not list or type(own_observations(env)) is not list:
+            return None
         if any(type(space) not in _ARRAYS for space in spaces) or not rewards_are_numbers(env):
             return None
         return cls(env)
@@ -54,7 +59,8 @@ class LanesInTurn:
     @property
     def are_alone(self) -> bool:
         """Nobody has put a ``step`` or ``reset`` of another kind into the vector."""
-        return "step" not in self._own and "reset" not in self._own
+        own = vars(self._env)
+        return "step" not in own and "reset" not in own
 
     def new_rows(self) -> NDArray[Any]:
         """Memory for an observation of each lane."""
@@ -66,26 +72,26 @@ class LanesInTurn:
         Rewards and flags are the same arrays each time.
         """
         i = None  # the lane, for whoever looks at a traceback
-        seen: Any = own_observations(self._env)
+        env = self._env
+        envs, ended = env.envs, getattr(env, ENDED)
+        seen: Any = own_observations(env)
+        self._lane[0] = -1
         try:
-            are_put = self._step_lanes(self._env.envs, action, seen, self._own[ENDED], to)
+            are_put = self._step_lanes(envs, action, seen, ended, to)
         except BaseException:
-            i = int(self._lane[0])  # noqa: F841
+            i = int(self._lane[0]) if self._lane[0] >= 0 else None  # noqa: F841
             raise
         if not are_put:
             concatenate(self._space, seen, to)
         return Step((to,), (self._rewards,), self._terminated, self._truncated)
 
     def reset(self, lanes: Mask, to: NDArray[Any]) -> None:
-        """Reset ``lanes``, and write their first observations to their rows of ``to``."""
-        self._own[ENDED][lanes] = False
+        """Reset ``lanes``, and write what each lane, also of the others, observes now to ``to``."""
+        getattr(self._env, ENDED)[lanes] = False
         seen: Any = own_observations(self._env)
-        at = np.flatnonzero(lanes)
-        for i in at.tolist():
+        for i in np.flatnonzero(lanes).tolist():
             seen[i], _ = self._env.envs[i].reset(seed=None, options={})
-        rows = np.empty((len(at), *self._shape[1:]), self._dtype)
-        concatenate(self._space, [seen[i] for i in at], rows)
-        to[at] = rows
+        concatenate(self._space, seen, to)
 
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: NDArray[Any]
