@@ -14,9 +14,9 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-import torch
-from rich.console import Console
+from common import console, prepare, print_setting
 from small_batch_loops import TASKS, Loop, contenders
+from small_batch_steps import RING
 
 STEPS = 12
 """Of a block."""
@@ -53,13 +53,13 @@ def main() -> None:
         parser.error(f"--blocks: expected at least {UNCOUNTED + 2}, got {blocks}")
     if unknown := set(args.only.split(",")) - {*names}:
         parser.error(f"--only: expected some of {names}, got {sorted(unknown)}")
-    torch.set_num_threads(1)
-    console = Console(width=120)
+    prepare()
+    print_setting()
     for task in TASKS:
         if task.name not in args.only.split(","):
             continue
-        with tempfile.TemporaryDirectory() as scratch:
-            loops, remarks = contenders(task, Path(scratch), 10_000, peers=True)
+        with tempfile.TemporaryDirectory(prefix="tallyroll-bench-") as scratch:
+            loops, remarks = contenders(task.playable(), Path(scratch), RING, peers=True)
             try:
                 found = {loop.name: [] for loop in loops}
                 for _ in range(blocks):

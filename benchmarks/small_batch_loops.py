@@ -6,6 +6,7 @@ import copy
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
@@ -80,9 +81,10 @@ class Task:
             env_id=self.env_id,
         )
 
-    def without_mujoco(self) -> Task:
-        """The same with another environment of continuous actions."""
-        return replace(self, env_id=PENDULUM)
+    def playable(self) -> Task:
+        """The same, without MuJoCo with another environment of continuous actions."""
+        lacks = self.env_id == CHEETAH and find_spec("mujoco") is None
+        return replace(self, env_id=PENDULUM) if lacks else self
 
     def learner(self) -> Learner:
         """The same one for every contender: see :func:`learner_of`."""

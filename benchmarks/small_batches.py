@@ -12,7 +12,6 @@ import statistics
 import tempfile
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from common import (
 )
 from loops import Work, records_of
 from processes import none_left
-from small_batch_loops import CHEETAH, TASKS, Task
+from small_batch_loops import TASKS, Task
 from small_batch_steps import CASES, NEXT_STEP, RAW
 
 if TYPE_CHECKING:
@@ -183,10 +182,8 @@ def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[Any]]]:
                 yield partial(play_steps, case, policy, args)
     if "loops" in args.part:
         for task in args.tasks:
-            if task.env_id == CHEETAH and find_spec("mujoco") is None:
-                task = task.without_mujoco()
             for learner in args.learner if task.name in args.wanted else ():
-                yield partial(play_loops, task, learner, args)
+                yield partial(play_loops, task.playable(), learner, args)
 
 
 def main() -> None:

@@ -39,11 +39,6 @@ ENDED: Final = "_autoreset_envs"
 """The attribute of a `SyncVectorEnv` that says which lanes ended in its last step."""
 
 
-def rewards_are_numbers(env: SyncVectorEnv) -> bool:
-    """Whether each lane's reward is one float64, as it is where nobody widened them."""
-    return env._rewards.shape == (env.num_envs,) and env._rewards.dtype == np.float64
-
-
 def own_observations(env: VectorEnv) -> Sequence[Any]:
     """The last observation of each lane of a `SyncVectorEnv`; empty for others."""
     return getattr(env.unwrapped, "_env_obs", None) or ()

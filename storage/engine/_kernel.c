@@ -845,6 +845,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         return NULL;
     PyObject *dtype = args[1], *envs = args[2], *seen = args[4];
     const int64_t *t = table.words, lanes = t[L_LANES];
+    *(int64_t *)at(t[L_LANE]) = -1;
     if (PyObject_GetBuffer(args[5], &ended, PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&table.buffer);
         return NULL;

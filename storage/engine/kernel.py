@@ -112,9 +112,10 @@ class Kernel(Protocol):
         """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
 
         The table has seven words: the addresses of rewards, float64, of terminated and of
-        truncated, bool, and of the number of the lane that is stepped, int64; how many lanes there
-        are; whether one that ``ended``, bool [lane], is reset instead; and the bytes of an
-        observation; then its shape. Observations go to ``seen``, and to ``to`` [lane, ...].
+        truncated, bool, and of the number of the lane that is stepped, int64, -1 before the first;
+        how many lanes there are; whether one that ``ended``, bool [lane], is reset instead; and
+        the bytes of an observation; then its shape. Observations go to ``seen``, and to ``to``
+        [lane, ...].
 
         Returns:
             Whether all went to ``to``: those of another dtype or shape do not.

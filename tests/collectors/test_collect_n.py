@@ -19,6 +19,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.batches import slab_rows, value_checks
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.envs.gymnasium import lanes_in_turn
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage, open_storage, verify
@@ -51,7 +52,7 @@ def stored_in(path: Path) -> TensorDictBase:
 
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no compiler was found."""
-    for module in (columns, slab_rows, value_checks):
+    for module in (columns, lanes_in_turn, slab_rows, value_checks):
         monkeypatch.setattr(module, "kernel", None)
 
 

@@ -64,6 +64,16 @@ def test_a_vector_keeps_what_each_lane_returned() -> None:
     assert compat.own_observations(gymnasium.make_vec("CartPole-v1", 2)) == ()
 
 
+def test_a_vector_knows_which_lanes_ended() -> None:
+    env = make_oracle_vec(2, [2], mode=AutoresetMode.NEXT_STEP)
+    env.reset(seed=0)
+    found = []
+    for _ in range(3):
+        env.step(np.zeros(2, np.int64))
+        found.append(getattr(env, compat.ENDED).tolist())
+    assert found == [[False, False], [True, True], [False, False]]
+
+
 def test_a_vector_puts_infos_together_by_its_merge() -> None:
     env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
     seen: list[int] = []

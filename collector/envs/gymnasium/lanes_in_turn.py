@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate
 from numpy.typing import NDArray
 
-from tallyroll.collector.compat import ENDED, own_observations, rewards_are_numbers
+from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.storage.engine.kernel import kernel, table_of
 
@@ -44,17 +44,15 @@ class LanesInTurn:
 
     @classmethod
     def of(cls, env: VectorEnv) -> Self | None:
-        """What steps the lanes of ``env``; None where its own methods have to."""
+        """What steps the lanes of ``env``, whose rewards are numbers; None where it has to."""
         if type(env) is not SyncVectorEnv or env.autoreset_mode is AutoresetMode.SAME_STEP:
             return None
         if SyncVectorEnv.step is not _STEP or SyncVectorEnv.reset is not _RESET:
             return None
-        spaces = env.single_observation_space, env.action_space
         if type(env.envs) is not list or type(own_observations(env)) is not list:
             return None
-        if any(type(space) not in _ARRAYS for space in spaces) or not rewards_are_numbers(env):
-            return None
-        return cls(env)
+        spaces = env.single_observation_space, env.action_space
+        return cls(env) if all(type(space) in _ARRAYS for space in spaces) else None
 
     @property
     def are_alone(self) -> bool:
@@ -75,7 +73,6 @@ class LanesInTurn:
         env = self._env
         envs, ended = env.envs, getattr(env, ENDED)
         seen: Any = own_observations(env)
-        self._lane[0] = -1
         try:
             are_put = self._step_lanes(envs, action, seen, ended, to)
         except BaseException:
@@ -96,7 +93,8 @@ class LanesInTurn:
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: NDArray[Any]
     ) -> bool:
-        """As `Kernel.step_lanes`."""
+        """As `Kernel.step_lanes`, but that the caller puts observations together."""
+        self._lane[0] = -1
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
             self._lane[0] = i
             if not ended[i]:

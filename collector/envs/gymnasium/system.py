@@ -235,7 +235,7 @@ class GymnasiumSystem(System):
         seed = None if seeds is None else self._seed(seeds)
         obs, info = self.env.reset(seed=seed, options=options)
         self._refuse_shared()
-        if self._plain and self._infoless and type(self).step is GymnasiumSystem.step:
+        if self._plain and self._infoless and not self._rewards:
             self._in_turn = LanesInTurn.of(self.env)
         if not self.infos.declared:
             self.infos.declare(info)
