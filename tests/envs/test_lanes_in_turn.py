@@ -69,7 +69,7 @@ def started(env: Any) -> Any:
 
 
 def step(turns: Any, action: Any) -> Any:
-    out = turns.step(np.asarray(action), turns.new_rows())
+    out = turns.step(np.asanyarray(action), turns.new_rows())
     return [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
 
 
@@ -136,7 +136,15 @@ class Narrow(Scripted):
         return obs.astype(np.float16), *rest
 
 
-@pytest.mark.parametrize("kind", [Lists, Strided, Narrow])
+class Integers(Scripted):
+    """As long as what is declared."""
+
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return obs.astype(np.int64), *rest
+
+
+@pytest.mark.parametrize("kind", [Lists, Strided, Narrow, Integers])
 def test_other_observations_are_put_together_as_the_vector_does(kind: Any) -> None:
     ours, theirs = (vector((2, 3), made=kind, dtype=np.float64) for _ in range(2))
     turns = started(ours)
@@ -144,14 +152,33 @@ def test_other_observations_are_put_together_as_the_vector_does(kind: Any) -> No
     np.testing.assert_array_equal(step(turns, [1, 4])[0], theirs.step(np.array([1, 4]))[0])
 
 
-def test_observations_of_another_shape_are_refused_as_the_vector_does() -> None:
-    class Wide(Scripted):
-        def step(self, action: Any) -> Any:
-            obs, *rest = super().step(action)
-            return np.append(obs, obs), *rest
+@pytest.mark.parametrize("shape", [(12,), (6, 1), (3, 2), (1, 6), ()], ids=str)
+def test_observations_of_another_shape_are_refused_as_the_vector_does(shape: Any) -> None:
+    class Other(Scripted):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return np.zeros((2, 3), np.float32), {}
 
+        def step(self, action: Any) -> Any:
+            return np.zeros(shape, np.float32), *super().step(action)[1:]
+
+    def made() -> Any:
+        env = Other()
+        env.observation_space = gymnasium.spaces.Box(0, 200, (2, 3), np.float32)
+        return env
+
+    env = SyncVectorEnv([made] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    turns = started(env)
+    with pytest.raises(ValueError, match=r"shape|dimension"):
+        step(turns, [0, 0])
+    with pytest.raises(ValueError, match=r"shape|dimension"):
+        env.step(np.zeros(2, np.int64))
+
+
+def test_memory_for_other_lanes_is_refused() -> None:
+    turns = started(vector((3, 3)))
     with pytest.raises(ValueError, match="shape"):
-        step(started(vector((2, 3), made=Wide)), [0, 0])
+        turns.step(np.array([1, 2]), np.zeros((3, 3), np.float32))
 
 
 def test_memory_that_is_not_contiguous_is_written_to() -> None:
@@ -290,24 +317,27 @@ def test_references_are_given_back() -> None:
     class Marked(np.ndarray):
         pass
 
-    made = []
+    made, acted = [], []
 
     class Marking(Scripted):
         def step(self, action: Any) -> Any:
             obs, *rest = super().step(action)
             obs = obs.view(Marked)
             made.append(weakref.ref(obs))
+            acted.append(weakref.ref(action))
             if len(made) > 20:
                 return obs, 0.0, False
             return obs, *rest
 
-    env = vector((50,), made=Marking)
+    env = vector((50,), made=Marking, space=SPACES[2])
     turns = started(env)
+    action = np.zeros((1, 2), np.float32).view(Marked)
     for _ in range(20):
-        step(turns, [1])
+        step(turns, action)
     with pytest.raises(ValueError, match="expected"):
-        step(turns, [1])
+        step(turns, action)
     gc.collect()
+    assert not any(each() is not None for each in acted)
     assert [each() is None for each in made] == [True] * 19 + [False, True]
 
 

@@ -35,7 +35,7 @@ class LanesInTurn:
         self._shape, self._dtype = (lanes, *space.shape), space.dtype
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
-        self._lane = np.zeros(1, np.int64)
+        self._lane = np.full(1, -1)  # which the extension is stepping
         self._step_lanes = self._in_python if kernel is None else self._compiled()
 
     def __reduce__(self) -> Any:
@@ -69,7 +69,7 @@ class LanesInTurn:
 
         Rewards and flags are the same arrays each time.
         """
-        i = None  # the lane, for whoever looks at a traceback
+        i = None  # the lane, for whoever looks at a traceback; `_in_python` has its own
         env = self._env
         envs, ended = env.envs, getattr(env, ENDED)
         seen: Any = own_observations(env)
@@ -94,9 +94,7 @@ class LanesInTurn:
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: NDArray[Any]
     ) -> bool:
         """As `Kernel.step_lanes`, but that the caller puts observations together."""
-        self._lane[0] = -1
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
-            self._lane[0] = i
             if not ended[i]:
                 seen[i], reward, terminated, truncated, _ = env.step(own)
                 self._rewards[i] = float(reward)
