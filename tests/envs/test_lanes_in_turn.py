@@ -152,7 +152,7 @@ def test_other_observations_are_put_together_as_the_vector_does(kind: Any) -> No
     np.testing.assert_array_equal(step(turns, [1, 4])[0], theirs.step(np.array([1, 4]))[0])
 
 
-@pytest.mark.parametrize("shape", [(12,), (6, 1), (3, 2), (1, 6), ()], ids=str)
+@pytest.mark.parametrize("shape", [(12,), (6, 1), (3, 2), (1, 6), (2, 3, 1), ()], ids=str)
 def test_observations_of_another_shape_are_refused_as_the_vector_does(shape: Any) -> None:
     class Other(Scripted):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
