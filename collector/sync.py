@@ -8,6 +8,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import ranges_of
@@ -192,7 +193,14 @@ class SyncCollector(Collector):
         torchrl = None
         if options.layout == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
-        self._drive(self._rollout_of(driver, plan), plan, ranges, made.description, torchrl)
+        self._drive(
+            self._rollout_of(driver, plan),
+            plan,
+            ranges,
+            made.description,
+            torchrl,
+            RowsAhead.of(driver.stepped, driver.board, plan, options),
+        )
 
     def _close_source(self) -> None:
         if self._owns_env:

@@ -22,6 +22,7 @@ from tallyroll.collector.batches.rows import (
     behind_rows,
     merge,
 )
+from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
 from tallyroll.collector.batches.small_batches import SmallBatches
 from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
@@ -75,6 +76,7 @@ class Assembly:
         provenance: written with the schema.
         count_random: whether random actions are an exception that is counted.
         torchrl: lays batches out where ``layout="torchrl"``.
+        ahead: copies large rows of a batch while its slots are filled, where that pays.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class Assembly:
         *,
         count_random: bool,
         torchrl: TorchrlLayout | None = None,
+        ahead: RowsAhead | None = None,
     ) -> None:
-        self._torchrl = torchrl
+        self._torchrl, self._ahead = torchrl, ahead
         self._shapes = torchrl is not None and writer.shapes
         """A TorchRL buffer gets batches as they are laid out."""
         if torchrl is not None and self._shapes:
@@ -107,6 +110,8 @@ class Assembly:
         self._ticks = _ticks(options, source.plan)
         self._masks, self._agents = _agents(options, source.plan)
         self._checks = RangeChecks(ranges, options.validate)
+        if ahead is not None:
+            ahead.checks = self._checks
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         watched = options.finals == "check" and not source.plan.lost_finals
         self._finals = FinalsWatch(len(state.step), source.plan.observed if watched else ())
@@ -162,6 +167,8 @@ class Assembly:
         most = sys.maxsize if self._apart else size or self._options.frames_per_batch
         size = self._budget.batch(self._ledger.stored, most)
         self._begin(size)
+        if self._ahead is not None and not self._rollout.held:
+            self._ahead.begin(size)
         with self._acting:
             self._gather(size)
         batch = self._deliver() if self._in_hand else None
@@ -300,6 +307,7 @@ class Assembly:
         Large ones stay in the slab until they are delivered, if they can; so do all where they
         need not be put together. ``more``: another block will be asked for before.
         """
+        copied = None if self._ahead is None else self._ahead.take(block)
         with block:
             if len(block):
                 table = None if more or self._parts else self._table_of(block)
@@ -308,7 +316,7 @@ class Assembly:
                     part = table.part(block, self.state, by_lane=self._lays_out)
                 else:
                     alone = not (more or self._parts)
-                    part = self._source.part(block, self.state, alone=alone)
+                    part = self._source.part(block, self.state, copied, alone=alone)
                 self._finals.look(part)
                 self._log(part)
                 if isinstance(part, SlabPart) or (part.large and block.keep(more)):

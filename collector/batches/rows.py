@@ -37,7 +37,7 @@ from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
 
-_POOLED_NBYTES = 2**20
+POOLED_NBYTES = 2**20
 """New memory of so many bytes comes from the kernel, page by page, at every batch."""
 
 
@@ -135,17 +135,26 @@ class RowSource:
         """Of each column: somebody may keep a batch's rewards, and drop its observations."""
         return {}
 
-    def part(self, block: Block, state: LaneState, *, alone: bool = False) -> Part:
+    def part(
+        self, block: Block, state: LaneState, copied: Rows | None = None, *, alone: bool = False
+    ) -> Part:
         """Gather the rows of ``block``, number them, and move ``state`` past them.
 
-        ``alone``: they are a batch by themselves, whose memory is used again when it was dropped.
+        ``copied``: columns that were gathered before. ``alone``: they are a batch by themselves,
+        whose memory is used again when it was dropped.
         """
-        slab = block.slab
+        slab, copied = block.slab, copied or {}
         large = {
-            key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
+            key: RowRefs([slab.flat[key]], block.index)
+            for key in self.large
+            if key in slab.flat and key not in copied
         }
         get = self._take_pooled if alone else take
-        rows = {key: get(block, key) for key in self.plan.layout if key not in large}
+        rows = {
+            key: copied[key] if key in copied else get(block, key)
+            for key in self.plan.layout
+            if key not in large
+        }
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)
@@ -171,7 +180,7 @@ class RowSource:
     def _take_pooled(self, block: Block, key: Key) -> torch.Tensor:
         """As :func:`take` does; of much in memory that was used before."""
         column, index = block.slab.flat.get(key), block.index
-        if column is None or len(index) * column[:1].nbytes < _POOLED_NBYTES:
+        if column is None or len(index) * column[:1].nbytes < POOLED_NBYTES:
             return take(block, key)
         pool = self._pools.get(key)
         if pool is None:

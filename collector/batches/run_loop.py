@@ -15,6 +15,7 @@ from torchrl.data import ReplayBuffer
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.provenance import run_provenance, versions
 from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
@@ -125,11 +126,13 @@ class Collector(ABC):
         ranges: Sequence[Range],
         description: Mapping[str, Any],
         torchrl: TorchrlLayout | None = None,
+        ahead: RowsAhead | None = None,
         **call: Any,
     ) -> None:
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance.
 
-        ``torchrl`` lays batches out, where TorchRL's layout is wanted.
+        ``torchrl`` lays batches out, where TorchRL's layout is wanted; ``ahead`` copies rows of
+        ``rollout``'s slab while its slots are filled.
         """
         if plan.fault is not None and self._writer.storage is not None:
             raise EnvironmentRefused(plan.fault)
@@ -169,6 +172,7 @@ class Collector(ABC):
             self._provenance(self._lane_seeds),
             count_random=self._policy is not None,
             torchrl=torchrl,
+            ahead=ahead,
         )
         self._undivided = _Undivided(self._assembly)
         self.episodes = self._assembly.episodes

@@ -1,8 +1,9 @@
 """Compare values with the spaces that the environment declared, whole columns at a time."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -76,7 +77,7 @@ class Range:
         """``[time, lane]`` where values lie outside, or None if nowhere."""
         if not values.size:
             return None
-        if self._holds(values):
+        if self.holds(values):
             return None
         low, high = _extremes(values)
         if np.all(low >= self.low) and np.all(high <= self.high):
@@ -84,12 +85,17 @@ class Range:
         outside = ~((values >= self.low) & (values <= self.high))
         return np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
 
-    def _holds(self, values: NDArray[Any]) -> bool:
+    @cached_property
+    def _within(self) -> tuple[Any, Any]:
+        """The bounds that every entry has."""
+        return self.low.max(), self.high.min()
+
+    def holds(self, values: NDArray[Any]) -> bool:
         """All ``values`` lie within the bounds that every entry has; the fastest way to know.
 
         NaN is what it makes lowest and highest. Pieces are in the cache when it looks again.
         """
-        low, high = self.low.max(), self.high.min()
+        low, high = self._within
         is_below = high < np.inf
         is_above = not is_below or low > -np.inf
         count = max(1, _CACHED_NBYTES // max(1, values[0].nbytes))
@@ -194,6 +200,8 @@ class RangeChecks:
         self._slot_checks: dict[Slab, _SlotChecks] = {}
         self.eased = 0
         """How often something was let pass from there on, which changed every table."""
+        self._fine: dict[Key, int] = {}
+        """Columns of the block under way, and how many of its first slots are as declared."""
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
@@ -206,6 +214,19 @@ class RangeChecks:
             if first is None or not self._passes(first):
                 return first
             warnings.warn(f"{first.what}; {_SAID_ONCE}", OutOfRangeWarning, stacklevel=5)
+
+    def look(self, slab: Slab, keys: Container[Key], start: int, stop: int) -> None:
+        """Look at columns of complete slots already, before :meth:`first_violation` is asked."""
+        for check in self._ranges:
+            key = check.key
+            if key not in keys or (key in self._seen_before and key in slab.flowing):
+                continue
+            if self._fine.get(key, 0) == start and check.holds(_values(slab, key, start, stop)):
+                self._fine[key] = stop
+
+    def forget(self) -> None:
+        """Slots that :meth:`look` saw are written over."""
+        self._fine.clear()
 
     def table(self, slab: Slab) -> bytes | None:
         """What is looked at in slots of ``slab``, for `Kernel.are_inside`; None: the longer way."""
@@ -249,7 +270,9 @@ class RangeChecks:
         for check in self._ranges:
             if check.key not in slab.columns:
                 continue
-            values = _values(slab, check.key, 0, used)
+            values, fine = _values(slab, check.key, 0, used), self._fine.get(check.key, 0)
+            if fine and check.bad(values[fine:]) is None:
+                continue
             if check.key in self._seen_before and check.key in slab.flowing:
                 new = _new_in(slab, used) if new is None else new
                 bad = _bad_at(check, values, new)

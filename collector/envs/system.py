@@ -7,7 +7,7 @@ module has the contract that a system is held to.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -124,6 +124,10 @@ class System(ABC):
     drawn anew after it by the driver. Copy what is kept."""
     lends: bool = False
     """:meth:`lend` has an effect."""
+    waits: bool = False
+    """:meth:`step` calls :attr:`while_waiting` where it could only wait for what computes it."""
+    while_waiting: Callable[[], None] | None = None
+    """What the driver has to do meanwhile; it touches nothing of the system's. None: nothing."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
 

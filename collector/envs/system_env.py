@@ -67,10 +67,13 @@ class SystemEnv(SlotEnds):
 
         ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
         """
-        lend = self.system.lend if self.system.lends else None
+        system = self.system
+        lend = system.lend if system.lends else None
+        system.while_waiting = cursor.while_waiting
         try:
-            self._step_block(cursor, start, stop, lend, self.system.step)
+            self._step_block(cursor, start, stop, lend, system.step)
         finally:
+            system.while_waiting = None
             if lend is not None:
                 lend(None)
 

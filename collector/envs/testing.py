@@ -357,6 +357,21 @@ class SystemContract:
             assert np.array_equal(got, np.asarray(value)), "parts and a whole step differ"
         return self.close(one.system, other.system)
 
+    def test_the_driver_works_while_a_step_is_computed(self) -> None:
+        """With ``waits``: each step calls ``while_waiting``, and is what it is without it."""
+        one, other = self.hand(), self.hand()
+        if not one.system.waits:
+            return self.close(one.system, other.system)
+        worked = []
+        one.system.while_waiting = lambda: worked.append(True)
+        for step, action in enumerate(self.actions(one.system, self.steps)):
+            after, after_other = one.step(action)[1], other.step(action)[1]
+            assert len(worked) > step, "waits: a step did not call while_waiting"
+            if self.repeatable:
+                self._require_equal(after, after_other, "the driver worked meanwhile")
+            del worked[step + 1 :]
+        return self.close(one.system, other.system)
+
     def test_a_context_is_copied_when_it_is_used(self) -> None:
         """What is drawn ahead has no effect before the next reset."""
         one, other = self.hand(), self.hand()

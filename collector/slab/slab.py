@@ -6,7 +6,7 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 ``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class Cursor:
     """What the last step returned, where that is what the policy sees next, and nobody else's."""
     wants_given: bool = False
     """There is a policy that takes it, and a system that hands it over."""
+    while_waiting: Callable[[], None] | None = None
+    """What can be done with slots that are complete, while the system computes the next one."""
 
     def slot(self, at: int) -> tuple[Array, ...]:
         """Of a slot with one column of each kind ``[lane, ...]``.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
+from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range
@@ -62,11 +63,12 @@ class Yielding(Collector):
         ranges: Sequence[Range],
         description: Mapping[str, Any],
         torchrl: TorchrlLayout | None = None,
+        ahead: RowsAhead | None = None,
         **call: Any,
     ) -> None:
         if torchrl is not None and self._adds_steps and self._wishes.replay_buffer is not None:
             torchrl.require_rectangles()  # a step of some lanes only would be filled up with zeros
-        super()._drive(rollout, plan, ranges, description, torchrl, **call)
+        super()._drive(rollout, plan, ranges, description, torchrl, ahead, **call)
 
     def _take_over(self, wishes: Wishes) -> None:
         """What TorchRL's collectors do at the end of their construction."""

@@ -179,9 +179,14 @@ class Undead(Groups):
         return (self.toy.state[:, 2:3] + np.arange(self.sizes[group])) % 2 == 0
 
 
+class WaitsForItself(Toy):
+    waits = True
+
+
 @pytest.mark.parametrize(
     ("kind", "test"),
     [
+        (WaitsForItself, "test_the_driver_works_while_a_step_is_computed"),
         (ResetsItself, "test_a_final_observation_is_not_the_next_first_one"),
         (SkipsUnsaid, "test_only_a_reset_slot_ignores_its_action"),
         (NeverSkips, "test_only_a_reset_slot_ignores_its_action"),

@@ -35,6 +35,8 @@ class Functional(FunctionalLanes):
         EnvironmentRefused: a step changes what the state is made of.
     """
 
+    waits = True
+
     def __init__(
         self,
         lanes: int,
@@ -91,6 +93,7 @@ class Functional(FunctionalLanes):
         """Step all lanes, and begin the next episode of those that ended."""
         if self._apart:
             self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
+            self._wait()
             ends, first = np.asarray(told), final
             if np.count_nonzero(ends) or not self._renews:
                 self._renews = True  # the first step compiles all
@@ -99,6 +102,7 @@ class Functional(FunctionalLanes):
             self._carry, first, final, reward, told, agents = self._turned(
                 *self._carry, (*action,), self._context()
             )
+            self._wait()
             ends = np.asarray(told)
         over, cut = ends
         return Step(
@@ -109,6 +113,11 @@ class Functional(FunctionalLanes):
             _views(final) if np.count_nonzero(ends) else None,
             agents={name: AgentFlags(*_views(each)) for name, each in agents.items()},
         )
+
+    def _wait(self) -> None:
+        """JAX computes in a thread of its own: what it will return is waited for when looked at."""
+        if self.while_waiting is not None:
+            self.while_waiting()
 
     def _context(self) -> Context:
         # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
