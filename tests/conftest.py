@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,7 @@ _most = MOST_BYTES if _hard == resource.RLIM_INFINITY else min(MOST_BYTES, _hard
 resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
 
 SHM = Path("/dev/shm")
+KERNEL_LISTS = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 GRACE_SECONDS = 5.0
 # Helpers of Python and torch: started on first use, they live as long as the interpreter.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
@@ -50,11 +52,24 @@ def own_exploration_type() -> Iterator[None]:
         yield
 
 
+def _descendants(pid: int) -> Iterator[int]:
+    """Processes below ``pid``. Most kernels list them; psutil looks at every one that there is."""
+    if not KERNEL_LISTS:
+        yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
+        return
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it ended
+            for child in map(int, task.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
 def _children() -> dict[int, psutil.Process]:
     """Living descendants of this process by id, without the helpers."""
     found = {}
-    for child in psutil.Process().children(recursive=True):
+    for pid in _descendants(os.getpid()):
         try:
+            child = psutil.Process(pid)
             is_helper = any(name in " ".join(child.cmdline()) for name in HELPERS)
             if not is_helper and child.status() != psutil.STATUS_ZOMBIE:
                 found[child.pid] = child
