@@ -96,11 +96,46 @@ def vector(lanes: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:
     )
 
 
+def stepped(env: Any, **reset: Any) -> Raw:
+    """The step of a vector that was reset."""
+    env.reset(**reset)
+    return env.step, env.close
+
+
 def raw_gymnasium(lanes: int) -> Raw:
     """The vector in its default mode."""
-    env = vector(lanes)
+    return stepped(vector(lanes), seed=0)
+
+
+def minigrid(lanes: int) -> Any:
+    """A room of MiniGrid: images, and missions that are texts."""
+    import minigrid  # noqa: F401  it registers
+
+    name = "MiniGrid-Empty-8x8-v0"
+    how = {"autoreset_mode": AutoresetMode.DISABLED}
+    return gymnasium.make_vec(name, lanes, vectorization_mode="sync", vector_kwargs=how)
+
+
+def raw_minigrid(lanes: int) -> Raw:
+    """The vector, and a reset of the lanes that ended."""
+    env = minigrid(lanes)
+
+    def step(action: NDArray[Any]) -> None:
+        _, _, terminated, truncated, _ = env.step(action)
+        ended = terminated | truncated
+        if ended.any():
+            env.reset(options={"reset_mask": ended})
+
     env.reset(seed=0)
-    return env.step, env.close
+    return step, env.close
+
+
+def objectives(lanes: int) -> Any:
+    """MO-Gymnasium's own vector."""
+    import mo_gymnasium
+    from mo_gymnasium.wrappers.vector import MOSyncVectorEnv
+
+    return MOSyncVectorEnv([partial(mo_gymnasium.make, "deep-sea-treasure-v0")] * lanes)
 
 
 # --- vectors of other libraries -------------------------------------------------------------------
@@ -110,9 +145,7 @@ def raw_sb3(lanes: int) -> Raw:
     """Stable-Baselines3's vector in this process."""
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    env = DummyVecEnv([partial(gymnasium.make, "CartPole-v1")] * lanes)
-    env.reset()
-    return env.step, env.close
+    return stepped(DummyVecEnv([partial(gymnasium.make, "CartPole-v1")] * lanes))
 
 
 def raw_envpool(lanes: int) -> Raw:
@@ -129,9 +162,7 @@ def raw_ale(lanes: int) -> Raw:
     """The ALE's own vector of 84 by 84 grey frames."""
     from ale_py.vector_env import AtariVectorEnv
 
-    env = AtariVectorEnv("pong", num_envs=lanes)
-    env.reset()
-    return env.step, env.close
+    return stepped(AtariVectorEnv("pong", num_envs=lanes))
 
 
 def raw_procgen(lanes: int) -> Raw:
@@ -308,6 +339,35 @@ def raw_pettingzoo(lanes: int) -> Raw:
     return step, lambda: [env.close() for env in each] and None
 
 
+def agents_as_lanes(lanes: int) -> Any:
+    """SuperSuit's vector, of which a lane is an agent; a pair of them is the least."""
+    import supersuit
+    from mpe2 import simple_spread_v3
+
+    env = simple_spread_v3.parallel_env(N=1 if lanes == 1 else 2, max_cycles=25)
+    each = supersuit.pettingzoo_env_to_vec_env_v1(env)
+    return supersuit.concat_vec_envs_v1(each, max(1, lanes // 2), base_class="gymnasium")
+
+
+def raw_turns(lanes: int) -> Raw:
+    """A game of turns a lane: the step, and what the one whose turn is next sees."""
+    from pettingzoo.classic import tictactoe_v3
+
+    each = [tictactoe_v3.env() for _ in range(lanes)]
+    rng = np.random.default_rng(0)
+    for lane, env in enumerate(each):
+        env.reset(seed=lane)
+
+    def step() -> None:
+        for env in each:
+            seen = env.observe(env.agent_selection)
+            env.step(int(rng.choice(np.flatnonzero(seen["action_mask"]))))
+            if any(env.terminations.values()):
+                env.reset()
+
+    return step, lambda: [env.close() for env in each] and None
+
+
 def raw_dm_control(lanes: int) -> Raw:
     """An environment a lane, which resets itself in the step after its last."""
     from dm_control import suite
@@ -347,6 +407,12 @@ def raw_openspiel(lanes: int) -> Raw:
     return step, lambda: None
 
 
+def turns(lanes: int) -> EnvBase:
+    """The same game, turn by turn."""
+    system = registry.load("pettingzoo")
+    return SystemEnv(system.make("pettingzoo.classic.tictactoe_v3", lanes, range(lanes)))
+
+
 def pettingzoo_of_torchrl() -> EnvBase:
     """TorchRL's wrapper, as it keeps lanes going until their last agent is done."""
     from mpe2 import simple_spread_v3
@@ -364,6 +430,17 @@ ENTRIES = (
         torchrl=lambda lanes: GymWrapper(
             vector(lanes, AutoresetMode.DISABLED), categorical_action_encoding=True
         ),
+    ),
+    Entry(
+        "minigrid",
+        raw_minigrid,
+        make=lambda lanes: GymnasiumVectorEnv(minigrid(lanes)),
+        costs=4,
+    ),
+    Entry(
+        "mo-gymnasium",
+        lambda lanes: stepped(objectives(lanes), seed=0),
+        make=lambda lanes: GymnasiumVectorEnv(objectives(lanes)),
     ),
     Entry("sb3", raw_sb3, "CartPole-v1"),
     Entry(
@@ -409,6 +486,13 @@ ENTRIES = (
         "mpe2/simple_spread_v3",
         {"max_cycles": 25},
         torchrl=lambda lanes: serial(lanes, pettingzoo_of_torchrl),
+        costs=8,
+    ),
+    Entry("turns", raw_turns, make=turns, masked=True, costs=8),
+    Entry(
+        "supersuit",
+        lambda lanes: stepped(agents_as_lanes(lanes), seed=0),
+        make=lambda lanes: SystemEnv(registry.load("supersuit").adopt(agents_as_lanes(lanes))),
         costs=8,
     ),
     Entry(
