@@ -2,8 +2,8 @@
 # The gate: format, lint, types and tests, all on the built wheel. On a fresh machine it makes a
 # virtual environment first; a second run reuses it.
 #
-#   ./check.sh                the core, in .venv
-#   ./check.sh --all          and environment systems, in .venv-NAME for each NAME in
+#   ./check.sh                the core, in .venv, but for tests that take long (marked slow)
+#   ./check.sh --all          with these, and environment systems, in .venv-NAME for each NAME in
 #                             tests/systems/environments.toml that has run = "all"
 #   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
 #                             that has no 7 GB to spare, or will not run this again
@@ -14,7 +14,7 @@
 set -Eeuo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
-environment=core others=() failed=()
+environment=core others=() failed=() chosen=(-m "not slow")
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
 
 step() { # step NAME COMMAND...: run it, remember whether it failed
@@ -61,11 +61,12 @@ case ${1-} in
 --all)
     words=$(listed "(name for name, each in every.items() if each['run'] == 'all')")
     mapfile -t others <<<"$words"
+    chosen=()
     shift
     if [[ ${1-} == --once ]]; then export TALLYROLL_CHECK_ONCE=1 && shift; fi
     ;;
 --apart)
-    environment=${2?"--apart NAME"}
+    environment=${2?"--apart NAME"} chosen=()
     shift 2
     ;;
 esac
@@ -89,7 +90,7 @@ export TALLYROLL_TEST_ENVIRONMENT=$environment
 run_tests() { # what fails is printed again at the end: much is printed meanwhile
     # Where the machine fails, all tests do: the reasons of the first of them are enough.
     local how=(--numprocesses 2 --dist worksteal --maxfail 50)
-    $bin/pytest "${how[@]}" "${tests[@]}" "$@" | tee "$said" && return
+    $bin/pytest "${how[@]}" "${chosen[@]}" "${tests[@]}" "$@" | tee "$said" && return
     reasons+=$(grep -E '^(E  |FAILED|ERROR|_____|[^ ]+\.py:[0-9]+: )' "$said" | tail -n 60)$'\n'
     return 1
 }

@@ -668,6 +668,7 @@ def test_handlers_are_put_back(here: Path) -> None:
 # --- a process of its own, cold -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_python_minus_m(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error:::tallyroll", "-m", "tallyroll.collector.cli"]
     words = [str(word) for word in cartpole("data", 333, "--num-envs", 2, "--seed", 0)]
@@ -1184,6 +1185,7 @@ def test_a_run_that_is_stopped_is_not_finalized(server: WarmServer, tmp_path: Pa
         assert "finalized" not in storage.manifest
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_runs_are_sound(server: WarmServer, tmp_path: Path) -> None:
     for name in ("data", "data.h5", "data.zarr"):
         words = [name if word == "data" else word for word in endless("--frames-per-batch", 50)]

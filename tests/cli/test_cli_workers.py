@@ -167,6 +167,7 @@ def test_workers_collect_what_one_process_would(server: WarmServer, here: Path) 
 # --- signals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "workers", "mode"),
     [(signal.SIGINT, 2, "sync"), (signal.SIGTERM, 1, "async")],
@@ -201,6 +202,7 @@ def test_a_signal_while_workers_start(server: WarmServer, here: Path) -> None:
     assert not (here / "data").exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_step_that_hangs(server: WarmServer, here: Path) -> None:
     hanging = here / "hanging"
     command = server.start(here, *mine(1000, 1, "--out", "data", at=120, hang=str(hanging)))
@@ -222,6 +224,7 @@ def test_a_second_signal_ends_a_step_that_hangs(server: WarmServer, here: Path) 
 # --- workers that fail ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_worker_is_the_users_to_read(server: WarmServer, here: Path) -> None:
     words = ("--num-envs", 2, "--out", "data")
     command = server.start(here, *mine(1000, 1, *words, at=90))
@@ -240,6 +243,7 @@ def test_an_exception_in_a_worker_is_the_users_to_read(server: WarmServer, here:
     require_resumable(server, command, 5)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended(server: WarmServer, here: Path) -> None:
     words = ("--step-timeout", 0.5, "--out", "data")
     command = server.start(here, *mine(1000, 1, *words, at=120, hang=str(here / "hanging")))

@@ -97,6 +97,7 @@ def test_stored_is_what_was_asked_and_the_first_in_slot_order(
     assert ledger.episodes_cut == open_lanes
 
 
+@pytest.mark.slow
 @runs
 @few
 def test_a_row_lies_in_the_batch_of_its_slot(

@@ -38,6 +38,7 @@ def elsewhere(storage: DiskStorage) -> TensorDictBase:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("through", ["storage", "buffer"])
 def test_rows_from_elsewhere_wait_for_the_end_of_a_run(

@@ -289,6 +289,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_interpreters_end(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -153,6 +153,7 @@ def test_resuming_a_ring_counts_exactly(tmp_path: Path) -> None:
         assert verify(path).sound
 
 
+@pytest.mark.slow
 def test_a_ring_killed_and_resumed_counts_exactly(server: WarmServer, tmp_path: Path) -> None:
     words = ("collect", "CartPole-v1", "--frames", 10**6, "--max-size", 500, "--num-envs", 4)
     words = (*words, "--frames-per-batch", 20, "--out", "data", "--seed", 3)

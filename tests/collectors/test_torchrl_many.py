@@ -65,6 +65,7 @@ def put_together(lanes: int | None, workers: int, frames: int, batches: int) -> 
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [None, 3])
 def test_batches_of_workers_are_put_together_as_torchrl_does(lanes: int | None) -> None:
     found = []

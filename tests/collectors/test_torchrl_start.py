@@ -235,6 +235,7 @@ def test_workers_are_collected_from_in_a_thread(kind: Any) -> None:
         assert buffer.write_count == collector.ledger.stored
 
 
+@pytest.mark.slow
 def test_a_forgotten_one_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """

@@ -262,6 +262,7 @@ def test_a_header_of_another_schema_is_refused(tmp_path: Path) -> None:
 # -- the end of the process
 
 
+@pytest.mark.slow
 def test_a_storage_left_open_is_closed_at_the_end_of_the_process(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     script = (

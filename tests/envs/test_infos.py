@@ -124,6 +124,7 @@ def test_every_info_of_every_row_is_the_one_of_its_step(mode: AutoresetMode, giv
     assert {name: rows[name].dtype for name in DTYPES} == DTYPES
 
 
+@pytest.mark.slow
 def test_infos_of_an_async_vector() -> None:
     env = telling(2, SAME, kind=AsyncVectorEnv)
     infos = [*ALWAYS, *SOMETIMES]

@@ -239,6 +239,7 @@ def test_names_that_lead_nowhere(name: str, error: type[Exception], match: str) 
         SyncCollector(name, None, frames_per_batch=4, total_frames=4)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tallyroll.collector.cli"]
     out = str(tmp_path / "run")

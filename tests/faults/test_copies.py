@@ -156,6 +156,7 @@ def all_copies(folder: Path, copies: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 8 * COPIES)
 def test_every_copy_under_a_writer_is_refused(tmp_path: Path) -> None:
     torn = in_a_process(all_copies, tmp_path, COPIES, seconds=60 + 8 * COPIES)

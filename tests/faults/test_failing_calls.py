@@ -100,6 +100,7 @@ def tried(case: str, number: int, code: int, act: Callable[[], DiskStorage]) -> 
         return None, f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 def test_a_creation_in_which_a_call_fails_leaves_nothing(case: str, tmp_path: Path) -> None:
     """Or the call was of no account, and all is well."""
     with failing() as seen, create(case, tmp_path / "rows"):

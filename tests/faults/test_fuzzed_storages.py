@@ -20,6 +20,7 @@ PARTS = 2
 SECONDS_EACH = 5.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120 + SECONDS_EACH * COUNT)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_damage_is_told_and_touches_nothing_else(part: int, tmp_path: Path) -> None:

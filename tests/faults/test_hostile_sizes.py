@@ -239,6 +239,7 @@ CONTENTS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", CONTENTS)
 @pytest.mark.parametrize("name", ["rows", "rows.zarr"])
 def test_json(name: str, which: str, work: Callable[[str], Path]) -> None:

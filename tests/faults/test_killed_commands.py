@@ -134,6 +134,7 @@ def full_run(server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> fl
     return min(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * KILLS)
 def test_kill_minus_nine_at_random_points(
     server: WarmServer, full_run: float, tmp_path: Path

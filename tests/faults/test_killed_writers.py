@@ -473,6 +473,7 @@ def what_came_of_it(case: Case, path: Path, manifest: dict[str, Any]) -> str:
         return "older record"
 
 
+@pytest.mark.slow
 def test_flipped_bits_are_told_or_harmless(case: Case, tmp_path: Path) -> None:
     came = in_a_process(flipped, case, tmp_path, random.randrange(2**32))
     assert came["refused"] > 100

@@ -170,6 +170,7 @@ def killed_at_each_step(folder: str) -> int:
     return trials
 
 
+@pytest.mark.slow
 def test_killed_at_each_step_of_a_commit(tmp_path: Path) -> None:
     assert in_a_process(killed_at_each_step, str(tmp_path), seconds=110) == 6 * len(POINTS)
 
@@ -227,6 +228,7 @@ def killed_within_one_call(folder: str) -> int:
     return trials
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernel is None, reason="commits in one call are the extension's")
 def test_killed_within_a_commit_in_one_call(tmp_path: Path) -> None:
     done = in_a_process(killed_within_one_call, str(tmp_path), seconds=110)

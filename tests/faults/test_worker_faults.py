@@ -274,6 +274,7 @@ def test_an_import_that_takes_longer_than_start_timeout(tmp_path: Path) -> None:
     assert "start_timeout=0.4" in str(ended.error)
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_is_replaced(tmp_path: Path, signalled: list[tuple[int, bool]]) -> None:
     ended, faults = one_fault(
         tmp_path,
@@ -357,6 +358,7 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
     assert max(lives) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_budget_of_episodes_is_met_exactly(mode: str, tmp_path: Path) -> None:
     chance = random.Random(mode)
@@ -597,6 +599,7 @@ def counted() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_ten_collectors_leave_nothing(tmp_path: Path) -> None:
     chance = random.Random(1)
 

@@ -164,6 +164,7 @@ def with_kills(folder: Path, number: int) -> int:
     return killer.killed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * KILLS)
 def test_workers_killed_at_random_points(tmp_path: Path) -> None:
     kills, runs = 0, 0
@@ -269,6 +270,7 @@ def check_last_record(data: Path, rows: int, episodes: bool) -> None:
     assert (whole == EPISODES) if episodes else (rows == FRAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * KILLS)
 def test_parents_killed_at_random_points(tmp_path: Path) -> None:
     before = descendants()
@@ -499,6 +501,7 @@ def does_not_listen(folder: Path, **options: Any) -> None:
     goes_on(folder, **options)
 
 
+@pytest.mark.slow
 def test_a_parent_is_killed_while_a_spawned_worker_hangs(tmp_path: Path) -> None:
     before = descendants()
     hangs = [Fault("step", "gil", 0, 40)]
@@ -549,6 +552,7 @@ def script(folder: Path, name: str, mode: str, tty: int | None) -> subprocess.Po
         )
 
 
+@pytest.mark.slow
 def test_three_scripts_that_spawn(tmp_path: Path) -> None:
     """One ends by itself, one by Ctrl-C, one by SIGTERM; at once, for each imports for seconds."""
     before = descendants()

@@ -79,6 +79,7 @@ def test_it_goes_when_nobody_has_it(name: str, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_it_when_its_process_ends(folder: Path) -> None:
     code = (
         "import torch; from tensordict import TensorDict; from tallyroll.storage import "

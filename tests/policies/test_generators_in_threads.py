@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import faulthandler, gc, sys, threading, time
 
@@ -49,6 +51,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_threads_that_try_policies_out_wait_for_each_other_no_longer_than_that() -> None:
     """In Python 3.11 torch's own `fork_rng` stands still here within a second or two."""
     ran = subprocess.run(

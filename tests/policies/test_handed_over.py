@@ -178,6 +178,7 @@ def test_random_actions_and_other_policies_do_without(tmp_path: Path, given: lis
     assert not any(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [True, False])
 def test_of_worker_processes_copies_are_handed_over(copy: bool) -> None:
     """Without copies it is the memory that they write to."""

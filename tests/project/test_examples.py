@@ -52,6 +52,7 @@ def test_help_names_every_option_with_its_default(
     assert f"python examples/{path.name}" in text
 
 
+@pytest.mark.slow
 def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(tmp_path: Path) -> None:
     out = run(
         "collect_to_disk.py",
@@ -73,6 +74,7 @@ def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(tmp_path: Path
     assert re.search(r"^  next/observation +torch\.float32 +\[32, 4\]$", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_ppo_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     out = run(
         "ppo.py",
@@ -101,6 +103,7 @@ def swapped(name: str) -> dict[str, str]:
     return dict(re.findall(r"^# Was: (.*)\n(.*)$", text, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(tmp_path: Path) -> None:
     assert swapped("torchrl_ppo_swapped.py") == {
         "from torchrl.collectors import Collector": (
@@ -126,6 +129,7 @@ def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(tmp_path: Path) -> None:
         assert re.search(r"^evaluation: return [\d.]+ over \d+ episodes that ended$", out, re.M)
 
 
+@pytest.mark.slow
 def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> None:
     assert swapped("torchrl_sac_swapped.py") == {
         "from torchrl.collectors import Collector": (
@@ -193,6 +197,7 @@ def test_ppo_multiprocess_differs_from_ppo_by_its_collector() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> None:
     out = run("exact_benchmark.py", tmp_path, frames=1001, frames_per_batch=300, episodes=3)
     slots, resets = counts("slots", out), counts("- reset slots", out)
@@ -205,6 +210,7 @@ def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> 
     assert mean_random < 100 < mean_balance
 
 
+@pytest.mark.slow
 def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
     out = run(
         "dqn.py",
@@ -231,6 +237,7 @@ def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
 
 
+@pytest.mark.slow
 def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     out = run(
         "async_offpolicy.py",
@@ -265,6 +272,7 @@ def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
 
 
+@pytest.mark.slow
 def test_sac_learns_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
     # A pendulum, which needs no extra: it is learned in fewer transitions than running is.
     out = run(
@@ -300,6 +308,7 @@ def test_dqn_says_solved_from_475_on(name: str) -> None:
     assert names_of(name)["SOLVED"] == 475
 
 
+@pytest.mark.slow
 def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Path) -> None:
     out = run(
         "sequence_batches.py",
@@ -352,6 +361,7 @@ def test_sequence_batches_notices_a_slice_of_two_trajectories(
         check(slices.set(key, wrong[None]))
 
 
+@pytest.mark.slow
 def test_other_libraries_read_what_open_storage_reads(tmp_path: Path) -> None:
     out = run(
         "read_with_h5py_and_zarr.py",

@@ -72,6 +72,7 @@ def test_a_module_that_never_was_is_not_found() -> None:
         import_module("tallyroll.storage.nonsense")
 
 
+@pytest.mark.slow
 def test_the_warning_points_at_who_imports() -> None:
     code = "from tallyroll.storage.hdf5 import H5Storage"
     run = subprocess.run(

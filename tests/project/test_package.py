@@ -115,6 +115,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_installs_and_collects(tmp_path: Path) -> None:
     tree, site = tmp_path / "tree", tmp_path / "site"
     copy_to(tree)

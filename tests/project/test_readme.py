@@ -62,6 +62,7 @@ def test_the_example_of_an_off_policy_loop_runs(tmp_path: Path) -> None:
     assert run("example.py", cwd=tmp_path).strip() == "20000 stored, 10000 in the ring"
 
 
+@pytest.mark.slow
 def test_the_example_of_a_swapped_line_runs(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(BLOCKS[2], encoding="utf-8")
     told = run("example.py", cwd=tmp_path)
@@ -69,6 +70,7 @@ def test_the_example_of_a_swapped_line_runs(tmp_path: Path) -> None:
     assert told.count("torch.Size([50]) ['time']") == 1
 
 
+@pytest.mark.slow
 def test_the_example_with_workers_runs(tmp_path: Path) -> None:
     """On an environment that needs no extra, and on fewer processes."""
     block = BLOCKS[3]
@@ -83,6 +85,7 @@ def test_the_example_with_workers_runs(tmp_path: Path) -> None:
         assert len(storage) == 8200
 
 
+@pytest.mark.slow
 def test_an_environment_of_its_own_runs_and_passes_the_contract(tmp_path: Path) -> None:
     contract = """
 from tallyroll.collector.envs.testing import SystemContract
@@ -120,6 +123,7 @@ def server() -> Iterator[WarmServer]:
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [

@@ -72,6 +72,7 @@ def run(server: WarmServer, folder: Path, listed: str) -> tuple[int, str]:
     return done.wait(100), done.out + done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "told"),
     [

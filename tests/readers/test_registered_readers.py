@@ -106,6 +106,7 @@ def test_what_a_collector_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(said[0])["ledger"]["stored"] == 400
 
 
+@pytest.mark.slow
 def test_the_command_finds_it_in_a_process_of_its_own(tmp_path: Path, installed: Path) -> None:
     with MemmapStorage(tmp_path / "file") as file:
         file.extend(collected())

@@ -234,6 +234,7 @@ def interrupted(name: str, path: Path, number: int, calls: int) -> int:
     return count[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "module"])
 def test_interrupted_anywhere_no_row_is_lost_or_doubled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -433,6 +434,7 @@ def test_buffers_are_told_before_a_handler_may_raise(
         del buffer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "module"])
 def test_a_handler_may_close_the_storage_anywhere(name: str, tmp_path: Path) -> None:
     def closed(path: Path, number: int) -> int:

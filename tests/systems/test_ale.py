@@ -139,6 +139,7 @@ def test_frame_numbers_count_ticks() -> None:
         assert rows["lives"].unique().tolist() == [5]
 
 
+@pytest.mark.slow
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "env_kwargs": SMALL}
     alone = rows_of("ale:breakout", total_frames=60, seed=2, **arguments)

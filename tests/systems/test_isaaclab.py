@@ -139,6 +139,7 @@ def make_pair() -> gymnasium.Env:
     return kit.make(2, **KEPT)
 
 
+@pytest.mark.slow
 def test_workers_and_resumed(tmp_path: Path) -> None:
     with MultiprocessCollector(
         [make_pair, make_pair],

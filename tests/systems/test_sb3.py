@@ -159,6 +159,7 @@ def test_rows_are_what_the_vector_itself_returns(kind: str) -> None:
         assert not rows["next", "terminated"].any()
 
 
+@pytest.mark.slow
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "num_envs": 4,
@@ -352,6 +353,7 @@ def test_infos_are_columns(kind: Any) -> None:
     assert torch.equal(rows["next", "odd_given"], odd)
 
 
+@pytest.mark.slow
 def test_infos_that_a_wrapper_adds_and_those_of_workers(tmp_path: Path) -> None:
     lengths = Info("episode/l", "int32", fill=0)
     arguments: Any = {"frames_per_batch": 24, "total_frames": 72, "info_keys": ["where", lengths]}
@@ -479,6 +481,7 @@ def test_an_instance_stays_open_whatever_was_collected_from_it() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_workers_have_the_model_and_its_new_weights() -> None:
     trained = model()
     arguments: dict[str, Any] = {

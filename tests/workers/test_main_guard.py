@@ -39,6 +39,7 @@ def ran(folder: Path, *command: str, stdin: str = "") -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_without_a_guard_is_told_what_to_write(tmp_path: Path, method: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(guard="if True:", method=method))
@@ -62,6 +63,7 @@ if __name__ == "__main__":
 """Since Python 3.13 a fork server that is asked to preload the main module does so."""
 
 
+@pytest.mark.slow
 def test_a_fork_server_outlives_a_script_without_a_guard(tmp_path: Path) -> None:
     """It preloads no main module, which would end it; workers come to it one by one."""
     script = NEWER_FORK_SERVER + SCRIPT.format(guard="if True:", method="forkserver")
@@ -72,6 +74,7 @@ def test_a_fork_server_outlives_a_script_without_a_guard(tmp_path: Path) -> None
     assert run.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_with_a_guard_runs(tmp_path: Path, method: str) -> None:
     guard = 'if __name__ == "__main__":'
@@ -80,6 +83,7 @@ def test_a_script_with_a_guard_runs(tmp_path: Path, method: str) -> None:
     assert (run.returncode, run.stdout) == (0, "[5, 5]\n"), run.stderr
 
 
+@pytest.mark.slow
 def test_a_program_from_stdin_is_refused(tmp_path: Path) -> None:
     """Workers would look for a file "<stdin>"."""
     run = ran(tmp_path, "-", stdin=SCRIPT.format(guard="if True:", method="spawn"))

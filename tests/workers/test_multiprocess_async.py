@@ -141,6 +141,7 @@ def test_infos_and_their_ticks(mode: AutoresetMode) -> None:
     assert ledger.reset_ticks == 3 * int((rows["collector", "step"] == 0).sum())
 
 
+@pytest.mark.slow
 def test_an_id_and_spawned_workers() -> None:
     run = through(
         MultiprocessCollector(

@@ -118,6 +118,7 @@ def first_ended(run: int, lanes: int, episodes: int) -> list[int]:
     return [length for *_, length in sorted(ends)[:episodes]]
 
 
+@pytest.mark.slow
 def test_long_episodes_come_as_often_as_they_are_started() -> None:
     """480 episodes, half of them long: within 4.5 standard deviations, a tenth, of a half.
 

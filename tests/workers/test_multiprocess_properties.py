@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +81,7 @@ def runs(draw: st.DrawFn, mode: str) -> dict[str, Any]:
     return kwargs
 
 
+@pytest.mark.slow
 @given(kwargs=runs("sync"), policy=st.booleans())
 @settings(max_examples=35)
 def test_in_step_the_data_is_that_of_one_process(kwargs: dict[str, Any], policy: bool) -> None:
@@ -92,6 +94,7 @@ def test_in_step_the_data_is_that_of_one_process(kwargs: dict[str, Any], policy:
     assert_counted(many)
 
 
+@pytest.mark.slow
 @given(kwargs=runs("async"))
 @settings(max_examples=60)
 def test_out_of_step_the_count_is_exact_and_each_lane_whole(kwargs: dict[str, Any]) -> None:
@@ -174,6 +177,7 @@ def play(begin: Callable[[int], Collector], steps: list[Any]) -> Play:
     return found
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(st.tuples(st.integers(0, 4), OPERATION), max_size=5),
     source=SOURCE,

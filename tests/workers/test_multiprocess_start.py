@@ -380,6 +380,7 @@ def test_memory_that_suffices_is_as_much_as_was_said(monkeypatch: pytest.MonkeyP
 # --- seeds, threads, draws ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [SAME, NEXT, DISABLED])
 def test_lanes_have_the_seeds_that_one_process_gives_them(source: str, tmp_path: Path) -> None:
     seeds = []
@@ -409,6 +410,7 @@ def counting(td: TensorDictBase) -> TensorDictBase:
     return td.set("action", each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3, None])
 def test_a_worker_has_so_many_threads(threads: int | None) -> None:
     here, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
@@ -423,6 +425,7 @@ def test_a_worker_has_so_many_threads(threads: int | None) -> None:
     assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == (here, variable)
 
 
+@pytest.mark.slow
 def test_a_stochastic_policy_repeats_itself_with_as_many_workers_and_not_with_others() -> None:
     """Two lanes a worker: workers with the same generator would draw alike."""
     options = {**BUDGET, "frames_per_batch": 50, "total_frames": 200, "lanes": 4}

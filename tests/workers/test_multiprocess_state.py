@@ -102,6 +102,7 @@ def test_a_run_that_goes_on_ends_at_the_exact_total(ways: tuple[str, str], sourc
     assert len(noise.unique()) == 61, "a seed was used twice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "policy"), [(DISABLED, None), (SAME, ByObservation("seeded"))])
 def test_in_step_it_goes_on_as_one_process_would(source: str, policy: Any) -> None:
     kwargs = {"oracle": {"kind": "seeded"}, "init_random_frames": 30}

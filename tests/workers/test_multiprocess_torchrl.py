@@ -205,6 +205,7 @@ def test_workers_may_have_lanes_unevenly(mode: str, sizes: list[int]) -> None:
         assert_alike(through(alone(SAME, ByObservation(), **BUDGET)), run)
 
 
+@pytest.mark.slow
 @both_modes
 def test_batches_larger_than_a_slab(mode: str) -> None:
     """4096 slots at most: a batch is put together from several fills."""

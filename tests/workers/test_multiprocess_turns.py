@@ -84,6 +84,7 @@ def assert_right(path: Path, collector: MultiprocessCollector) -> None:
             check_rows(rows, LENGTHS, ends="mixed", contiguous=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_new_worker_that_fails_as_it_begins(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +180,7 @@ def test_a_seed_after_a_worker_failed(mode: str) -> None:
     assert balanced(collector.ledger)
 
 
+@pytest.mark.slow
 def test_a_seed_while_steps_take_seconds() -> None:
     """Nobody is hurried, for the run goes on."""
     with start(

@@ -285,6 +285,7 @@ def test_two_processes_see_the_same_bytes_and_a_killed_one_leaves_nothing() -> N
     assert holders(inode) == set()
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_parent_that_is_killed_goes_with_the_last_child() -> None:
     with started(own) as (process, connection):
         parent, child, inode = receive(connection)

@@ -316,6 +316,7 @@ def stop(pid: int) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.slow
 def test_no_weights_are_torn_and_no_lock_outlives_its_holder() -> None:
     """Processes are killed at random moments in which they hold the lock; the others go on."""
     source, dice = Big(), random.Random(5)
