@@ -76,7 +76,7 @@ class Assembly:
         provenance: written with the schema.
         count_random: whether random actions are an exception that is counted.
         torchrl: lays batches out where ``layout="torchrl"``.
-        ahead: copies large rows of a batch while its slots are filled, where that pays.
+        ahead: copies wide rows of a batch while its slots are filled, where that pays.
     """
 
     def __init__(
@@ -110,8 +110,6 @@ class Assembly:
         self._ticks = _ticks(options, source.plan)
         self._masks, self._agents = _agents(options, source.plan)
         self._checks = RangeChecks(ranges, options.validate)
-        if ahead is not None:
-            ahead.checks = self._checks
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         watched = options.finals == "check" and not source.plan.lost_finals
         self._finals = FinalsWatch(len(state.step), source.plan.observed if watched else ())
@@ -168,7 +166,7 @@ class Assembly:
         size = self._budget.batch(self._ledger.stored, most)
         self._begin(size)
         if self._ahead is not None and not self._rollout.held:
-            self._ahead.begin(size)
+            self._ahead.begin(size, self._checks)
         with self._acting:
             self._gather(size)
         batch = self._deliver() if self._in_hand else None
@@ -662,6 +660,8 @@ class Assembly:
             LedgerEntry(discarded=self._in_hand, episodes_cut=self.state.cut(self._everywhere)),
         )
         self._in_hand, self._parts, self._kept = 0, [], []
+        if self._ahead is not None:
+            self._ahead.end()
         ledger.balance(self._rollout.held)
         self._writer.finish(ledger, ledger.discarded - before)
         if self._why_none is not None:

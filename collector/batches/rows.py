@@ -162,7 +162,9 @@ class RowSource:
         rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
-        rows[LANE] = torch.from_numpy(block.lane)
+        # A block that fills itself again is told its lanes once, and a batch is its caller's.
+        lane = block.lane if block.again is None else block.lane.copy()
+        rows[LANE] = torch.from_numpy(lane)
         if self.plan.lost_finals:
             rows[NEXT_VALID] = ~done.reshape(-1).cpu()
         at, returns, lengths, first = numbers.ended

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from tallyroll.collector.batches.rows import POOLED_NBYTES, Rows, RowSource
+from tallyroll.collector.batches.slab_rows import FEW_SLOTS
 from tallyroll.collector.batches.value_checks import RangeChecks
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes
@@ -14,6 +15,9 @@ from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.keys import Key
+
+WIDE_NBYTES = 2**9
+"""Rows that are narrower take less time to gather at once than slot by slot."""
 
 
 class RowsAhead:
@@ -38,8 +42,7 @@ class RowsAhead:
         self._targets: list[Array] = []
         """Where rows go, ``[lane, time, ...]``; empty: no such batch is under way."""
         self._copied = 0
-        self.checks: RangeChecks | None = None
-        """What looks at the values of these columns."""
+        self._checks = RangeChecks((), "off")
 
     @classmethod
     def of(
@@ -50,13 +53,13 @@ class RowsAhead:
             return None
         slab, rows = lanes.slab, options.frames_per_batch
         slots, rest = divmod(rows, slab.lanes)
-        if rest or slots > slab.slots or not lanes.all_are_transitions:
+        if rest or not FEW_SLOTS < slots <= slab.slots or not lanes.all_are_transitions:
             return None
-        hidden = () if options.yield_large else RowSource(plan).large
+        large = RowSource(plan).large  # all of which a batch is given in the same way
         columns = {
             key: slab.arrays[key]
             for key, flat in slab.flat.items()
-            if key not in hidden and rows * flat[:1].nbytes >= POOLED_NBYTES
+            if (options.yield_large if key in large else _pays(rows, flat[:1].nbytes))
         }
         if not columns:
             return None
@@ -64,10 +67,11 @@ class RowsAhead:
         lanes.cursor.while_waiting = ahead.proceed
         return ahead
 
-    def begin(self, rows: int) -> None:
-        """A batch of ``rows`` begins with the slab's first slot."""
+    def begin(self, rows: int, checks: RangeChecks) -> None:
+        """A batch of ``rows`` begins with the slab's first slot; ``checks`` look at it early."""
         lanes = self._slab.lanes
-        self._forget()
+        self.end()
+        self._checks = checks
         if rows == self._slots * lanes:
             for column, pool in zip(self._columns.values(), self._pools, strict=True):
                 (memory,) = pool.arrays((rows,))
@@ -80,22 +84,25 @@ class RowsAhead:
             for column, target in zip(self._columns.values(), self._targets, strict=True):
                 for at in range(start, stop):
                     target[:, at] = column[at]
-            if self.checks is not None:
-                self.checks.look(self._slab, self._columns, start, stop)
+            self._checks.look(self._slab, self._columns, start, stop)
             self._copied = stop
 
     def take(self, block: Block) -> Rows:
-        """The columns of ``block`` where it is all of the batch; else none."""
+        """The columns of ``block`` where it is all of the batch; else none. It ends the batch."""
         rows: Rows = {}
-        if block.slab is self._slab and len(block) == self._slots * self._slab.lanes:
+        whole = len(block) == self._slots * self._slab.lanes and block.used == self._slots
+        if self._targets and whole and block.slab is self._slab:
             self.proceed()
-            if self._copied == self._slots == block.used:
-                flat = (each.reshape(len(block), *each.shape[2:]) for each in self._targets)
-                rows = dict(zip(self._columns, map(torch.from_numpy, flat), strict=True))
-        self._forget()
+            flat = (each.reshape(len(block), *each.shape[2:]) for each in self._targets)
+            rows = dict(zip(self._columns, map(torch.from_numpy, flat), strict=True))
+        self.end()
         return rows
 
-    def _forget(self) -> None:
+    def end(self) -> None:
+        """No batch is under way, and what was copied of it is not needed."""
         self._copied, self._targets = 0, []
-        if self.checks is not None:
-            self.checks.forget()
+        self._checks.forget()
+
+
+def _pays(rows: int, nbytes: int) -> bool:
+    return nbytes >= WIDE_NBYTES and rows * nbytes >= POOLED_NBYTES

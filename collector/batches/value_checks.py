@@ -225,7 +225,7 @@ class RangeChecks:
                 self._fine[key] = stop
 
     def forget(self) -> None:
-        """Slots that :meth:`look` saw are written over."""
+        """Take nothing that :meth:`look` saw for granted: its slots are to be written over."""
         self._fine.clear()
 
     def table(self, slab: Slab) -> bytes | None:

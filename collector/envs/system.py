@@ -127,7 +127,9 @@ class System(ABC):
     waits: bool = False
     """:meth:`step` calls :attr:`while_waiting` where it could only wait for what computes it."""
     while_waiting: Callable[[], None] | None = None
-    """What the driver has to do meanwhile; it touches nothing of the system's. None: nothing."""
+    """What the driver has to do meanwhile; it touches nothing of the system's. None: nothing.
+
+    It is set for steps that fill a slab, and only where there may be something to do."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
 

@@ -126,6 +126,16 @@ def test_batches_without_a_storage(mode: str, kind: Any, monkeypatch: pytest.Mon
     check_rows(joined(run.batches), LENGTHS, kind=kind, ends="mixed", from_start=True)
 
 
+def test_a_batch_of_one_slot_is_its_own() -> None:
+    """What a caller writes to it changes no number of a later one."""
+    run = {"frames_per_batch": LANES, "total_frames": 5 * LANES, "seed": 3}
+    with alone(DISABLED, oracle=IMAGES, **run) as collector:
+        for batch in collector:
+            assert batch["collector", "lane"].tolist() == [*range(LANES)]
+            for leaf in batch.values(True, True):
+                leaf.zero_()
+
+
 @pytest.mark.parametrize("size", [3, 17, 130])
 @pytest.mark.parametrize("name", PATHS)
 def test_every_format_holds_the_same_with_large_columns_and_without(

@@ -60,7 +60,12 @@ def large() -> None:
 def small_ones_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every column goes ahead, however small a batch is."""
     if "large" not in request.fixturenames:
-        monkeypatch.setattr(rows_ahead, "POOLED_NBYTES", 1)
+        all_columns(monkeypatch)
+
+
+def all_columns(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(rows_ahead, "POOLED_NBYTES", 1)
+    patched.setattr(rows_ahead, "WIDE_NBYTES", 1)
 
 
 @pytest.fixture
@@ -179,6 +184,16 @@ def test_what_is_stored_is_the_same(suffix: str, taken: list[int], tmp_path: Pat
     assert any(taken)
 
 
+@settings(max_examples=40)
+@given(st.integers(1, 60), st.integers(5, 9), st.integers(0, 99))
+def test_budgets_of_episodes(episodes: int, slots: int, seed: int) -> None:
+    """The last batches have slots of which some lanes are no rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        all_columns(patched)
+        how = {"total_frames": None, "total_episodes": episodes, "seed": seed}
+        assert_equal(*both(Toy, None, frames_per_batch=4 * slots, **how))
+
+
 @settings(max_examples=60)
 @given(
     calls=st.lists(st.integers(0, 40), max_size=12),
@@ -188,7 +203,7 @@ def test_what_is_stored_is_the_same(suffix: str, taken: list[int], tmp_path: Pat
 def test_whatever_comes_between(calls: list[int], times: list[int], chosen: bool) -> None:
     """0 iterates, 40 seeds anew, any other number is collected."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rows_ahead, "POOLED_NBYTES", 1)
+        all_columns(patched)
         found = []
         for kind in (Toy, waiting(Toy, times)):
             with (
@@ -266,14 +281,14 @@ def test_a_wrong_value_is_found_in_the_same_place(
 @settings(max_examples=60)
 @given(
     at=st.integers(1, 30),
-    slots=st.integers(1, 7),
+    slots=st.integers(1, 9),
     calls=st.lists(st.integers(0, 9), min_size=12, max_size=12),
 )
 def test_a_wrong_value_is_found_whatever_came_before(at: int, slots: int, calls: list[int]) -> None:
     """0 iterates, any other number of slots is collected."""
     found = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rows_ahead, "POOLED_NBYTES", 1)
+        all_columns(patched)
         for kind in (Counting, waiting(Counting)):
             with (
                 MemmapStorage(max_size=500) as storage,
@@ -450,6 +465,43 @@ def test_rows_of_images(stores: bool, taken: list[int], tmp_path: Path) -> None:
     assert taken == [2, 2, 0]
 
 
+class Mixed(Counting):
+    """Observations of 2.4 KB, of 4 KiB and of 40 KiB a row."""
+
+    sizes = (600, 1024, 10_240)
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec = self.declares.observation["observation",]
+        specs = {(f"of {n}",): spec[:1].expand(n) for n in self.sizes}
+        self.declares = replace(self.declares, observation=specs)
+
+    def wider(self, values: Any) -> list[Any]:
+        return [np.repeat(values[0][:, :1], n, 1) + np.arange(n, dtype="f4") for n in self.sizes]
+
+    def reset(self, lanes: object, seeds: object, **options: object) -> list[Any]:
+        return self.wider(super().reset(lanes, seeds))
+
+    def step(self, action: object, lanes: object = None) -> Step:
+        step = super().step(action)
+        return step._replace(obs=self.wider(step.obs))
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(("slots", "columns"), [(5, 4), (40, 4), (SLOTS, 6)])
+def test_rows_of_several_widths(slots: int, columns: int, taken: list[int]) -> None:
+    """All large rows go ahead, and of others those of which a batch is large."""
+    how = {"frames_per_batch": LANES * slots, "total_frames": 2 * LANES * slots, "seed": 0}
+    found = []
+    for kind in (Mixed, waiting(Mixed)):
+        with SyncCollector(kind, **how) as collector:
+            found.append(list(collector))
+    for one, other in zip(*found, strict=True):
+        assert [*one.keys(True, True)] == [*other.keys(True, True)]
+        assert_same(one, other)
+    assert taken == [columns] * 2
+
+
 def test_the_memory_goes_with_the_collector() -> None:
     system = waiting(First)(4)
     collector = SyncCollector(system, frames_per_batch=WHOLE, total_frames=-1)
@@ -489,7 +541,16 @@ def test_none_where_batches_are_larger_than_a_slab(monkeypatch: pytest.MonkeyPat
     from tallyroll.collector.rollout import slab_plan
 
     monkeypatch.setattr(slab_plan, "MOST_SLOTS", 5)
-    assert_equal(*both(First))
+    plain, ahead = both(First)
+    assert ahead._assembly._ahead is None
+    assert_equal(plain, ahead)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_none_of_few_slots(slots: int) -> None:
+    plain, ahead = both(First, frames_per_batch=4 * slots, total_frames=50)
+    assert ahead._assembly._ahead is None
+    assert_equal(plain, ahead)
 
 
 def test_rows_are_tensors_of_their_own(taken: list[int]) -> None:
