@@ -340,7 +340,7 @@ def raw_pettingzoo(lanes: int) -> Raw:
 
 
 def agents_as_lanes(lanes: int) -> Any:
-    """SuperSuit's vector, of which a lane is an agent; a pair of them is the least."""
+    """SuperSuit's vector, of which a lane is an agent: of one environment, or of pairs."""
     import supersuit
     from mpe2 import simple_spread_v3
 
@@ -350,7 +350,7 @@ def agents_as_lanes(lanes: int) -> Any:
 
 
 def raw_turns(lanes: int) -> Raw:
-    """A game of turns a lane: the step, and what the one whose turn is next sees."""
+    """PettingZoo's own loop over a game of turns a lane: ``last``, and a legal move."""
     from pettingzoo.classic import tictactoe_v3
 
     each = [tictactoe_v3.env() for _ in range(lanes)]
@@ -360,10 +360,13 @@ def raw_turns(lanes: int) -> Raw:
 
     def step() -> None:
         for env in each:
-            seen = env.observe(env.agent_selection)
+            seen, _, terminated, truncated, _ = env.last()
+            while terminated or truncated:
+                env.step(None)
+                if not env.agents:
+                    env.reset()
+                seen, _, terminated, truncated, _ = env.last()
             env.step(int(rng.choice(np.flatnonzero(seen["action_mask"]))))
-            if any(env.terminations.values()):
-                env.reset()
 
     return step, lambda: [env.close() for env in each] and None
 

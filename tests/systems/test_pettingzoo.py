@@ -15,6 +15,7 @@ from gymnasium import spaces
 from mpe2 import simple_tag_v3
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.classic.tictactoe import tictactoe
+from pettingzoo.utils.wrappers import BaseWrapper, OrderEnforcingWrapper
 from tensordict import TensorDictBase
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
@@ -197,12 +198,51 @@ def test_an_aec_environment_that_is_parallelizable() -> None:
     check_by_hand(rows, tag, TAG)
 
 
-def test_turns_are_rows() -> None:
+class Twice(BaseWrapper):
+    """Pays twice, from its first step on."""
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        self.rewards = {agent: 2 * paid for agent, paid in self.env.rewards.items()}
+
+
+class TwiceAsProperty(BaseWrapper):
+    @property
+    def rewards(self) -> dict[str, float]:
+        return {agent: 2 * paid for agent, paid in self.env.rewards.items()}
+
+    @rewards.setter
+    def rewards(self, paid: Any) -> None:
+        pass
+
+
+class TwiceOnAsking(BaseWrapper):
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return {a: 2 * paid for a, paid in value.items()} if name == "rewards" else value
+
+
+class TwiceAnyway(BaseWrapper):
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__("env" if name == "rewards" else name)
+        return {a: 2 * paid for a, paid in value.rewards.items()} if name == "rewards" else value
+
+
+@pytest.mark.parametrize(
+    ("wrap", "paid"),
+    [
+        (lambda env: env, 1.0),
+        (lambda env: env.unwrapped, 1.0),
+        *((kind, 2.0) for kind in (Twice, TwiceAsProperty, TwiceOnAsking, TwiceAnyway)),
+        (lambda env: OrderEnforcingWrapper(Twice(env)), 2.0),
+    ],
+)
+def test_turns_are_rows(wrap: Any, paid: float) -> None:
     """Against the AEC interface: whose turn it is, what it brought, who saw what; legal moves."""
-    rows = collect("pettingzoo:classic/tictactoe-v3", 150, num_envs=2)
+    rows = collect(lambda: [wrap(tictactoe.env()) for _ in range(2)], 150)
     names = ["player_1", "player_2"]
     for part in lanes_of(rows):
-        env: AECEnv = tictactoe.env()
+        env: AECEnv = wrap(tictactoe.env())
         env.reset()
         for row in part:
             who = names.index(env.agent_selection)
@@ -227,7 +267,7 @@ def test_turns_are_rows() -> None:
             if not env.agents:
                 env.reset()
     assert int(rows["next", "terminated"].sum()) > 10
-    assert set(rows["next", "player", "reward"].flatten().tolist()) == {-1.0, 0.0, 1.0}
+    assert set(rows["next", "player", "reward"].flatten().tolist()) == {-paid, 0.0, paid}
 
 
 def test_workers_and_resumed(tmp_path: Path) -> None:

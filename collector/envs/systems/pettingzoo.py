@@ -9,7 +9,8 @@ import numpy as np
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.agent_rows import AgentRows
 from tallyroll.collector.envs.systems.agents import Groups, declared, described, grouped
-from tallyroll.collector.envs.systems.pettingzoo_envs import Turns, alike, make_into
+from tallyroll.collector.envs.systems.pettingzoo_envs import alike, make_into
+from tallyroll.collector.envs.systems.pettingzoo_turns import Turns
 from tallyroll.collector.envs.systems.side_by_side import all_or_none, close_all, numbers
 from tallyroll.collector.errors import TransitionError
 

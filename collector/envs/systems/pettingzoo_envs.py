@@ -8,6 +8,7 @@ from typing import Any
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.systems.agents import Spaces
+from tallyroll.collector.envs.systems.pettingzoo_turns import Turns
 from tallyroll.collector.errors import ArgumentError, MissingExtra
 
 EXTRA = "pettingzoo"
@@ -91,47 +92,3 @@ def _parallel(env: Any) -> Any:
             return Turns(env)
         return needs("pettingzoo.utils.conversions", EXTRA).aec_to_parallel(env)
     return env
-
-
-class Turns:
-    """An AEC environment as a parallel one of which one agent acts a step."""
-
-    def __init__(self, env: Any) -> None:
-        self.env, self.possible_agents = env, getattr(env, "possible_agents", ())
-        self.observation_space, self.action_space = env.observation_space, env.action_space
-        self.close = env.close
-        self.agents: list[str] = []
-        """Whose turn it is."""
-
-    def __str__(self) -> str:
-        return str(self.env)
-
-    def reset(self, seed: int | None, options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """First observations of all agents, and no infos."""
-        self.env.reset(seed=seed, options=options)
-        seen = {agent: self.env.observe(agent) for agent in self.env.agents}
-        self._next_turn()
-        return seen, {}
-
-    def step(self, actions: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """The turn of the one of ``agents``; what it led to for all that lived."""
-        env, (agent,) = self.env, self.agents
-        env.step(actions[agent])
-        # Wrappers take long to say what they have, so each is asked once.
-        rewards, terminated, truncated = env.rewards, env.terminations, env.truncations
-        seen = {agent: env.observe(agent) for agent in env.agents}
-        if any(terminated.values()) or any(truncated.values()):
-            # Dead agents are taken away by steps that forget what this one brought.
-            rewards, terminated, truncated = dict(rewards), dict(terminated), dict(truncated)
-            self._next_turn()
-        else:
-            self.agents = [env.agent_selection] if seen else []
-        return seen, rewards, terminated, truncated, {}
-
-    def _next_turn(self) -> None:
-        env = self.env
-        while env.agents and (
-            env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
-        ):
-            env.step(None)
-        self.agents = [env.agent_selection] if env.agents else []
