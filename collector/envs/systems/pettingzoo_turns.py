@@ -71,7 +71,7 @@ def _unwrapped(env: Any) -> tuple[Any, list[dict[str, Any]]]:
     wrappers = sys.modules.get("pettingzoo.utils.wrappers")
     base = env
     while wrappers is not None and isinstance(base, wrappers.BaseWrapper):
-        kind = type(base)
+        kind: Any = type(base)
         through = wrappers.BaseWrapper.__getattr__, wrappers.OrderEnforcingWrapper.__getattr__
         own = kind.__getattr__ not in through or any(hasattr(kind, name) for name in _NAMES)
         if own or kind.__getattribute__ is not object.__getattribute__:
