@@ -48,10 +48,10 @@ from worker_faults_kit import (
     no_process_left,
     run,
     wait_until,
-    warm_fork_server,
+    warm_server,
 )
 
-__all__ = ["no_process_left", "warm_fork_server"]
+__all__ = ["no_process_left", "warm_server"]
 
 MODES = ["sync", "async"]
 TIMEOUT = 0.7

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fork_server import SERVER
 from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import Ledger, MultiprocessCollector
@@ -37,7 +38,6 @@ from tallyroll.storage.storages import DiskStorage, storage_class
 from collect_kit import balanced
 from worker_faults_kit import (
     SECONDS,
-    SERVER,
     TESTS,
     Fault,
     Faults,
@@ -56,10 +56,10 @@ from worker_faults_kit import (
     gone,
     no_process_left,
     wait_until,
-    warm_fork_server,
+    warm_server,
 )
 
-__all__ = ["no_process_left", "warm_fork_server"]
+__all__ = ["no_process_left", "warm_server"]
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "24"))
 KILLS_A_RUN = 10

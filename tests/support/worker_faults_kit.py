@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import multiprocessing
 import os
 import re
@@ -22,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +29,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from fork_server import SERVER, warm_fork_server
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -41,7 +41,6 @@ from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, Work
 from collect_kit import act, balanced, check_numbers
 from oracles import OracleEnv, OracleTorchEnv, check_rows, decode, flat_rows
 
-SERVER: Any = forkserver._forkserver
 TESTS = Path(__file__).resolve().parent
 LENGTHS = (5, 1, 9, 2, 30)
 SECONDS = 5.0
@@ -53,26 +52,6 @@ Where = Literal["import", "factory", "reset", "step", "policy", "close"]
 FAULTS: tuple[How, ...] = get_args(How)
 HANGS: tuple[How, ...] = ("sleep", "stop", "regex", "gil")
 EXITCODES = {"exit": 7, "sys.exit": 3, "kill": -signal.SIGKILL, "segfault": -signal.SIGSEGV}
-
-
-IN_SERVER = "TALLYROLL_TEST_FORK_SERVER"
-
-
-def outlive_clients() -> None:
-    """Python's fork server ends when who asks it is killed half-way; this one serves many."""
-    receive = reduction.recvfds
-
-    def recvfds(*args: Any) -> Any:
-        try:
-            return receive(*args)
-        except EOFError as error:
-            raise OSError(errno.ECONNABORTED, "the client was killed") from error
-
-    reduction.recvfds = recvfds
-
-
-if IN_SERVER in os.environ:
-    outlive_clients()
 
 
 class Sabotage(Exception):
@@ -472,17 +451,9 @@ def helpers() -> list[int]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def warm_fork_server() -> None:
-    """A fork server that has imported this module, whoever started one before."""
-    if __name__ in SERVER._preload_modules and SERVER._forkserver_pid is not None:
-        return
-    SERVER._stop()
-    SERVER.set_forkserver_preload([*SERVER._preload_modules, __name__])
-    with pytest.MonkeyPatch.context() as patch:
-        paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        patch.setenv(IN_SERVER, "1")
-        SERVER.ensure_running()
+def warm_server() -> None:
+    """For a whole module: workers start at once."""
+    warm_fork_server()
 
 
 @dataclass

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import Pipe, forkserver
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +25,7 @@ import cloudpickle
 import numpy as np
 import psutil
 import torch
+from fork_server import warm_fork_server
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
@@ -371,18 +371,6 @@ def spread(
     """The collector of so many processes; the same lanes as :func:`alone`."""
     own = kwargs.pop("oracle", {})
     return start(factories(source, workers, lanes, **own), policy, **kwargs)
-
-
-def warm_fork_server() -> None:
-    """A fork server that has imported this module, whoever started one before."""
-    server: Any = forkserver._forkserver
-    if __name__ in server._preload_modules and server._forkserver_pid is not None:
-        return
-    server._stop()
-    server.set_forkserver_preload([*server._preload_modules, Worker.__module__, __name__])
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
-        server.ensure_running()
 
 
 def assert_alike(one: Run, other: Run) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fork_server import warm_fork_server
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
@@ -45,7 +46,6 @@ from worker_kit import (
     spread,
     start,
     through,
-    warm_fork_server,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 60, "seed": 3}

@@ -10,9 +10,9 @@ import pytest
 from tallyroll.collector import MultiprocessCollector, Supervision
 from tallyroll.collector.errors import ArgumentError, WorkerDied
 
-from worker_faults_kit import Fault, Faults, factories, no_process_left, warm_fork_server
+from worker_faults_kit import Fault, Faults, factories, no_process_left, warm_server
 
-__all__ = ["no_process_left", "warm_fork_server"]
+__all__ = ["no_process_left", "warm_server"]
 
 RUN: dict[str, Any] = {
     "frames_per_batch": 20,

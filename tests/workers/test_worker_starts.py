@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+from fork_server import warm_fork_server
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import ArgumentError
@@ -32,7 +33,6 @@ from worker_kit import (
     assert_gone,
     factories,
     start,
-    warm_fork_server,
 )
 
 RUN: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 200, "seed": 1}

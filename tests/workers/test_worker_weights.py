@@ -7,21 +7,20 @@ import itertools
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
+from fork_server import warm_fork_server
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
@@ -286,20 +285,9 @@ def hold(connection: Connection, kind: str) -> None:
         time.sleep(WAIT_SECONDS)
 
 
-def warm_fork_server() -> None:
-    """A fork server that has imported this module, so that processes start at once."""
-    server: Any = forkserver._forkserver
-    if __name__ in server._preload_modules and server._forkserver_pid is not None:
-        return
-    server._stop()
-    server.set_forkserver_preload([*server._preload_modules, __name__])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
-        server.ensure_running()
-
-
 @contextlib.contextmanager
 def worker(target: Any, arena: Arena, *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    warm_fork_server()
+    warm_fork_server(__name__)
     with process(target, *args) as (child, connection):
         assert child.pid is not None
         reduction.send_handle(connection, arena.fd, child.pid)

@@ -1,0 +1,51 @@
+"""Multiprocessing's fork server, started with what takes long to import, and shared by all tests.
+
+What it lacks, each worker imports anew: that took most of the time of tests that start workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from multiprocessing import forkserver, reduction
+from typing import Any
+from unittest.mock import patch
+
+from tallyroll.collector.workers.worker import Worker
+
+SERVER: Any = forkserver._forkserver
+IN_SERVER = "TALLYROLL_TEST_FORK_SERVER"
+# tensordict imports pandas, where there is one, when it first makes zeros of a spec.
+PRELOADED = (__name__, "pandas", Worker.__module__, "worker_kit", "worker_faults_kit")
+
+
+def warm_fork_server(*modules: str) -> None:
+    """A server that has imported the kits and `modules`, whoever started one before."""
+    loaded = SERVER._preload_modules
+    wanted = dict.fromkeys([*loaded, *PRELOADED, *modules])
+    if len(wanted) == len(loaded) and SERVER._forkserver_pid is not None:
+        return
+    SERVER._stop()
+    SERVER.set_forkserver_preload([*wanted])
+    # The server takes no path of ours while it imports these.
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), IN_SERVER: "1"}
+    with patch.dict(os.environ, paths):
+        SERVER.ensure_running()
+
+
+def outlive_clients() -> None:
+    """Python's fork server ends when who asks it is killed half-way; this one serves many."""
+    receive = reduction.recvfds
+
+    def recvfds(*args: Any) -> Any:
+        try:
+            return receive(*args)
+        except EOFError as error:
+            raise OSError(errno.ECONNABORTED, "the client was killed") from error
+
+    reduction.recvfds = recvfds
+
+
+if IN_SERVER in os.environ:
+    outlive_clients()
