@@ -16,6 +16,8 @@ import torch
 from hypothesis import settings
 from torchrl.envs.utils import set_exploration_type
 
+from warm_cli import WarmServer
+
 pytest.register_assert_rewrite("tallyroll.storage.testing")
 
 torch.set_num_threads(1)
@@ -43,6 +45,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays: looking for garbage in it took half a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[WarmServer]:
+    """Starts commands in processes that need not import torch."""
+    with WarmServer() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,10 @@ from tallyroll.collector.cli.output import CommandError
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
-from warm_cli import LENGTHS, Command, WarmServer, warm_server
+from warm_cli import LENGTHS, Command, WarmServer
 
 ORACLE = "warm_cli:Oracle-v0"
 AT_ONCE = 2.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[WarmServer]:
-    yield from warm_server()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import runpy
 import shlex
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from tallyroll.collector.cli.inspect import as_text, examine
 from tallyroll.collector.cli.plan import Plan
 from tallyroll.storage import open_storage
 
-from warm_cli import Command, WarmServer, warm_server
+from warm_cli import Command, WarmServer
 
 AT_ONCE = 5.0
 """Seconds within which a process that was signalled is gone, and its workers with it."""
@@ -52,11 +51,6 @@ AGENT = """
 def act(td):
     return td.set("action", (td["observation"][..., 2] > 0).long())
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[WarmServer]:
-    yield from warm_server()
 
 
 @pytest.fixture

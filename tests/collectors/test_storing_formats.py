@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,11 @@ from tallyroll.storage.storages import DiskStorage, H5Storage, ZarrStorage
 
 from collect_kit import ByObservation, collect
 from oracles import OracleTorchEnv, check_rows
-from warm_cli import WarmServer, warm_server
+from warm_cli import WarmServer
 
 LENGTHS = (5, 1, 9, 2, 30)
 CARTPOLE: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 30, "seed": 0}
 IDS = ("collector", "traj_ids")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[WarmServer]:
-    yield from warm_server()
 
 
 @pytest.mark.parametrize("size", [30, 31, 100, 1000])

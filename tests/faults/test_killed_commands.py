@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tallyroll.storage import MemmapStorage, open_storage
 
 from collect_kit import check_numbers
 from oracles import check_rows
-from warm_cli import LENGTHS, WarmServer, warm_server
+from warm_cli import LENGTHS, WarmServer
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "10"))
 KILLS_A_CHAIN = 4
@@ -32,11 +31,6 @@ COLLECT = (
     *("collect", "warm_cli:Oracle-v0", "--num-envs", LANES, "--frames", FRAMES, "--out", "data"),
     *("--frames-per-batch", 7, "--env-kwargs", json.dumps({"lanes": LANES, "kind": "seeded"})),
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[WarmServer]:
-    yield from warm_server()
 
 
 def incarnations(storage: MemmapStorage) -> list[Any]:

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,12 +152,6 @@ class WarmServer:
         self._process.stdout.close()
 
 
-def warm_server() -> Iterator[WarmServer]:
-    """For a fixture."""
-    with WarmServer() as server:
-        yield server
-
-
 # --- the server ---------------------------------------------------------------------------------
 
 
@@ -233,3 +226,4 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     serve()
+    os._exit(0)  # taking the interpreter down takes long
