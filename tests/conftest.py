@@ -113,9 +113,10 @@ def _used_elsewhere(name: str) -> bool:
 
 def _leftover_files(before: set[str]) -> list[str]:
     new = _shared_files() - before
-    if new:
-        gc.collect()  # tensors in cycles hold their file until then
-        new = _shared_files() - before
+    for generation in (1, 2):  # tensors in cycles hold their file until then; most are young
+        if new:
+            gc.collect(generation)
+            new = _shared_files() - before
     return sorted(name for name in new if not _used_elsewhere(name))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
@@ -277,7 +278,26 @@ def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dic
     known = {key[:depth] for key in layout for depth in range(len(key))}
     own = {} if policy is None else policy.batch_dims
     added = {level: count for level, count in own.items() if level not in known}
-    return {**batch_dims_of(env.fake_tensordict(), lead), **added}
+    found = _declared_dims(env) if fills_slabs(env) else batch_dims_of(env.fake_tensordict(), lead)
+    return {**found, **added}
+
+
+def _declared_dims(env: EnvBase) -> dict[Key, int]:
+    """The same of a :class:`SystemEnv`, without zeros: tensordict imports pandas for them."""
+    found: dict[Key, int] = {}
+    for spec in (env.observation_spec, env.full_action_spec, env.full_done_spec):
+        found |= _dims_of_spec(spec, ())
+    for spec in (env.observation_spec, env.full_reward_spec, env.full_done_spec):
+        found |= _dims_of_spec(spec, (NEXT,))
+    return found
+
+
+def _dims_of_spec(spec: Composite, level: Key) -> dict[Key, int]:
+    found = {level: len(spec.shape) - 1} if len(spec.shape) > 1 else {}
+    for name, value in spec.items():
+        if isinstance(value, Composite):
+            found |= _dims_of_spec(value, (*level, name))
+    return found
 
 
 def _column(spec: object, lead: int) -> SlabColumn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import zlib
 from functools import partial
@@ -17,6 +18,7 @@ from torchrl.envs import Compose, EnvBase, SerialEnv, StepCounter, TransformedEn
 from torchrl.envs.transforms import RandomCropTensorDict
 
 from tallyroll.collector import SyncCollector, split_trajectories
+from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.storage import MemmapStorage, Schema, TrajectorySliceSampler, n_step, verify
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, RowsMismatch
 from tallyroll.storage.files.manifest import schema_crc, sealed
@@ -25,6 +27,8 @@ from tallyroll.storage.storages import storage_class
 
 from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv
 from collect_kit import LENGTHS, assert_same, collect
+from toy_systems import TOYS
+from warm_cli import WarmServer
 from worker_kit import in_threads, start, through
 
 NAMES = ["rows", "rows.h5", "rows.zarr"]
@@ -444,3 +448,27 @@ def test_collectors_without_groups_have_none() -> None:
     with SyncCollector("CartPole-v1", frames_per_batch=4, total_frames=8, num_envs=2) as collector:
         for batch in collector:
             assert set(sizes(batch).values()) == {(4,)}
+
+
+@pytest.mark.parametrize("name", ["Groups", "Toy"])
+def test_those_of_a_system_are_of_its_specs(name: str) -> None:
+    env = SystemEnv(TOYS[name](3))
+    with SyncCollector(env, frames_per_batch=6, total_frames=6) as collector:
+        (batch,) = collector
+    ours, theirs = (
+        {level: len(size) for level, size in sizes(td).items()}
+        for td in (batch, env.fake_tensordict())
+    )
+    assert len(theirs) == (6 if name == "Groups" else 2)
+    assert ours.items() >= theirs.items()
+
+
+def test_pandas_is_not_imported_for_them(server: WarmServer, tmp_path: Path) -> None:
+    """It takes as long as the rest of a worker's start."""
+    assert importlib.util.find_spec("pandas")
+    (tmp_path / "script.py").write_text(
+        "import sys\nfrom tallyroll.collector import SyncCollector\n"
+        "made = SyncCollector('CartPole-v1', frames_per_batch=4, total_frames=8, storage='rows')\n"
+        "with made as collector:\n    print(sum(map(len, collector)), 'pandas' in sys.modules)\n"
+    )
+    assert server.run(tmp_path, "python", "script.py").out == "8 False\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,18 @@ from tensordict import TensorDictBase
 from torchrl.envs import check_env_specs
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.storage import open_storage, verify
 
-from registered_kit import install
+from registered_kit import distribution, install
 from toy_systems import TOYS, Arrivals, Contexts, Lost, SeededWhenMade, SomeFinals, Toy
 from worker_kit import QUICK
 
 
 @pytest.fixture(autouse=True)
-def registered(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     site = tmp_path_factory.mktemp("site")
     install(
         site,
@@ -34,6 +36,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         broken="no_such_package:Toy",
         wrong="toy_systems:ReadOnly",
     )
+    return site
 
 
 def chains(rows: TensorDictBase) -> None:
@@ -54,6 +57,19 @@ def chains(rows: TensorDictBase) -> None:
     )
     assert (after[final][:, 1] == obs[final][:, 1]).all(), "a final observation is of its episode"
     assert (after[final][:, 2] == step[final] + 1).all()
+
+
+def test_what_is_installed_meanwhile_is_found(registered: Path, monkeypatch: Any) -> None:
+    assert "toy" in registry.names()
+    assert "later" not in registry.names()
+    time.sleep(0.02)  # file systems tell times apart in so many ticks
+    distribution(registered, "more", later="toy_systems:Toy")
+    made = registry.find("later:Toy")
+    assert made is not None
+    assert made[0] is Toy
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(registered)])
+    assert not {"toy", "later"} & {*registry.names()}
+    assert registry.find("toy:Toy") is None
 
 
 KINDS = sorted({*TOYS} - {"Contexts", "Groups"})
