@@ -571,12 +571,13 @@ def test_a_process_of_the_environment_fails(how: How, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "kill", "gil"])
 def test_an_environment_that_cannot_be_closed(how: How, tmp_path: Path) -> None:
+    before = descendants()
     ended, faults = one_fault(tmp_path, Fault("close", how, 2), "sync")
     assert ended.error is None, ended.error
     assert faults.counted("close", 2) >= 1
     assert ended.collector is not None
     assert ended.collector.ledger.stored == 400
-    gone(helpers())
+    gone([*before, *helpers()])
     assert measured("closed", time.monotonic() - faults.fell) < AT_ONCE
     check_stored(tmp_path, faults, ended.collector)
 
