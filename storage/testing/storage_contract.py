@@ -69,7 +69,7 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tallyroll.storage", "h5py", "hypothesis", "pytest"])
+SERVER.set_forkserver_preload([__name__, "h5py"])  # each process would import them anew
 WAIT_SECONDS = 60.0
 
 DTYPES = (

@@ -17,7 +17,8 @@ from tallyroll.collector.workers.worker import Worker
 SERVER: Any = forkserver._forkserver
 IN_SERVER = "TALLYROLL_TEST_FORK_SERVER"
 # tensordict imports pandas, where there is one, when it first makes zeros of a spec.
-PRELOADED = (__name__, "pandas", Worker.__module__, "worker_kit", "worker_faults_kit")
+KITS = ("worker_kit", "worker_faults_kit", "killed_storages_kit", "ledger_legs")
+PRELOADED = (__name__, "pandas", Worker.__module__, *KITS)
 
 
 def warm_fork_server(*modules: str) -> None:

@@ -34,6 +34,8 @@ from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process
 
+from fork_server import warm_fork_server
+
 WIDTH = 512
 STEPS = 12
 """Rows of each trajectory."""
@@ -251,6 +253,7 @@ def killed(child: int) -> None:
 
 def in_a_process(target: Callable[..., Any], *args: Any, seconds: float = WAIT_SECONDS) -> Any:
     """What ``target(*args)`` returns in a process of one thread, which may fork."""
+    warm_fork_server()
     with process(_answer, target, args) as (_, connection):
         assert connection.poll(seconds), "the process said nothing"
         succeeded, answer = connection.recv()
