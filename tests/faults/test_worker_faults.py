@@ -237,10 +237,10 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize(
     ("where", "how", "mode"),
     [
-        ("factory", "exit", "async"),
         ("reset", "kill", "sync"),
         ("step", "segfault", "async"),
-        ("policy", "gil", "async"),
+        pytest.param("factory", "exit", "async", marks=pytest.mark.slow),
+        pytest.param("policy", "gil", "async", marks=pytest.mark.slow),
     ],
 )
 def test_spawned_workers_fail_alike(

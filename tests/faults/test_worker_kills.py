@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 import pytest
-from fork_server import SERVER
 from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import Ledger, MultiprocessCollector
@@ -36,6 +35,7 @@ from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 from collect_kit import balanced
+from fork_server import SERVER
 from worker_faults_kit import (
     SECONDS,
     TESTS,

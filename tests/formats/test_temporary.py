@@ -167,15 +167,16 @@ SCRIPT = """
     ("end", "stays"),
     [
         ("", False),
-        ("raise RuntimeError('no')", False),
-        ("sys.exit(3)", False),
-        (
+        ("time.sleep(60)", True),
+        pytest.param("raise RuntimeError('no')", False, marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", False, marks=pytest.mark.slow),
+        pytest.param(
             "if os.fork() == 0: sys.exit()\n    os.wait(); assert buffer.storage.path.exists()",
             False,
+            marks=pytest.mark.slow,
         ),
-        ("time.sleep(60)", True),
     ],
-    ids=["end", "error", "exit", "fork", "killed"],
+    ids=["end", "killed", "error", "exit", "fork"],
 )
 def test_it_goes_at_the_exit_of_its_process(end: str, stays: bool, folder: Path) -> None:
     script = textwrap.dedent(SCRIPT.replace("END", end))

@@ -131,19 +131,18 @@ def rows_of(make: Callable[[], Any], policy: Any, path: Path, takes: list[int], 
         return storage.get(slice(None)).clone()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}, {"surplus": "never_step"}],
-    ids=lambda more: "".join(more),
-)
+OPTIONS: list[dict[str, Any]] = [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}]
+CASES = [(name, more) for name in [*VECTORS, "wrapped"] for more in OPTIONS]
+# The others cannot step some of their lanes.
+CASES += [(name, {"surplus": "never_step"}) for name in ("sync", "sync, no copy")]
+
+
+@pytest.mark.parametrize(("name", "more"), CASES, ids=lambda each: "".join(each))
 @pytest.mark.parametrize("takes", [[LANES], [LANES, LANES, LANES, 0], [LANES, LANES, LANES + 1]])
-@pytest.mark.parametrize("name", [*VECTORS, "wrapped"])
 def test_rows_are_those_of_a_careful_policy(
     name: str, takes: list[int], more: dict[str, Any], tmp_path: Path, given: list[bool]
 ) -> None:
     make = VECTORS.get(name, lambda: Remembers(vector()))
-    if "surplus" in more and not name.startswith("sync"):
-        more = {}  # they cannot step some of their lanes
     wanted = rows_of(make, around, tmp_path / "careful", takes if more else [0], **more)
     assert not given
     wrote = rows_of(make, scribbles, tmp_path / "scribbles", takes, **more)

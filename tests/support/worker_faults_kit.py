@@ -29,7 +29,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from fork_server import SERVER, warm_fork_server
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -39,6 +38,7 @@ from tallyroll.collector.counting.episode_log import Episode
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
 
 from collect_kit import act, balanced, check_numbers
+from fork_server import SERVER, warm_fork_server
 from oracles import OracleEnv, OracleTorchEnv, check_rows, decode, flat_rows
 
 TESTS = Path(__file__).resolve().parent

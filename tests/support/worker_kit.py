@@ -25,7 +25,6 @@ import cloudpickle
 import numpy as np
 import psutil
 import torch
-from fork_server import warm_fork_server
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
@@ -44,6 +43,7 @@ from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.collector.workers.worker import Worker, report_of
 
 from collect_kit import Batches, ByObservation, OwnTicks, assert_same
+from fork_server import warm_fork_server
 from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, Rows, length_of, make_oracle_vec
 
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5], [2, 7], [1, 9, 1]]

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fork_server import warm_fork_server
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
@@ -31,6 +30,7 @@ from tallyroll.collector.workers.shared import memory
 from tallyroll.storage import MemmapStorage
 
 from collect_kit import ByObservation, assert_same, joined
+from fork_server import warm_fork_server
 from oracles import OracleEnv, OracleTorchEnv, check_rows, make_oracle_vec
 from worker_kit import (
     DISABLED,

@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-from fork_server import warm_fork_server
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import ArgumentError
@@ -25,6 +24,7 @@ from tallyroll.collector.workers import processes
 from tallyroll.storage import open_storage, verify
 
 from collect_kit import ByObservation
+from fork_server import warm_fork_server
 from oracles import check_rows
 from worker_kit import (
     DISABLED,

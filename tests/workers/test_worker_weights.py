@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fork_server import warm_fork_server
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
@@ -30,6 +29,8 @@ from tallyroll.collector.workers.shared.memory import Arena, Measure
 from tallyroll.collector.workers.shared.rwlock import FileLock, holders
 from tallyroll.collector.workers.shared.weights import SharedWeights
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
+
+from fork_server import warm_fork_server
 
 SIZE = 50_000
 """Entries of each tensor: large enough that a copy takes time."""
