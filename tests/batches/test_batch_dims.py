@@ -464,7 +464,7 @@ def test_those_of_a_system_are_of_its_specs(name: str) -> None:
 
 
 def test_pandas_is_not_imported_for_them(server: WarmServer, tmp_path: Path) -> None:
-    """It takes as long as the rest of a worker's start."""
+    """That took a tenth of a second in each worker."""
     assert importlib.util.find_spec("pandas")
     (tmp_path / "script.py").write_text(
         "import sys\nfrom tallyroll.collector import SyncCollector\n"
