@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +22,9 @@ from warm_cli import WarmServer
 pytest.register_assert_rewrite("tallyroll.storage.testing")
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script that starts the tests with & has them ignore it, and all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The contracts that ship are no test modules, whose assertions pytest explains.
 pytest.register_assert_rewrite("tallyroll.collector.envs.testing")
 
