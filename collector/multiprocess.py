@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.writer import StorageLike
@@ -108,7 +109,7 @@ class MultiprocessCollector(Collector):
         surplus: Surplus = "carry",
         replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         device: torch.device | str | None = None,
         policy_device: torch.device | str | None = None,
         env_device: torch.device | str | None = None,

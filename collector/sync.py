@@ -8,6 +8,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
@@ -83,7 +84,8 @@ class SyncCollector(Collector):
         replay_buffer: a TorchRL replay buffer that each batch goes into before it is yielded.
         storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
             ``.zarr``: a Zarr group); likewise.
-        resume: continue the last run in ``storage`` up to ``total_frames``.
+        resume: continue the last run in ``storage`` up to ``total_frames``; ``"auto"`` begins
+            it where there is no storage yet, or no row in it, as ``--resume`` does.
         device, policy_device, env_device, storing_device: where the policy runs, where the
             environment is moved, where yielded batches lie. ``device`` stands for those that are
             left out (Gymnasium environments stay on the CPU).
@@ -137,7 +139,7 @@ class SyncCollector(Collector):
         surplus: Surplus = "carry",
         replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         device: torch.device | str | None = None,
         policy_device: torch.device | str | None = None,
         env_device: torch.device | str | None = None,

@@ -1,6 +1,6 @@
 """Brax with another gravity in each episode, collected to disk.
 
-    python examples/brax_collect.py --frames 20000 --out data/pendulum
+    python examples/brax_collect.py --frames 20000 --out data/examples/pendulum
 
 A gravity is drawn at each reset. It is an argument of what is compiled, so that nothing is compiled
 again, and it stands in the observation, where it tells the episodes of a heavy pole from those of a
@@ -42,7 +42,7 @@ class Args:
     frames: int = option(20_000, "transitions to collect, exactly")
     frames_per_batch: int = option(2048, "transitions between two commits")
     seed: int = option(0, "of environments, gravities and actions")
-    out: str = option("data/pendulum", "a directory that does not exist yet")
+    out: str = option("data/examples/pendulum", "a directory that does not exist yet")
 
 
 def parse() -> Args:

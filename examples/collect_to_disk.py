@@ -1,6 +1,6 @@
 """Exactly N transitions of an environment on disk, read again through a TorchRL replay buffer.
 
-    python examples/collect_to_disk.py --frames 100000 --out data/cartpole
+    python examples/collect_to_disk.py --frames 100000 --out data/examples/cartpole
 
 Random actions; the first batch makes the storage, and every batch is committed before the next
 one is collected. ``--out`` must not exist yet.
@@ -35,7 +35,7 @@ class Args:
     frames: int = option(100_000, "transitions to collect, exactly")
     frames_per_batch: int = option(8192, "transitions between two commits")
     seed: int = option(0, "of environments and actions")
-    out: str = option("data/cartpole", "a directory that does not exist yet")
+    out: str = option("data/examples/cartpole", "a directory that does not exist yet")
     sample: int = option(256, "transitions to sample at the end")
 
 

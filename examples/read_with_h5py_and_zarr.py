@@ -1,7 +1,7 @@
 """The same transitions in HDF5 and in Zarr, read by the libraries that others use.
 
     pip install h5py zarr tensorstore xarray
-    python examples/read_with_h5py_and_zarr.py --out data/shared
+    python examples/read_with_h5py_and_zarr.py --out data/examples/shared
 
 Collects CartPole twice with the same seed, into ``OUT/cartpole.h5`` and ``OUT/cartpole.zarr``:
 the ending of a path chooses the format. Then h5py, tensordict, zarr-python, TensorStore and xarray
@@ -45,7 +45,7 @@ class Args:
     frames: int = option(20_001, "transitions in each of the two, exactly")
     frames_per_batch: int = option(1000, "transitions between two commits")
     seed: int = option(0, "of environments and actions")
-    out: str = option("data/shared", "a directory for the two storages")
+    out: str = option("data/examples/shared", "a directory for the two storages")
 
 
 def parse() -> Args:

@@ -24,7 +24,7 @@ from tallyroll.storage.errors import (
     StorageMissing,
 )
 from tallyroll.storage.files.checksums import Progress
-from tallyroll.storage.files.paths import refuse_impossible, translated
+from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
@@ -455,12 +455,13 @@ def open_storage(
         CopyOfOpenStorage: it is a copy of one that was open for writing.
         CorruptStorage: it is damaged.
     """
+    place = user_path(path)
     try:
-        with translated(Path(path)):
-            name = _name_at(Path(path))
-        return FORMATS[name](path, mode=mode, **options)
+        with translated(place):
+            name = _name_at(place)
+        return FORMATS[name](place, mode=mode, **options)
     except NotAStorage:
-        if (reader := reader_at(Path(path))) is None:
+        if (reader := reader_at(place)) is None:
             raise
     return _ReaderStorage(reader, mode)
 
@@ -478,7 +479,7 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}.")
-    place = Path(path)
+    place = user_path(path)
     suffix = _SUFFIXES.get(place.suffix.lower())
     try:
         with translated(place):
@@ -496,8 +497,7 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
 
 def _name_at(place: Path) -> str:
     refuse_impossible(place)
-    if not place.exists():
-        raise StorageMissing(f"{place} does not exist. Give the path of a storage.")
+    refuse_nothing(place, "Give the path of a storage.")
     if place.is_dir():
         return _name_of_directory(place)
     H5Format(place).refuse_missing()

@@ -1,11 +1,43 @@
-"""Read the run to be continued from a manifest, and check every value of it."""
+"""Find the run to be continued, read it from a manifest, and check every value of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from tallyroll.collector.errors import StateError
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
+from tallyroll.storage.storages import DiskStorage
+
+Resume: TypeAlias = bool | Literal["auto"]
+"""Whether a run is continued; ``"auto"``: where there is one, or else it begins."""
+
+
+def checked_resume(resume: Resume) -> Resume:
+    """``resume``, if it is one of the values that there are."""
+    if type(resume) is bool or resume == "auto":
+        return resume
+    raise ArgumentError(f'resume: expected True, False or "auto", got {resume!r}')
+
+
+def opened_or_created(open: Callable[[Literal["append", "create"]], DiskStorage]) -> DiskStorage:
+    """The storage that is there, to be appended to, or a new one; ``open`` takes the mode."""
+    try:
+        return open("append")
+    except (StorageMissing, NotAStorage):
+        # A process that was killed before the manifest stood leaves what "create" accepts.
+        # Where it refuses, a manifest of another program is there: the first message says it best.
+        with suppress(StorageExists):
+            return open("create")
+        raise
+
+
+def has_begun(storage: DiskStorage) -> bool:
+    """Whether ``storage`` holds rows or a run."""
+    if storage.head:
+        return True
+    return storage.mode != "create" and bool(storage.manifest["runs"])
 
 
 @dataclass(frozen=True)

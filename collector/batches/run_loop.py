@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.provenance import run_provenance, versions
+from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
@@ -69,7 +70,7 @@ class Collector(ABC):
         *,
         replay_buffer: ReplayBuffer | None,
         storage: StorageLike | None,
-        resume: bool,
+        resume: Resume,
     ) -> None:
         self._options = options
         self.frames_per_batch = options.frames_per_batch

@@ -12,7 +12,14 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, Storage, TensorStorage
 
-from tallyroll.collector.batches.resume import LastRun, last_run_of
+from tallyroll.collector.batches.resume import (
+    LastRun,
+    Resume,
+    checked_resume,
+    has_begun,
+    last_run_of,
+    opened_or_created,
+)
 from tallyroll.collector.batches.rows import Rows, as_tensordict
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, StateError
@@ -60,7 +67,8 @@ class BatchWriter:
             in ``.h5`` or ``.hdf5``, a Zarr group where it ends in ``.zarr``, or else a
             memory-mapped one.
         replay_buffer: a TorchRL replay buffer; what it stores is up to it.
-        resume: continue the last run in the storage instead of beginning another.
+        resume: continue the last run in the storage instead of beginning another; ``"auto"``
+            begins one where there is none.
         frames: transitions of the whole run, for which space is reserved; None if nobody knows.
         batch: transitions of the largest batch, which a ring must have room for.
 
@@ -74,7 +82,7 @@ class BatchWriter:
         self,
         storage: StorageLike | None,
         replay_buffer: ReplayBuffer | None,
-        resume: bool,
+        resume: Resume,
         frames: int | None = None,
         batch: int = 1,
     ) -> None:
@@ -83,6 +91,7 @@ class BatchWriter:
                 "replay_buffer: expected a torchrl ReplayBuffer, got "
                 f"{type(replay_buffer).__name__}; a storage goes to storage="
             )
+        checked_resume(resume)
         self.owned = isinstance(storage, (str, Path))
         if isinstance(storage, (str, Path)):
             storage = _opened(storage, resume, frames)
@@ -104,7 +113,9 @@ class BatchWriter:
             )
         self.require_room(batch)
         if resume and self.storage is None:
-            raise ArgumentError("resume=True needs a storage that holds the run to be continued")
+            raise ArgumentError(
+                f"resume={resume!r} needs a storage that holds the run to be continued"
+            )
         self.stores = self.storage is not None or replay_buffer is not None
         """There is a storage or a replay buffer."""
         self.shapes = replay_buffer is not None and not isinstance(behind, DiskStorage)
@@ -134,6 +145,8 @@ class BatchWriter:
     def resumed(self) -> Ledger | None:
         """The ledger of the run to be continued, up to its last row; None: a new one begins."""
         if not self._resume or self.storage is None:
+            return None
+        if self._resume == "auto" and not has_begun(self.storage):
             return None
         if self.storage.mode == "create" and not self.storage.head:
             raise StateError(
@@ -419,10 +432,13 @@ class BatchWriter:
         )
 
 
-def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:
+def _opened(path: str | Path, resume: Resume, frames: int | None) -> DiskStorage:
     kind = storage_class(path)
     try:
-        storage = kind(path, mode="append" if resume else "create")
+        if resume == "auto":
+            storage = opened_or_created(lambda mode: kind(path, mode=mode))
+        else:
+            storage = kind(path, mode="append" if resume else "create")
     except StorageExists as error:
         raise StorageExists(
             f"storage: {path} holds a storage already; pass resume=True to continue its run, "
@@ -432,7 +448,8 @@ def _opened(path: str | Path, resume: bool, frames: int | None) -> DiskStorage:
     except StorageMissing as error:
         raise StorageMissing(
             f"storage: resume=True wants the storage of the run to be continued, and there is none "
-            f"at {path}; leave resume out to begin one"
+            f'at {path}; leave resume out to begin one, or pass resume="auto" to begin it where '
+            "there is none"
         ) from error
     if frames is None and not storage.grows:
         storage.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from tallyroll.collector.batches.resume import last_run_of
+from tallyroll.collector.batches.resume import has_begun, last_run_of
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
@@ -77,7 +77,7 @@ class CollectRun:
         self.out: str = args.out
         self.head = self.first_row = storage.head
         """Rows that were there when it was opened, and the first row of the run."""
-        self.resumes = args.resume and storage.mode == "append"
+        self.resumes = args.resume and has_begun(storage)
         """Whether a run is continued; --resume of nothing begins one."""
         self.runs: list[Any] = storage.manifest["runs"] if storage.mode == "append" else []
         if self.resumes:

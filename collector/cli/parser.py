@@ -238,7 +238,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--append": (None, "", "append a new run"),
     "--resume": (None, "",
         "continue its last run up to N; options that are left out are taken from that run. "
-        "Begins the run if nothing was written yet"),
+        "Begins the run if nothing was written yet, as resume=\"auto\" of collectors does"),
     "--accept-copy": (None, "",
         "open a copy that was made while a writer had the storage open; rows that were "
         "written meanwhile may be missing in it"),

@@ -14,11 +14,11 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tallyroll.collector.batches.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
-from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 
@@ -164,14 +164,9 @@ def open_output(args: argparse.Namespace) -> DiskStorage:
 
 
 def _open_resumed(args: argparse.Namespace) -> DiskStorage:
-    try:
-        storage = _open(args, "append")
-    except (StorageMissing, NotAStorage):
-        # A process that was killed before the manifest stood leaves what "create" accepts.
-        # Where it refuses, a manifest of another program is there: the first message says it best.
-        with contextlib.suppress(StorageExists):
-            return _open(args, "create")
-        raise
+    storage = opened_or_created(lambda mode: _open(args, mode))
+    if storage.mode == "create":
+        return storage
     last = (storage.manifest["runs"] or [{}])[-1]
     if args.durability is None and part(last, "command").get("durability") == "power":
         storage.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tallyroll.storage.errors import NotWritable, StorageLocked, UnsupportedPlatform
-from tallyroll.storage.files.paths import OTHER_KINDS, failed
+from tallyroll.storage.files.paths import FULL, OTHER_KINDS, failed
 from tallyroll.storage.files.safe_files import Inside
 
 try:
@@ -49,6 +49,10 @@ def _tell() -> None:
 
 
 os.register_at_fork(after_in_child=_tell)
+
+
+def _identity_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def acquire(file: int, kind: int, seconds: float) -> None:
@@ -123,14 +127,14 @@ class WriterLock:
             self.made = self.made or not os.path.lexists(path)
             self._file = self._inside.open(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if error.errno in OTHER_KINDS:
+            if error.errno in OTHER_KINDS | FULL:
                 raise failed(path, error, 0) from error
             raise NotWritable(
                 f"{path} cannot be opened for writing ({error.strerror}). Open the storage with "
                 'mode="read", or as a user who may write there.'
             ) from error
         self._acquire(path)
-        self._inode = os.fstat(self._file).st_ino
+        self.identity = _identity_of(os.fstat(self._file))
 
     def _close(self) -> None:
         file, self._file = self._file, -1
@@ -141,7 +145,7 @@ class WriterLock:
     def stands(self) -> bool:
         """The lock file is where it was: whoever removes it lets a second writer in."""
         try:
-            return os.lstat(self._path).st_ino == self._inode
+            return _identity_of(os.lstat(self._path)) == self.identity
         except OSError:
             return False
 
@@ -150,6 +154,13 @@ class WriterLock:
             # A reader may have looked at it for a moment, see is_held.
             acquire(self._file, fcntl.LOCK_EX, _PATIENCE_SECONDS)
         except BlockingIOError as error:
+            if self._is_held_here():
+                raise StorageLocked(
+                    f"{path} is locked by this process itself: a storage has one writer at a time, "
+                    "and another storage object of this process is it. Use that object, or close "
+                    "it first (a collector that was given a path closes it in shutdown()); or open "
+                    'with mode="read".'
+                ) from error
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             raise StorageLocked(
                 f"{path} is locked: a storage has one writer at a time, and "
@@ -165,6 +176,12 @@ class WriterLock:
         # In place, and a courtesy: a full disk shall not keep a writer out.
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
+
+    def _is_held_here(self) -> bool:
+        # By the file, not by the number in it: another container may count processes as we do.
+        wanted = _identity_of(os.fstat(self._file))
+        locks = (each for each in list(held) if isinstance(each, WriterLock) and each is not self)
+        return any(each.identity == wanted for each in locks)
 
     def release(self) -> None:
         """Let the next writer in."""

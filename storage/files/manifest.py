@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import uuid
 import zlib
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, NotAStorage
-from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
 from tallyroll.storage.rows.schema import Schema
@@ -90,6 +91,8 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
             "one; if its creation was interrupted, create it again."
         ) from error
     except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise failed(path, error, 0) from error
         raise CorruptStorage(
             f"{path} cannot be read: {error.strerror}. Restore it from a copy."
         ) from error

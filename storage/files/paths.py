@@ -16,6 +16,7 @@ from tallyroll.storage.errors import (
     NotWritable,
     PathIsFile,
     StorageFull,
+    StorageMissing,
     UnsupportedPlatform,
 )
 from tallyroll.storage.files.safe_files import Inside
@@ -23,10 +24,27 @@ from tallyroll.storage.files.safe_files import Inside
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Of a file system, a user or a file that can have no more."""
 OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
 """Of what is a link, or no plain file."""
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path as its user means it: ``~`` at its start is the home directory."""
+    return Path(os.path.expanduser(path))
+
+
+def refuse_nothing(path: Path, what_to_do: str) -> None:
+    """Raise `StorageMissing`, which ends with ``what_to_do``, where nothing is at ``path``."""
+    if path.exists():
+        return
+    if path.is_symlink():
+        raise StorageMissing(
+            f"{path} is a link to {os.readlink(path)}, which does not exist. {what_to_do}"
+        )
+    raise StorageMissing(f"{path} does not exist. {what_to_do}")
 
 
 def refuse_impossible(path: Path) -> None:
@@ -66,6 +84,8 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in FULL:
+            raise failed(path, error, 0) from error
         raise NotWritable(
             f"{path} cannot be created: {error.strerror}. Give another path."
         ) from error
@@ -158,14 +178,10 @@ def failed(
     path: Path, error: OSError, nbytes: int
 ) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
     """The error for a storage at ``path`` that needed ``nbytes``, for one of the file system."""
-    if error.errno in _FULL:
-        try:
-            free: int | str = free_bytes(path)
-        except OSError:
-            free = "nobody knows how many"
+    if error.errno in FULL:
         return StorageFull(
-            f"{path} needs {nbytes} more bytes, and {free} are free "
-            f"({error.strerror}). Committed rows are intact. Free space, or go on in another place."
+            f"{path} {_shortage(path, error, nbytes)} ({error.strerror}). Committed rows are "
+            "intact. Free space, or go on in another place."
         )
     if error.errno in _UNABLE:
         return UnsupportedPlatform(
@@ -178,11 +194,7 @@ def failed(
             "(vm.max_map_count), or address space (ulimit -v). Raise the limit."
         )
     if error.errno in OTHER_KINDS:
-        what = error.filename2 or error.filename or path
-        return CorruptStorage(
-            f"{what} is not what this storage made there, but a link or of another kind "
-            f"({error.strerror}): something else took its place. Restore it from a copy."
-        )
+        return CorruptStorage(_other_kind(path, error))
     if error.errno == errno.ENAMETOOLONG:
         return NotWritable(
             f"{path} would need longer paths than the system allows ({error.strerror}). Use "
@@ -201,4 +213,41 @@ def failed(
     return DiskFailed(
         f"the system cannot read or write {path}: {error.strerror or error}. Committed rows are "
         "as they were, as far as the disk still has them: see what `tallyroll verify` says."
+    )
+
+
+def _shortage(path: Path, error: OSError, nbytes: int) -> str:
+    """The part of a sentence that says which limit was reached, if the system tells."""
+    try:
+        found, free = os.statvfs(nearest(path.absolute())), str(free_bytes(path))
+    except OSError:
+        return f"needs {nbytes} more bytes, and the system does not say how many are free"
+    if error.errno == errno.ENOSPC and found.f_files and not found.f_favail:
+        return (
+            f"needs another file, and the file system has used all of its {found.f_files} inodes, "
+            f"while {free} bytes are free: `df -i` counts them"
+        )
+    if error.errno == errno.EFBIG:
+        return (
+            f"needs {nbytes} more bytes, and a file may not grow so large there (by the file "
+            f"system, or ulimit -f), while {free} bytes are free"
+        )
+    return f"needs {nbytes} more bytes, and {free} are free"
+
+
+def _other_kind(path: Path, error: OSError) -> str:
+    """A sentence for a link, or what is no plain file, in the place of a storage's file."""
+    what = Path(error.filename2 or error.filename or path)
+    if what.is_symlink() or error.errno == errno.EMLINK:
+        link = "a link" if what.is_symlink() else "a file that has another name, too"
+        return (
+            f"{what} is {link} ({error.strerror}), and no storage writes to one, or reads through "
+            "a link: what is at its other end is of another place. Caches and data versioning (the "
+            "Hugging Face hub's, DVC, git-annex) put links in the place of files: copy the storage "
+            "with `cp -rL`, and open the copy. Where nothing of that kind was used, something else "
+            "took the file's place: restore it from a copy."
+        )
+    return (
+        f"{what} is not what this storage made there, but a link or of another kind "
+        f"({error.strerror}): something else took its place. Restore it from a copy."
     )

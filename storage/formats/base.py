@@ -10,9 +10,15 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tallyroll.storage.errors import InvalidSchema, StorageExists, StorageMissing
+from tallyroll.storage.errors import InvalidSchema, StorageExists
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.files.paths import make_directory, refuse_impossible, told, translated
+from tallyroll.storage.files.paths import (
+    make_directory,
+    refuse_impossible,
+    refuse_nothing,
+    told,
+    translated,
+)
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.mapping import Access
 from tallyroll.storage.formats.space import Footprint
@@ -67,7 +73,8 @@ class Format(ABC):
 
     def stands(self) -> bool:
         """Whether a storage is there: it is one from the moment that its manifest exists."""
-        return self.manifest_path.exists()
+        # A link to nothing is named when it is read: the content of a cache may be missing.
+        return self.manifest_path.exists() or self.manifest_path.is_symlink()
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
@@ -91,10 +98,7 @@ class Format(ABC):
     def refuse_missing(self) -> None:
         """Raise an `OpenError` unless something that may be a storage is at the path."""
         refuse_impossible(self.manifest_path)
-        if not self.path.exists():
-            raise StorageMissing(
-                f'{self.path} does not exist. Give the path of a storage, or use mode="create".'
-            )
+        refuse_nothing(self.path, 'Give the path of a storage, or use mode="create".')
 
     def check(self, schema: Schema) -> None:
         """Raise `InvalidSchema` if the format cannot hold these columns."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from tallyroll.storage.errors import NotInitialised, StateMismatch
+from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
@@ -77,11 +78,11 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
 
 
 def _format_of(reader: RowReader, path: Any) -> Format:
-    return reader.copied_as(Path(os.path.abspath(path)))
+    return reader.copied_as(Path(os.path.abspath(user_path(path))))
 
 
 def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:
-    return FileReader(_format_of(reader, path), Path(path), mode)
+    return FileReader(_format_of(reader, path), user_path(path), mode)
 
 
 def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 
 from tallyroll.storage.compat import INITIALISE, LAST_INDEX, ROWS, STORED
 from tallyroll.storage.errors import NotInitialised, RowsMismatch, StateMismatch
+from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -36,7 +36,7 @@ def dump(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any)
     shown = TensorStorage(_with_free_slots(rows, reader.ring))
     setattr(shown, STORED, len(rows))
     setattr(shown, LAST_INDEX, storage.last_index)
-    checkpointer.dumps(shown, Path(path))
+    checkpointer.dumps(shown, user_path(path))
 
 
 def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
@@ -67,7 +67,7 @@ def load(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any)
             f"{type(checkpointer).__name__} would replace them. Load it into a new storage."
         )
     found = _Received()
-    checkpointer.loads(found, Path(path))
+    checkpointer.loads(found, user_path(path))
     if not isinstance(found.rows, TensorDictBase):
         raise RowsMismatch(f"{path} holds no rows of TensorDicts, and a storage holds only these.")
     _append(writer, reader, found.rows[: getattr(found, STORED)], _next_index(path))
@@ -90,7 +90,7 @@ class _Received:
 
 def _next_index(path: Any) -> int:
     """Where the buffer of this checkpoint would have written next; 0 where nobody says."""
-    beside = Path(path).parent / "writer" / "metadata.json"
+    beside = user_path(path).parent / "writer" / "metadata.json"
     try:
         cursor = json.loads(beside.read_bytes())["cursor"]
     except (OSError, ValueError, KeyError, TypeError):

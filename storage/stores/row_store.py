@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.paths import told, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
@@ -44,14 +44,14 @@ class RowStore:
         _check_choice("durability", durability, ("process", "power"))
         _check_rows("capacity", capacity)
         _check_rows("max_size", max_size)
-        self.path = Path(path)
+        self.path = user_path(path)
         self.mode: Mode = mode
         if max_size is not None and not self._format_class.rings:
             raise ValueError(
                 f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
                 "Use MemmapStorage(path, max_size=...), or leave it out."
             )
-        files = FileReader(self._format_class(Path(os.path.abspath(path))), self.path, mode)
+        files = FileReader(self._format_class(Path(os.path.abspath(self.path))), self.path, mode)
         self.reader: RowReader = files
         self.writer: RowWriter | NoWriter = RowWriter(
             files,

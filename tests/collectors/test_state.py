@@ -13,8 +13,9 @@ from tensordict import TensorDictBase
 from torchrl.envs import RewardSum, TransformedEnv, VecNormV2
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.errors import StateError
-from tallyroll.storage import MemmapStorage
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.errors import NotAStorage
 
 from collect_kit import (
     LENGTHS,
@@ -222,6 +223,52 @@ def test_a_stored_run_is_resumed_from_its_path(driver: str, tmp_path: Any) -> No
         assert_same(storage.get(slice(None)), joined(batches))
         runs = storage.manifest["runs"]
         assert [run["incarnation"] for run in runs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("path", ["s", "s.h5", "s.zarr"])
+def test_resume_auto_begins_a_run_and_goes_on(path: str, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 61, "resume": "auto"}
+    batches = []
+    for stop in (0, 0, 3, 100):  # of nothing, of a run without rows, of one with rows, to its end
+        with SyncCollector(vec(), ByObservation(), storage=tmp_path / path, **kwargs) as one:
+            while len(batches) < stop and (batch := next(iter(one), None)) is not None:
+                batches.append(batch)
+    assert (one.ledger.stored, one.ledger.incarnation) == (61, 3)
+    with open_storage(tmp_path / path) as storage:
+        assert_same(storage.get(slice(None)), joined(batches))
+
+
+def test_resume_auto_with_a_storage_that_is_open(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"frames_per_batch": 7, "resume": "auto"}
+    with MemmapStorage(tmp_path / "s") as storage:
+        for total in (14, 28):
+            with SyncCollector(vec(), storage=storage, total_frames=total, **kwargs) as one:
+                list(one)
+        assert (len(storage), one.ledger.incarnation) == (28, 1)
+
+
+def test_resume_auto_of_rows_without_a_run(tmp_path: Path) -> None:
+    batch, *_ = SyncCollector(vec(), frames_per_batch=7, total_frames=7)
+    with MemmapStorage(tmp_path / "s") as storage:
+        storage.extend(batch)
+        with pytest.raises(StateError, match="append"):
+            SyncCollector(vec(), frames_per_batch=7, total_frames=9, storage=storage, resume="auto")
+
+
+def test_resume_auto_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"format": "zarr"}')
+    kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 9, "resume": "auto"}
+    with pytest.raises(NotAStorage, match="does not describe a Tallyroll storage"):
+        SyncCollector(vec(), storage=tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize("resume", ["yes", "", 1, None])
+def test_other_values_of_resume(resume: Any, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 9}
+    with pytest.raises(ArgumentError, match='resume: expected True, False or "auto", got '):
+        SyncCollector(vec(), storage=tmp_path / "s", resume=resume, **kwargs)
+    with pytest.raises(ArgumentError, match="resume='auto' needs a storage"):
+        SyncCollector(vec(), resume="auto", **kwargs)
 
 
 def test_a_run_that_is_complete_has_nothing_to_resume(tmp_path: Any) -> None:

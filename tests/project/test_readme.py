@@ -48,6 +48,19 @@ def test_the_map_names_files_that_are_there() -> None:
     assert {name for name in named if not any(path.endswith(name) for path in there)} == set()
 
 
+def test_what_is_made_by_examples_and_the_readme_does_not_collide() -> None:
+    """A path that holds a storage already is refused: each command has its own."""
+    by_command = re.findall(
+        r"tallyroll collect (?!.*--(?:resume|append)).*--out (data/\S+)", README
+    )
+    by_code = re.findall(r"storage=\"(data/\S+)\"|Storage\(\"(data/[^\"]+)\", max_size", README)
+    made = by_command + [path for found in by_code for path in found if path]
+    assert len(made) >= 7
+    for example in (ROOT / "examples").glob("*.py"):
+        made += set(re.findall(r"data/[\w/]+", example.read_text(encoding="utf-8")))
+    assert sorted(made) == sorted(set(made))
+
+
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(BLOCKS[0], encoding="utf-8")
     told = run("example.py", cwd=tmp_path)
