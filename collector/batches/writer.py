@@ -175,7 +175,7 @@ class BatchWriter:
         ledger.carried = 0
         # Of a ring, as far as it still knows.
         rows = np.arange(max(at, storage.span.start), storage.span.stop)
-        ended = storage.column(DONE)[storage.slots_of(rows)] if len(rows) else rows
+        ended = storage.reader.column(DONE).take(rows) if len(rows) else rows
         ledger.episodes_complete += int(ended.sum())
         return ledger
 

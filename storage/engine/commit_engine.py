@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDictBase
 
-from tallyroll.storage.engine.aliasing import LentViews
 from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.engine.kernel import kernel
 from tallyroll.storage.engine.pool import BufferPool
+from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
@@ -90,8 +90,7 @@ class Engine:
         self.keys = schema.keys
         """The columns' keys, in order."""
         self._batch_check = BatchCheck(schema, format.path)
-        self._views: list[np.ndarray] | None = None
-        self._lent = LentViews()
+        self._private = PrivateRows(format, schema)
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
         self._pools: dict[Places, BufferPool] = {}
         """Of some of the columns."""
@@ -113,7 +112,7 @@ class Engine:
         # In a forked child: its parent goes on writing, and threads of the parent, which do
         # not exist here, may have held the locks.
         self._follows, self._access = True, "read"
-        self._mutex, self._views = threading.RLock(), None
+        self._mutex = threading.RLock()
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in self.schema.columns])
         self._pools = {}
         self._header.follow()
@@ -234,7 +233,7 @@ class Engine:
             if (
                 addresses is not None
                 and self._columns.in_place(slot, count)
-                and not (self._lent and self._lent.hold(addresses).any())
+                and not (self._private.watches and self._private.hold(addresses).any())
             ):
                 if watch is not None:
                     watch.admit(leaves)
@@ -308,8 +307,8 @@ class Engine:
             if record is not None:
                 self.put_record(record)
             return range(start, stop)
-        if self._lent:
-            arrays = self._lent.copied(arrays)
+        if self._private.watches:
+            arrays = self._private.copied(arrays)
         slot = slots_of(start, self.ring)
         if slot + count <= self._columns.room:
             self._reserve(start, stop)
@@ -472,29 +471,19 @@ class Engine:
         """One read-only array [slots, ...] a column, without a copy, of all slots in use."""
         slots = self._slots(self.head)
         columns = self.columns()
-        if self.ring:
-            with self._mutex:  # no append of another thread, which looks at them
-                self._lent.add(columns)
         arrays = [column[:slots] for column in columns]
         for array in arrays:
             array.flags.writeable = False
         return arrays
 
-    def views(self) -> list[np.ndarray]:
-        """As `committed`, but writable; what is written to them stays in this process."""
-        slots = self._slots(self.head)
-        with self._mutex:
-            if self._views is None or len(self._views[0]) < slots:
-                self._views = self._format.arrays(slots, "private")
-            if self.ring:
-                self._lent.add(self._views)
-            return [view[:slots] for view in self._views]
+    def private(self, slots: slice, only: Places | None = None) -> list[np.ndarray]:
+        """Slots that are in use, of every column or of some: arrays that are nobody else's.
 
-    def forget_views(self) -> None:
-        """Let nothing that was written to `views` be seen again."""
-        with self._mutex:
-            self._views = None
-            self._format.forget_private()
+        What is written to them is seen in them alone.
+        """
+        columns = [column[: self._slots(self.head)] for column in self.columns()]
+        with self._mutex:  # no append of another thread, which looks at them
+            return self._private.rows(columns, slots, only, watched=bool(self.ring))
 
     def first_shown(self, span: range) -> int | None:
         """The first slot of the valid rows, if they lie side by side in the order of indices.
@@ -662,6 +651,7 @@ class Engine:
     def abandon(self) -> None:
         """Let go of the files as they are, and keep the lock."""
         with ExitStack() as exits:
+            exits.callback(self._private.close)
             exits.callback(self._format.close)
             exits.callback(self._header.close)
 
@@ -677,6 +667,7 @@ class Engine:
                 exits.callback(finish)
             exits.callback(self._format.close)
             exits.callback(self._header.close)
+            exits.callback(self._private.close)
             if self._reader is not None:
                 exits.callback(self._reader.release)
             if self.owns_lock:

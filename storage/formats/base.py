@@ -20,7 +20,7 @@ from tallyroll.storage.files.paths import (
     translated,
 )
 from tallyroll.storage.files.safe_files import Inside
-from tallyroll.storage.formats.mapping import Access
+from tallyroll.storage.formats.mapping import Access, Area
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
@@ -180,8 +180,15 @@ class Format(ABC):
             CorruptStorage: the files are shorter than that.
         """
 
-    def forget_private(self) -> None:  # noqa: B027 - not every format keeps a map
-        """Let the next private map show what is in the files."""
+    @abstractmethod
+    def private(self, rows: int, before: Area | None = None) -> Area:
+        """At least ``rows`` rows, more than none, mapped once more: privately, and for one alone.
+
+        ``before`` is a smaller area that nobody else has, for a format that can add to it.
+
+        Raises:
+            CorruptStorage: the files are shorter than that.
+        """
 
     @abstractmethod
     def write(self, column: int, row: int, rows: np.ndarray) -> None:

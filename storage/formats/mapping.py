@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -48,22 +49,33 @@ def _mode(access: Access) -> tuple[int, int]:
     return flags, mmap.PROT_READ | (0 if access == "read" else mmap.PROT_WRITE)
 
 
-def map_file(file: int, nbytes: int, access: Access) -> mmap.mmap:
-    """The first ``nbytes`` bytes of a file, or all with 0, mapped.
+def map_file(file: int, nbytes: int, access: Access) -> Region:
+    """The first ``nbytes`` bytes of a file, or all with 0, mapped. It may be closed afterwards.
 
     Raises:
         ValueError: it is shorter.
         OSError: the system refuses.
     """
-    flags, prot = _mode(access)
-    return mmap.mmap(file, nbytes, flags=flags, prot=prot)
+    size = os.fstat(file).st_size
+    if not size or size < nbytes:
+        raise ValueError(f"{nbytes} bytes are to be mapped, and the file has {size}")
+    region = Region(nbytes or size, access)
+    region.add(file, region.nbytes)
+    return region
+
+
+def pages(nbytes: int) -> int:
+    """So many bytes, and those up to the end of their last page."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 class Region:
     """Address space for ``nbytes`` bytes, into which files are mapped one behind the other.
 
+    It holds no descriptor: those that `mmap` duplicates for its files are as many as the maps.
+
     Args:
-        nbytes: a multiple of `PAGE_NBYTES`. It costs nothing until files are mapped.
+        nbytes: it costs nothing until files are mapped.
         access: how they are mapped.
 
     Raises:
@@ -72,15 +84,17 @@ class Region:
 
     def __init__(self, nbytes: int, access: Access) -> None:
         self.nbytes = nbytes
-        self.mapped = 0
-        """Bytes from the start that are files."""
+        self.mapped = self.maps = 0
+        """Bytes up to the end of the last file that is mapped, and the number of these."""
         self._access = access
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._area = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._address = int(np.frombuffer(self._area, np.uint8).ctypes.data)
+        self.memory = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        """All of it; where nothing is mapped, zeros. Of what is mapped to be read, it is to be
+        read."""
+        self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
-    def add(self, file: int, nbytes: int) -> None:
-        """Map the first ``nbytes`` bytes of ``file`` behind what is mapped.
+    def add(self, file: int, nbytes: int, at: int | None = None) -> None:
+        """Map the first ``nbytes`` bytes of ``file`` at byte ``at``, or behind what is mapped.
 
         The file may be closed afterwards.
 
@@ -88,22 +102,23 @@ class Region:
             OSError: the system refuses.
         """
         flags, prot = _mode(self._access)
-        if self.mapped + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes behind {self.mapped} do not fit into {self.nbytes}.")
-        where = self._address + self.mapped
+        at = pages(self.mapped) if at is None else at
+        if at + nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes behind {at} do not fit into {self.nbytes}.")
+        where = self.address + at
         if _libc.mmap(where, nbytes, prot, flags | _MAP_FIXED, file, 0) == _FAILED:
             code = ctypes.get_errno()
             # The kernel may have unmapped what was there: no hole is left to others.
             cover = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
             _libc.mmap(where, nbytes, _PROT_NONE, cover, -1, 0)
             raise OSError(code, os.strerror(code))
-        self.mapped += nbytes
+        self.mapped, self.maps = max(self.mapped, at + nbytes), self.maps + 1
 
-    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-        """An array from the start, no longer than what is mapped; it keeps the region alive."""
-        found: np.ndarray = np.ndarray(shape, dtype, buffer=self._area)
-        if found.nbytes > self.mapped:
-            raise ValueError(f"{found.nbytes} bytes of {self.mapped} that are mapped.")
+    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], at: int = 0) -> np.ndarray:
+        """An array from byte ``at``, not beyond what is mapped; it keeps the region alive."""
+        found: np.ndarray = np.ndarray(shape, dtype, buffer=self.memory, offset=at)
+        if at + found.nbytes > self.mapped:
+            raise ValueError(f"{at + found.nbytes} bytes of {self.mapped} that are mapped.")
         if self._access == "read":
             found.flags.writeable = False  # the pages are not
         return found
@@ -112,7 +127,31 @@ class Region:
         """Return when the files from byte ``start`` on are on the disk; ``start`` may be early."""
         start -= start % PAGE_NBYTES
         if self.mapped > start:
-            self._area.flush(start, self.mapped - start)
+            self.memory.flush(start, self.mapped - start)
+
+    def renew(self) -> bool:
+        """Let a private region show the files again, whatever was written to it.
+
+        False where the system does not do that.
+        """
+        if sys.platform != "linux":  # elsewhere it is a hint
+            return False
+        try:
+            self.memory.madvise(mmap.MADV_DONTNEED)
+        except (OSError, ValueError):  # ValueError: it is closed, at the exit of the interpreter
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """All columns of a storage in one private region."""
+
+    region: Region
+    starts: tuple[int, ...]
+    """The byte at which each column begins."""
+    room: int
+    """Rows of each that are mapped."""
 
 
 def maps_left() -> int:

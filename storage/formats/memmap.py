@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import close_all, write_all
 from tallyroll.storage.formats.directory import DirectoryFormat
-from tallyroll.storage.formats.mapping import Access, map_file
+from tallyroll.storage.formats.mapping import Access, Area, Region, map_file, pages
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -139,6 +140,17 @@ class MemmapFormat(DirectoryFormat):
             "that something else than a writer does that. Open the storage when it has ended."
         )
 
+    @told
+    def private(self, rows: int, before: Area | None = None) -> Area:
+        """Map all files one behind the other."""
+        room = self._room(rows)
+        sizes = [room * column.row_nbytes for column in self.schema.columns]
+        starts = tuple(accumulate(map(pages, sizes), initial=0))
+        region = Region(starts[-1], "private")
+        for file, size, start in zip(self._files, sizes, starts, strict=False):
+            region.add(file, size, start)
+        return Area(region, starts[:-1], room)
+
     def _room(self, rows: int) -> int:
         """Number of rows that all files hold, at least ``rows``."""
         sizes = [os.fstat(file).st_size for file in self._files]
@@ -183,8 +195,8 @@ def _map_column(file: int, column: Column, rows: int, access: Access) -> np.ndar
     shape = (rows, *column.shape)
     if not rows:
         return np.empty(shape, column.numpy_dtype)
-    area = map_file(file, rows * column.row_nbytes, access)
-    return np.ndarray(shape, column.numpy_dtype, buffer=area)
+    region = map_file(file, rows * column.row_nbytes, access)
+    return region.array(column.numpy_dtype, shape)
 
 
 def _encode(name: str) -> str:

@@ -215,21 +215,24 @@ class FileReader(RowReader):
     def made_wrongly(self) -> Iterator[str]:
         return self.format.made_wrongly(lambda: self.head)
 
-    def forget_views(self) -> None:
-        if self.engine is not None:
-            self.engine.forget_views()
-
     # --- rows -------------------------------------------------------------------------------------
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         return rows % self.ring if self.ring else rows
 
+    def shown(self, key: Key) -> np.ndarray:
+        engine, place = self._place_of(key)
+        return engine.private(slice(None), (place,))[0]
+
     def column(self, key: Key) -> ColumnReader:
+        return _FileColumn(*self._place_of(key))
+
+    def _place_of(self, key: Key) -> tuple[Engine, int]:
         engine = self.running()
         if key not in engine.keys:
             names = ", ".join(map(spell, engine.keys))
             raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
-        return _FileColumn(engine, engine.keys.index(key))
+        return engine, engine.keys.index(key)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         engine, slots = self.running(), self.slots_of(rows)
@@ -263,11 +266,9 @@ class FileReader(RowReader):
             where = resolve(index, rows)
         if isinstance(where, slice):
             if (first := engine.first_shown(span)) is not None:
-                every = engine.views()
-                shown = every if only is None else [every[place] for place in only]
-                there = slice(first, first + len(span))
-                views = [view[there][where] for view in shown]
-                return nest(views, (len(views[0]),))
+                slots = slice(first + where.start, first + where.stop, where.step)
+                arrays = engine.private(slots, only)
+                return nest(arrays, (len(arrays[0]),))
             where = np.arange(where.start, where.stop, where.step)
         if isinstance(where, int):
             return nest(engine.take(np.array([where]), only), (1,))[0]

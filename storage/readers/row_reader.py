@@ -234,6 +234,14 @@ class RowReader(ABC):
             return array[start:stop]
         return column.take(self.rows_in(np.arange(start, stop)))
 
+    def shown(self, key: Key) -> np.ndarray:
+        """The values of a column as one array, which is handed out: nobody else has its memory.
+
+        Row r stands at ``slots_of(r)``.
+        """
+        span = self.span
+        return self.column(key).take(np.arange(span.start, span.stop))
+
     def rows_in(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of the newest rows that stand in slots [*]."""
         span = self.span
@@ -360,9 +368,6 @@ class RowReader(ABC):
         schema = self.schema
         columns = [(column.key, column.dtype) for column in schema.columns]
         return Nest(columns, schema.batch_shapes)
-
-    def forget_views(self) -> None:  # noqa: B027 - not every reader shows any
-        """What was written to rows that `get` showed, and not copied, is not shown again."""
 
     def __len__(self) -> int:
         return len(self.span)

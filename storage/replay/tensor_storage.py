@@ -92,8 +92,7 @@ class AsTensorStorage(TensorStorage):
         return self
 
     def _bump_mutation_revision(self) -> None:
-        # Called when a buffer has written through what `self[:]` gave it.
-        self.reader.forget_views()
+        # Called when a buffer has written to what `self[:]` gave it, which nobody else sees.
         _refuse()
 
     def _wait_for_init(self) -> None:

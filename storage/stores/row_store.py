@@ -253,29 +253,28 @@ class RowStore:
         self.writer.release(run)
 
     def column(self, key: str | Key) -> np.ndarray:
-        """The committed rows of one column, [rows, ...], read-only and without a copy.
+        """The committed rows of one column, [rows, ...], read-only; read when it is used.
 
-        In a ring slot by slot: row r at ``slots_of(r)``, and while another process writes
-        it may be overwritten as you look; what `empty()` took away is there until it is
-        overwritten. bfloat16 comes as the ``uint16`` of its bits.
+        In a ring slot by slot: row r at ``slots_of(r)``, and what is written to the ring may be
+        seen as you look; what `empty()` took away is there until it is overwritten. bfloat16
+        comes as the ``uint16`` of its bits. What is written to it all the same, through a tensor
+        of its memory, is seen there alone.
 
         Raises:
             KeyError: there is no such column.
         """
-        reader = self.reader
-        column, span = reader.column(as_key(key)), reader.span
-        if (array := column.array) is None:
-            array = column.slice(span.start, span.stop).view()
-            array.flags.writeable = False
+        array = self.reader.shown(as_key(key))
+        array.flags.writeable = False
         return array
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         """Rows by number: int, slice, range, list, array or tensor of ints, or one bool a row.
 
         An int gives one row, batch size []; row numbers of shape S give new
-        tensors, batch size S; a slice gives views of the files, batch size [n],
-        nothing read until it is used. What is written to such a view stays in
-        this process.
+        tensors, batch size S; a slice gives tensors of its own too, batch size [n], of which
+        nothing is read until it is used (where it is small, it is copied). What is written to
+        them is seen there alone. Of a ring that is overwritten meanwhile, what was not copied
+        may show what comes.
 
         Nested TensorDicts, and the root where each row is an item with a time dimension, have the
         further batch dimensions of the rows that made the storage, behind these.

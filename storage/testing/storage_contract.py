@@ -6,6 +6,7 @@ Other processes come from a fork server, which has imported torch once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -87,6 +88,13 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+
+
+def _held_by_this_process() -> tuple[int, int]:
+    """Its descriptors, and its maps."""
+    gc.collect()
+    with open("/proc/self/maps", "rb") as maps:
+        return len(os.listdir("/proc/self/fd")), sum(1 for _ in maps)
 
 
 def rows(start: int, count: int) -> TensorDict:
@@ -356,6 +364,76 @@ class StorageContract:
             assert_rows(storage, 5)
             with self.make(five, mode="read") as reader:
                 assert_rows(reader, 5)
+
+    @pytest.mark.parametrize("count", [5, 5000], ids=["copied", "mapped"])
+    def test_what_is_written_to_a_slice_is_seen_in_that_slice_alone(
+        self, path: Path, count: int
+    ) -> None:
+        """And hides nothing: rows that come later are seen in every other slice."""
+        with self.make(path, capacity=4 * count) as storage:
+            storage.extend(arrays(0, count))
+            with self.make(path, mode="read") as reader:
+                for opened in (storage, reader):
+                    before, whole = opened.get(slice(None)), opened.get(slice(None))
+                    part, column = opened.get(slice(1, count, 2)), opened.get("wide")
+                    numbers = opened.column("id")
+                    numbers.flags.writeable = True  # torch does not ask
+                    for leaf in (*whole.values(True, True), *part.values(True, True)):
+                        leaf.zero_()
+                    column.clamp_(-1, 0)
+                    numbers[:] = 0
+                    head = storage.head
+                    storage.extend(arrays(head, count))
+                    assert (before == rows(0, head)).all()
+                    assert (opened.get(slice(None)) == rows(0, head + count)).all()
+                    assert (opened.get("wide") == rows(0, head + count)["wide"]).all()
+                    assert_rows(opened, head + count)
+                    for leaf in (*whole.values(True, True), *part.values(True, True)):
+                        assert not leaf.any()
+                    assert not numbers.any() and (column <= 0).all()
+        assert not whole["id"].any() and (before == rows(0, len(before))).all()  # after closing
+
+    def test_slices_that_are_gone_leave_nothing_and_many_may_be_held(self, path: Path) -> None:
+        with self.make(path, capacity=20_000) as storage:
+            storage.extend(arrays(0, 20_000))
+            storage.get(slice(None))
+            before = _held_by_this_process()
+            for _ in range(300):
+                storage.get(slice(3, None))["id"].zero_()
+            slices = [storage.get(slice(start, None)) for start in range(50)]
+            for start, each in enumerate(slices):
+                assert each["id"][0] == start
+                each["id"].zero_()
+            assert_rows(storage, 20_000)
+            descriptors, maps = _held_by_this_process()
+            assert descriptors <= before[0]
+            slices.clear()
+            del each
+            assert _held_by_this_process()[1] < before[1] + (maps - before[1]) // 4 + 10
+
+    def test_rows_written_to_a_slice_are_appended_as_they_are_there(self, path: Path) -> None:
+        with self.make(path, capacity=20_000) as storage:
+            storage.extend(arrays(0, 5000))
+            part = storage.get(slice(None))
+            part["id"] += 5000
+            part["wide"].copy_(rows(5000, 5000)["wide"])
+            part["next", "id"] += 5000
+            part["next", "done"].copy_(rows(5000, 5000)["next", "done"])
+            storage.extend(part)
+            assert_rows(storage, 10_000)
+
+    def test_a_sampler_sees_true_rows_whatever_was_written_to_a_slice(self, path: Path) -> None:
+        """As a learner that marks the end of what it took."""
+        with self.make(path, capacity=20_000) as storage:
+            storage.extend(arrays(0, 5000))
+            sampler = SliceSampler(slice_len=3, end_key=("next", "done"), cache_values=False)
+            buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=300)
+            buffer[:]["next", "done"].zero_()
+            storage.extend(arrays(5000, 5000))
+            slices = buffer.sample().reshape(-1, 3)
+            assert not slices["next", "done"][:, :2].any()
+            assert (slices["id"].diff(dim=1) == 1).all()
+            assert (slices["id"][:, 0] < 5000).sum() > 20, "each episode is as likely"
 
     def test_slices_show_rows_that_came_after_an_earlier_slice(self, path: Path) -> None:
         with self.make(path, capacity=100) as storage:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tallyroll.storage import H5Storage
-from tallyroll.storage.engine.aliasing import LentViews
+from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage
 
@@ -122,15 +123,15 @@ def test_views_of_a_ring_are_handed_out_between_writes(
     """Whoever writes looks whether rows lie in them."""
     with CASES["ring"].create(tmp_path / "rows") as storage:
         extend(storage, 0, 9)
-        engine, add = storage.reader.engine, LentViews.add
+        engine, lend = storage.reader.engine, PrivateRows.rows
         assert engine is not None
         alone: list[bool] = []
 
-        def added(self: LentViews, arrays: Sequence[np.ndarray]) -> None:
+        def lent(*args: Any, **options: Any) -> list[np.ndarray]:
             alone.append(engine._mutex._is_owned())  # type: ignore[attr-defined]
-            add(self, arrays)
+            return lend(*args, **options)
 
-        monkeypatch.setattr(LentViews, "add", added)
+        monkeypatch.setattr(PrivateRows, "rows", lent)
         storage.column("id")
         storage.get(slice(3))
         assert alone == [True, True]

@@ -23,6 +23,7 @@ from tallyroll.storage import (
     StorageFull,
     ZarrStorage,
 )
+from tallyroll.storage.engine import private_rows
 from tallyroll.storage.errors import DiskFailed, NotWritable, UnsupportedPlatform
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.files.safe_files import Inside
@@ -169,7 +170,12 @@ def flush(case: str, path: Path) -> None:
 
 
 def map_views(case: str, path: Path) -> None:
-    with KINDS[case][0](path, mode="read") as storage, now_failing():
+    with (
+        KINDS[case][0](path, mode="read") as storage,
+        pytest.MonkeyPatch.context() as patch,
+        now_failing(),
+    ):
+        patch.setattr(private_rows, "_COPIED_NBYTES", 0)
         storage.get(slice(None))
 
 

@@ -64,7 +64,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
     is_ours,
     newest_manifest,
 )
-from tallyroll.storage.formats.mapping import Access, map_file
+from tallyroll.storage.formats.mapping import Access, Area, map_file
 from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.schema import Schema
@@ -290,9 +290,15 @@ class H5Format(Format):
             self._arrays[access] = self._mapped(access)
         return self._arrays[access]
 
-    def forget_private(self) -> None:
-        """Map the file anew."""
-        self._arrays.pop("private", None)
+    @told
+    def private(self, rows: int, before: Area | None = None) -> Area:
+        """Map the file."""
+        self._require_capacity(rows)
+        layout = self._layout
+        try:
+            return Area(map_file(self._file, 0, "private"), layout.offsets, layout.capacity)
+        except ValueError as error:
+            raise self._cut_short(error) from error
 
     def _require_capacity(self, rows: int) -> None:
         if rows > self._layout.capacity:
@@ -307,16 +313,19 @@ class H5Format(Format):
         if not capacity:
             return [np.empty(shape, column.numpy_dtype) for column, shape in columns]
         try:
-            area = map_file(self._file, 0, access)
+            region = map_file(self._file, 0, access)
             return [
-                np.ndarray(shape, column.numpy_dtype, buffer=area, offset=at)
+                region.array(column.numpy_dtype, shape, at)
                 for (column, shape), at in zip(columns, self._layout.offsets, strict=True)
             ]
         except (ValueError, TypeError) as error:
-            raise CorruptStorage(
-                f"{self.path} was cut short while it was open ({error}): its {capacity} rows are "
-                "not all there. Restore it from a copy."
-            ) from error
+            raise self._cut_short(error) from error
+
+    def _cut_short(self, error: Exception) -> CorruptStorage:
+        return CorruptStorage(
+            f"{self.path} was cut short while it was open ({error}): its {self._layout.capacity} "
+            "rows are not all there. Restore it from a copy."
+        )
 
     @told
     def write(self, column: int, row: int, rows: np.ndarray) -> None:

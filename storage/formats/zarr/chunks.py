@@ -110,10 +110,6 @@ class ChunkedColumn:
             return count
         return max(0, count - region.mapped // self.chunk_nbytes)
 
-    def forget(self, access: Access) -> None:
-        """Map what is asked for in this way anew; maps that others have stay."""
-        self._regions.pop(access, None)
-
     def array(self, count: int, room: int, access: Access) -> np.ndarray:
         """The first ``room`` rows of ``count`` chunks, mapped: an array [room, ...].
 
@@ -126,11 +122,21 @@ class ChunkedColumn:
         region = self._regions.get(access)
         if region is None or region.nbytes < count * self.chunk_nbytes:
             region = self._regions[access] = _reserve(count * self.chunk_nbytes, access)
-        for number in range(region.mapped // self.chunk_nbytes, count):
-            flags = os.O_RDWR if access == "write" else os.O_RDONLY
-            with closing(self._open(number, flags)) as file:
-                region.add(file, self.chunk_nbytes)
+        flags = os.O_RDWR if access == "write" else os.O_RDONLY
+        self.map_into(region, 0, region.mapped // self.chunk_nbytes, count, flags)
         return region.array(self._column.numpy_dtype, shape)
+
+    def map_into(
+        self, region: Region, at: int, first: int, count: int, flags: int = os.O_RDONLY
+    ) -> None:
+        """Map the chunks from ``first`` on, of ``count``, where the column begins at byte ``at``.
+
+        Raises:
+            OSError: the system refuses to map them.
+        """
+        for number in range(first, count):
+            with closing(self._open(number, flags)) as file:
+                region.add(file, self.chunk_nbytes, at + number * self.chunk_nbytes)
 
     def write(self, row: int, rows: np.ndarray) -> None:
         """Write C-contiguous ``rows`` from ``row`` on through the files."""

@@ -23,7 +23,9 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeAlias
 
@@ -42,7 +44,7 @@ from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
 from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.directory import DirectoryFormat
-from tallyroll.storage.formats.mapping import PAGE_NBYTES, Access, maps_left
+from tallyroll.storage.formats.mapping import PAGE_NBYTES, Access, Area, Region, maps_left
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.formats.zarr.chunks import ChunkedColumn
@@ -225,14 +227,23 @@ class ZarrFormat(DirectoryFormat):
             counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
             pairs = list(zip(self._columns, counts, strict=True))
             self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
-            room = min(count * column.chunk_rows for column, count in pairs)
+            room = _room(pairs)
             return [column.array(count, room, access) for column, count in pairs]
 
-    def forget_private(self) -> None:
-        """Map the chunks anew."""
+    @told
+    def private(self, rows: int, before: Area | None = None) -> Area:
+        """Map the chunks of one column behind those of the other, with space for more."""
         with self._mapping:
             for column in self._columns:
-                column.forget("private")
+                column.require(column.count_for(rows))
+            pairs = [(column, column.count_for(rows)) for column in self._columns]
+            sizes = [count * column.chunk_nbytes for column, count in pairs]
+            if before is None or not _fit(sizes, before):
+                self._require_maps(sum(count for _, count in pairs), UnsupportedPlatform)
+                before = _reserved(sizes)
+            for (column, count), start in zip(pairs, before.starts, strict=True):
+                column.map_into(before.region, start, column.count_for(before.room), count)
+            return replace(before, room=_room(pairs))
 
     @told
     def write(self, column: int, row: int, rows: np.ndarray) -> None:
@@ -288,6 +299,32 @@ class ZarrFormat(DirectoryFormat):
         with contextlib.ExitStack() as exits:
             for column in columns:
                 exits.callback(column.close)
+
+
+def _room(counts: Iterable[tuple[ChunkedColumn, int]]) -> int:
+    """Rows that all of so many chunks of each column hold."""
+    return min(count * column.chunk_rows for column, count in counts)
+
+
+def _reserved(sizes: Sequence[int]) -> Area:
+    # Twice as much, so that a storage that grows is seldom mapped anew.
+    try:
+        return _spread([2 * size for size in sizes])
+    except OSError:
+        return _spread(sizes)
+
+
+def _spread(sizes: Sequence[int]) -> Area:
+    """An area without rows, of columns of these sizes."""
+    starts = tuple(accumulate(sizes, initial=0))
+    return Area(Region(starts[-1], "private"), starts[:-1], 0)
+
+
+def _fit(sizes: Sequence[int], area: Area) -> bool:
+    """Whether columns of these sizes have space in an area."""
+    ends = (*area.starts[1:], area.region.nbytes)
+    places = zip(sizes, area.starts, ends, strict=True)
+    return all(start + size <= end for size, start, end in places)
 
 
 def refuse_newer_group(path: Path) -> None:

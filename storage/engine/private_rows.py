@@ -1,0 +1,140 @@
+"""Rows that are handed out: of each who asks, memory of its own, in which it may write.
+
+A slice of many rows is maps of the files, private ones: what is written there is seen in that
+slice alone, and nothing is read until it is used. An area of maps is lent to one slice. When the
+last array on it is gone it is made as new by one call of the system, and lent again: new maps
+would take one call a file, and a storage of chunks has many.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.mapping import Area
+from tallyroll.storage.rows.schema import Schema
+
+_COPIED_NBYTES: Final = 2**16
+"""Slices of no more than so many bytes are copied: that takes no longer, and no maps."""
+_MOST_MAPS: Final = 2**14
+"""Of one process that may have some 65,000, see `maps_left`. While slices hold so many, others
+are copied."""
+_KEPT_AREAS: Final = 2
+
+_lent: dict[int, int] = {}
+"""The number of maps that each living lease holds."""
+
+
+class _Lease:
+    """An area as one array of bytes, for as long as anything refers to it."""
+
+    def __init__(self, area: Area, lender: PrivateRows) -> None:
+        region = area.region
+        self._area, self._lender = area, lender
+        self.begin, self.end = region.address, region.address + region.mapped
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (region.mapped,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+        }
+        _lent[id(self)] = region.maps
+
+    def __del__(self) -> None:
+        _lent.pop(id(self), None)
+        self._lender.take_back(self._area)
+
+
+class PrivateRows:
+    """Lends the rows of a storage.
+
+    Args:
+        format: its files.
+        schema: its columns.
+    """
+
+    def __init__(self, format: Format, schema: Schema) -> None:
+        self._format = format
+        self._columns = [(c.numpy_dtype, c.shape, c.row_nbytes) for c in schema.columns]
+        self._free: list[Area] = []
+        self._leases: list[weakref.ref[_Lease]] = []
+        self._begin = self._end = np.empty(0, np.uintp)
+        self._closed = False
+
+    def rows(
+        self, columns: Sequence[np.ndarray], slots: slice, only: Places | None, *, watched: bool
+    ) -> list[np.ndarray]:
+        """Slots of all ``columns``, or of ``only`` some: arrays that are nobody else's.
+
+        ``watched``: `hold` is to know them.
+        """
+        places = range(len(columns)) if only is None else only
+        start, _, step = slots.indices(len(columns[0]))
+        count = len(range(len(columns[0]))[slots])
+        chosen = [self._columns[place] for place in places]
+        nbytes = count * sum(row_nbytes for _, _, row_nbytes in chosen)
+        if nbytes <= _COPIED_NBYTES or sum(list(_lent.values())) >= _MOST_MAPS:
+            return [columns[place][slots].copy() for place in places]
+        area = self._area(start + (count - 1) * step + 1)
+        lease = _Lease(area, self)
+        if watched:
+            self._watch(lease)
+        memory = np.asarray(lease)
+        found = []
+        for place, (dtype, shape, row_nbytes) in zip(places, chosen, strict=True):
+            at = area.starts[place] + start * row_nbytes
+            if step == 1:
+                found.append(np.ndarray((count, *shape), dtype, memory, at))
+            else:
+                rows = np.ndarray(((count - 1) * step + 1, *shape), dtype, memory, at)
+                found.append(rows[::step])
+        return found
+
+    def _area(self, rows: int) -> Area:
+        try:
+            free = self._free.pop()
+        except IndexError:
+            free = None
+        return free if free is not None and free.room >= rows else self._format.private(rows, free)
+
+    def take_back(self, area: Area) -> None:
+        """Keep an area that nothing refers to, without what was written to it, or let it go."""
+        if not self._closed and len(self._free) < _KEPT_AREAS and area.region.renew():
+            self._free.append(area)
+
+    def close(self) -> None:
+        """Lend nothing more. What is lent stays."""
+        self._closed = True
+        self._free.clear()
+
+    # --- of a ring: rows that lie in slots which are about to be overwritten ----------------------
+
+    def _watch(self, lease: _Lease) -> None:
+        living = [one for ref in self._leases if (one := ref()) is not None] + [lease]
+        self._leases = [weakref.ref(one) for one in living]
+        # What is gone meanwhile is held to be there: no more than a copy too many.
+        self._begin = np.array([one.begin for one in living], np.uintp)
+        self._end = np.array([one.end for one in living], np.uintp)
+
+    @property
+    def watches(self) -> bool:
+        """Whether `hold` may say that anything is held."""
+        return bool(self._leases)
+
+    def hold(self, addresses: Sequence[int]) -> np.ndarray:
+        """Whether each of ``addresses`` lies in an area that is lent."""
+        at = np.array(addresses, np.uintp)[:, None]
+        within: np.ndarray = np.any((at >= self._begin) & (at < self._end), axis=1)
+        return within
+
+    def copied(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """The same, with copies of those that lie in such an area."""
+        # Rows that are still to be gathered come from elsewhere.
+        addresses = [a.ctypes.data if isinstance(a, np.ndarray) else 0 for a in arrays]
+        held = self.hold(addresses)
+        return [a.copy() if own else a for a, own in zip(arrays, held, strict=True)]
