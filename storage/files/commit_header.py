@@ -57,8 +57,8 @@ _MAGIC = b"TALLYROL"
 _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD, _FLOOR = 64 // 8, 128 // 8, 256 // 8
-_MOST_ROWS, _MOST_SLOTS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2)
-"""So that rows can be added to any storage, and counts stay counts."""
+_MOST_ROWS, _MOST_SLOTS, _MOST_RECORDS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2), 2**62
+"""So that rows and records can be added to any storage, and counts stay counts."""
 _SLOT = struct.Struct("<qqqI")
 _SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
 _SLOT_HEAD_NBYTES, _SEQUENCE_NBYTES = _SLOT.size, _SEQUENCE.size
@@ -144,12 +144,12 @@ class Header:
             if self._knows_file:
                 self._refuse_copy(accept_copy=accept_copy)
             self._check_counts()
+            self._sequence = self._checked_sequence()
             self._left_open = self.open
             self._places = [self._places_of(index) for index in (0, 1)] if writable else []
         except BaseException:
             os.close(self._file)
             raise
-        self._sequence = self._newest_sequence() if writable else 0
         # Nobody but a writer changes the counts, so it need not look.
         if writable:
             self._reserve, self._head, self._floor = self.reserve, self.head, self.floor
@@ -216,6 +216,15 @@ class Header:
                 f"{self._path} says that its ring of {self.ring} rows was emptied at row {floor}, "
                 f"with {reserve} rows reserved, which cannot be. Restore it from a copy."
             )
+
+    def _checked_sequence(self) -> int:
+        sequence = self._newest_sequence()
+        if sequence > _MOST_RECORDS:
+            raise CorruptStorage(
+                f"{self._path} says that its last record is number {sequence}, and no storage has "
+                f"more than {_MOST_RECORDS}. Restore it from a copy."
+            )
+        return sequence
 
     def _check(self, schema_crc: int, wanted: int) -> int:
         """Check the first bytes; returns the slots of the ring."""

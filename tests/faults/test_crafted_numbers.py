@@ -23,7 +23,7 @@ import pytest
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.commit_header import word_of
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, word_of
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     newest_manifest,
@@ -322,6 +322,42 @@ def test_a_run_of_large_counts(bases: Path, tmp_path: Path) -> None:
         storage.writer.write_runs([{**run, "incarnation": LARGE, "respawned": -LARGE}])
     for way in WAYS:
         assert told_or_done(way, path) == ""
+
+
+@pytest.mark.parametrize("sequence", [2**63 - 1, 2**63 - 2, 2**62 + 1])
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_record_that_no_other_can_follow(
+    name: str, sequence: int, bases: Path, tmp_path: Path
+) -> None:
+    """A writer numbers the next record by it."""
+    shutil.copytree(bases / name, tmp_path / "work")
+    path = tmp_path / "work" / name
+    with open(header_of(path), "r+b") as file:
+        file.seek(SLOTS)
+        _, head, length, _ = RECORD.unpack(file.read(RECORD.size))
+        payload = file.read(length)
+        crc = zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", sequence, head, length)))
+        file.seek(SLOTS)
+        file.write(RECORD.pack(sequence, head, length, crc))
+    for way in WAYS:
+        assert told_or_done(way, path) == ""
+    with pytest.raises(CorruptStorage, match=f"its last record is number {sequence}"):
+        open_storage(path)
+
+
+def test_a_manifest_that_no_other_can_follow(bases: Path, tmp_path: Path) -> None:
+    shutil.copytree(bases / "rows.h5", tmp_path / "work")
+    path, head = tmp_path / "work" / "rows.h5", struct.Struct("<8sqqI")
+    with open(path, "r+b") as file:
+        file.seek(HEADER_NBYTES)
+        magic, _, length, _ = head.unpack(file.read(head.size))
+        crc = zlib.crc32(file.read(length), zlib.crc32(struct.pack("<qq", 2**63 - 1, length)))
+        file.seek(HEADER_NBYTES)
+        file.write(head.pack(magic, 2**63 - 1, length, crc))
+    for way in WAYS:
+        assert told_or_done(way, path) == ""
+    with pytest.raises(CorruptStorage, match=f"it is number {2**63 - 1}"):
+        open_storage(path)
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -17,6 +17,7 @@ import struct
 import zlib
 from pathlib import Path
 
+from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, header_bytes
 from tallyroll.storage.files.safe_files import write_all
 
@@ -29,6 +30,8 @@ _SLOT_NBYTES = (USER_BLOCK_NBYTES - HEADER_NBYTES) // 2 // _PAGE * _PAGE
 _STARTS = (HEADER_NBYTES, HEADER_NBYTES + _SLOT_NBYTES)
 MANIFEST_LIMIT = _SLOT_NBYTES - _SLOT.size
 """The most bytes that a manifest may have."""
+_MOST_MANIFESTS = 2**62
+"""So that one more can always be numbered."""
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEADER_MAGIC = header_bytes(0)[: len(_MAGIC)]
@@ -65,8 +68,19 @@ def has_slots(file: int) -> bool:
 
 
 def newest_manifest(file: int) -> bytes | None:
-    """The newest intact manifest."""
-    return max((found for at in _STARTS if (found := _read(file, at))), default=(0, None))[1]
+    """The newest intact manifest.
+
+    Raises:
+        CorruptStorage: it says that it follows more of them than can be.
+    """
+    found = [each for at in _STARTS if (each := _read(file, at))]
+    sequence, content = max(found, default=(0, None))
+    if sequence > _MOST_MANIFESTS:
+        raise CorruptStorage(
+            f"the manifest in the user block says that it is number {sequence}, and no file has "
+            f"more than {_MOST_MANIFESTS}. Restore it from a copy."
+        )
+    return content
 
 
 def _read(file: int, at: int) -> tuple[int, bytes] | None:
