@@ -19,11 +19,17 @@ from tallyroll.collector.cli.output import (
 )
 from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.workers.unblocked_output import output_dropped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own); returns the exit status."""
     reopen_closed()
+    with output_dropped("stderr"):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     show, status = False, 1
     try:
         try:

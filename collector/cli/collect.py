@@ -25,6 +25,7 @@ from tallyroll.collector.envs import registry
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.workers.unblocked_output import output_dropped
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
 from tallyroll.storage.storages import DiskStorage
@@ -41,7 +42,7 @@ class Signals:
         self.number = signal.SIGINT
         """The last one, where one was received."""
         self.stop: Callable[[], None] | None = None
-        self._received = False
+        self.received = False
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
@@ -58,7 +59,7 @@ class Signals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self._received, self.number = self._received, True, signal.Signals(number)
+        again, self.received, self.number = self.received, True, signal.Signals(number)
         if self.stop is None or again:
             raise KeyboardInterrupt
         self.stop()
@@ -155,7 +156,8 @@ class CollectRun:
         try:
             done = self._is_complete()
             if not done:
-                collector, seconds = self._collect()
+                with output_dropped("stdout"):
+                    collector, seconds = self._collect()
                 have, wanted = self._budget(collector)
                 done = have >= wanted
                 report = self._report(collector, seconds, done)
@@ -172,7 +174,9 @@ class CollectRun:
                     total = self.storage.nbytes
                     self.storage.finalize(partial(progress.add, total=total))
             if report and not self.args.quiet:
-                emit(report)
+                # A stdout that nobody reads must not keep a run that was told to end.
+                with output_dropped(*["stdout"] * self.signals.received):
+                    emit(report)
         finally:
             if not done:
                 self._say_what_a_signal_left()

@@ -65,6 +65,9 @@ def emit(text: str) -> None:
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
+    except KeyboardInterrupt:  # a signal while nothing took it
+        _abandon_stdout()
+        raise
     except OSError as error:
         _abandon_stdout()
         if isinstance(error, BrokenPipeError):

@@ -56,8 +56,7 @@ class Display:
             self._bar.update(self._task.id, description=shown)
             return
         share = f"{' of '.join(counts)} {self._what} ({100 * done // max(1, total)} %)"
-        with contextlib.suppress(OSError):  # a run outlives whoever watched it
-            say(f"tallyroll: {', '.join([share, *details(), clock])} left")
+        say(f"tallyroll: {', '.join([share, *details(), clock])} left")
 
     def add(self, more: int, total: int) -> None:
         """So much more of ``total`` is done."""

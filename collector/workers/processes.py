@@ -25,6 +25,7 @@ from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.lifetime import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.shared.memory import Arena
 from tallyroll.collector.workers.supervision_options import Supervision
+from tallyroll.collector.workers.unblocked_output import drops_output
 from tallyroll.collector.workers.worker import main
 
 _LOOK_SECONDS = 0.25
@@ -134,7 +135,7 @@ class WorkerPool:
         _held.add(alive)
         process = self._context.Process(
             target=main,
-            args=(theirs, self._jobs[index], end),
+            args=(theirs, self._jobs[index], end, drops_output()),
             name=f"tallyroll-worker-{index}",
         )
         try:

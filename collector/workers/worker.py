@@ -35,11 +35,17 @@ from tallyroll.collector.workers.lifetime import end_with_parent
 from tallyroll.collector.workers.shared.memory import Arena
 from tallyroll.collector.workers.shared.placement import Blocks
 from tallyroll.collector.workers.shared.weights import SharedWeights
+from tallyroll.collector.workers.unblocked_output import drop_output
 
 
-def main(connection: Connection, job: Arena, alive: Connection) -> None:
-    """Run a worker's process; ``job`` holds a pickled :class:`~messages.Job`."""
+def main(connection: Connection, job: Arena, alive: Connection, unblocked: bool) -> None:
+    """Run a worker's process; ``job`` holds a pickled :class:`~messages.Job`.
+
+    ``unblocked``: its output is not to block, as that of its parent is not.
+    """
     end_with_parent(alive.fileno())
+    if unblocked:
+        drop_output()
     gc.freeze()
     status = 0
     try:

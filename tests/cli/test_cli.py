@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import shlex
 import signal
@@ -1072,6 +1073,88 @@ def test_a_stdout_that_takes_nothing(
     assert command.err.endswith(f"{error}\n")
     assert "go on with" not in command.err
     assert rows_in(tmp_path / "more") == 50
+
+
+NOISY = """
+import sys
+from pathlib import Path
+
+def act(td):
+    print(1000 * "noise ", file=sys.{stream})
+    return td.set("action", td["observation"][..., 0].long() * 0)
+"""
+
+
+def full_pipe(folder: Path, name: str) -> int:
+    """A pipe of that name, which takes no more; its reading end."""
+    os.mkfifo(folder / name)
+    ours = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(ours, bytes(4096))
+    return ours
+
+
+def rows_that_grow(folder: Path) -> int:
+    """Rows of a storage to which some were added while it was looked at."""
+    deadline, first = time.monotonic() + 60, 0
+    while time.monotonic() < deadline:
+        if (folder / "data" / "manifest.json").exists() and (now := rows_in(folder / "data")):
+            if now > first > 0:
+                return now
+            first = now
+        time.sleep(0.02)
+    raise AssertionError("no rows were added")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_output_that_is_not_read(
+    server: WarmServer, tmp_path: Path, stream: str, workers: int
+) -> None:
+    """The run goes on without it, and ends when it is told to."""
+    (tmp_path / "noisy.py").write_text(NOISY.format(stream=stream))
+    pipe = full_pipe(tmp_path, "pipe")
+    try:
+        words = cartpole("data", 10**7, "--policy", "noisy:act", "--frames-per-batch", 20)
+        command = server.start(tmp_path, *words, "--workers", workers, **{stream: "pipe"})
+        rows_that_grow(tmp_path)
+        command.kill(signal.SIGTERM)
+        assert command.wait(AT_ONCE) == 143
+    finally:
+        os.close(pipe)
+
+
+def test_output_that_is_read_late_says_what_is_missing(server: WarmServer, tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY.format(stream="stderr"))
+    pipe = full_pipe(tmp_path, "pipe")
+    try:
+        words = cartpole("data", 10**7, "--policy", "noisy:act", "--frames-per-batch", 20)
+        command = server.start(tmp_path, *words, stderr="pipe")
+        rows_that_grow(tmp_path)
+        read = b""
+        while b"dropped" not in read:
+            with contextlib.suppress(BlockingIOError):
+                read += os.read(pipe, 2**20)
+        command.kill(signal.SIGTERM)
+        assert command.wait(AT_ONCE) == 143
+    finally:
+        os.close(pipe)
+    assert re.search(rb"\ntallyroll: [\d,]+ bytes of output were not read in time: dropped", read)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_whose_reader_is_gone(server: WarmServer, tmp_path: Path, stream: str) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY.format(stream=stream))
+    pipe = full_pipe(tmp_path, "pipe")
+    try:
+        words = cartpole("data", 3000, "--policy", "noisy:act", "--frames-per-batch", 20)
+        command = server.start(tmp_path, *words, "--quiet", **{stream: "pipe"})
+        rows_that_grow(tmp_path)
+    finally:
+        os.close(pipe)
+    assert command.wait() == 0
+    assert rows_in(tmp_path / "data") == 3000
 
 
 def test_all_streams_closed(here: Path) -> None:

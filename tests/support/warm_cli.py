@@ -109,6 +109,7 @@ class WarmServer:
         *argv: object,
         tty: str | None = None,
         stdout: str | None = "stdout",
+        stderr: str = "stderr",
     ) -> Command:
         """Start ``tallyroll ARGV`` in `folder`, which becomes its current directory.
 
@@ -121,7 +122,8 @@ class WarmServer:
         for name in ("stdout", "stderr"):
             (folder / name).write_text("")
         argv_ = [str(word) for word in argv]
-        request = {"argv": argv_, "cwd": str(folder), "tty": tty, "stdout": stdout}
+        streams = {"tty": tty, "stdout": stdout, "stderr": stderr}
+        request = {"argv": argv_, "cwd": str(folder), **streams}
         return Command(self, int(self.ask(request)["pid"]), folder)
 
     def run(self, folder: Path, *argv: object) -> Command:
@@ -177,7 +179,7 @@ def _status(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _fork(argv: list[str], cwd: str, tty: str | None, stdout: str | None) -> int:
+def _fork(argv: list[str], cwd: str, tty: str | None, stdout: str | None, stderr: str) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -186,7 +188,7 @@ def _fork(argv: list[str], cwd: str, tty: str | None, stdout: str | None) -> int
         os.setpgid(0, 0)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.chdir(cwd)
-        _redirect(tty, stdout)
+        _redirect(tty, stdout, stderr)
         status = _python(argv[1:]) if argv[:1] == ["python"] else cli.main(argv)
         sys.stdout.flush()
     except SystemExit as end:
@@ -208,10 +210,10 @@ def _python(argv: list[str]) -> int:
     return 0
 
 
-def _redirect(tty: str | None, stdout: str | None) -> None:
-    names = ["/dev/null", stdout or "/dev/null", "stderr"] if tty is None else [tty] * 3
+def _redirect(tty: str | None, stdout: str | None, stderr: str) -> None:
+    names = ["/dev/null", stdout or "/dev/null", stderr] if tty is None else [tty] * 3
     for number, name in enumerate(names):
-        file = os.open(name, os.O_RDWR if number else os.O_RDONLY)
+        file = os.open(name, os.O_RDWR if tty else os.O_WRONLY if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
     if stdout is None:  # as the interpreter finds it at its start
