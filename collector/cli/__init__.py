@@ -54,8 +54,12 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _say_error(error: Exception, show_traceback: bool) -> None:
     foreign = type(error).__module__.partition(".")[0] != "tallyroll"
-    if show_traceback or foreign:
-        say("".join(traceback.format_exception(error)).rstrip(), lines=True)
+    if show_traceback:
+        # Of a policy that cannot be loaded, its own: the line below says the rest.
+        cause = error.__cause__ if isinstance(error, CommandError) else None
+        say("".join(traceback.format_exception(cause or error)).rstrip(), lines=True)
+    elif foreign:
+        say(foreign_traceback(error).rstrip(), lines=True)
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
     # A worker's traceback and details have lines of their own; other messages are one line.
     lines = isinstance(error, WorkerError)
@@ -63,6 +67,33 @@ def _say_error(error: Exception, show_traceback: bool) -> None:
         text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
     command = error.command if isinstance(error, CommandError) else ""
     say(f"tallyroll: error: {text.strip()}", below=command, lines=lines)
+
+
+def foreign_traceback(error: Exception) -> str:
+    """The traceback without frames of this package, but of an error that it made itself.
+
+    Causes that were raised nowhere, as those that tensordict adds, are left out.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    if _is_ours(found.stack[-1]):
+        return "".join(found.format())
+    each: traceback.TracebackException | None = found
+    while each is not None:
+        each.stack = _without_our_frames(each.stack)
+        for name in ("__cause__", "__context__"):
+            below = getattr(each, name)
+            if below is not None and not _without_our_frames(below.stack):
+                setattr(each, name, None)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "".join(found.format())
+
+
+def _without_our_frames(stack: traceback.StackSummary) -> traceback.StackSummary:
+    return traceback.StackSummary.from_list([each for each in stack if not _is_ours(each)])
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(f"{Path(__file__).parents[1]}{os.sep}")
 
 
 def without_ours(text: str) -> str:

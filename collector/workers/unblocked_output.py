@@ -95,7 +95,7 @@ def unblocked(stream: TextIO | None) -> TextIO | None:
         io.BufferedWriter(_Dropping(stream)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
+        line_buffering=bool(stream.line_buffering),
     )
 
 

@@ -457,6 +457,50 @@ def test_a_traceback_is_shown_on_request(
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
+POLICIES_THAT_FAIL = """
+import torch
+from tensordict.nn import TensorDictModule
+
+def act(td):
+    raise ValueError("their words")
+
+def chained(td):
+    try:
+        act(td)
+    except ValueError as error:
+        raise TypeError("on top") from error
+
+class Net(torch.nn.Module):
+    def forward(self, observation):
+        raise ValueError("their words")
+
+module = TensorDictModule(Net(), in_keys=["observation"], out_keys=["action"])
+
+def make():
+    raise ValueError("their words")
+"""
+
+
+@pytest.mark.parametrize(
+    ("attr", "tracebacks"), [("act", 1), ("chained", 2), ("module", 1), ("make", 0)]
+)
+def test_a_policy_that_fails_has_its_own_traceback_alone(
+    here: Path, capsys: pytest.CaptureFixture[str], attr: str, tracebacks: int
+) -> None:
+    (here / "failing.py").write_text(POLICIES_THAT_FAIL)
+    assert tallyroll(*cartpole(), "--policy", f"failing:{attr}") == 1
+    said = capsys.readouterr().err
+    assert said.count("Traceback") == said.count("direct cause") + (tracebacks > 0) == tracebacks
+    assert "/collector/" not in said
+    assert (f"{here}/failing.py" in said) == (tracebacks > 0)
+    assert said.splitlines()[-1].startswith("tallyroll: error: ")
+    assert tallyroll(*cartpole(), "--policy", f"failing:{attr}", "--traceback") == 1
+    said = capsys.readouterr().err
+    assert said.count("Traceback") == max(1, tracebacks)
+    assert f"{here}/failing.py" in said
+    sys.modules.pop("failing")
+
+
 def test_an_error_in_mid_run_keeps_the_rows_and_says_how_to_go_on(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
