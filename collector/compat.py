@@ -8,20 +8,24 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import atexit
 import gc
+import os
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, process
+from operator import attrgetter
+from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import tensordict
 import torch
 from numpy._core import multiarray
 
 # Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
@@ -152,17 +156,69 @@ def steps_in_buffers(env: EnvBase) -> bool:
     return isinstance(env, ParallelEnv) and env._use_buffers is not False
 
 
-def calls_plainly(module: TensorDictModule) -> bool:
-    """Whether it calls what it is around, and hands its inputs on in order and nothing else."""
-    own = vars(module)
-    if own.get("method") is not None or own.get("method_kwargs") or own.get("_get_kwargs"):
-        return False
-    return module._kwargs is None
+def network_of(module: TensorDictModule) -> Callable[[], Any]:
+    """A function that returns what calls of ``module`` call; None where they do more than that.
+
+    They do more than to hand inputs to a network in order, and to write its one output, where the
+    module, its class or all modules were changed or hooked, at any time. The function is called
+    before each call of the network: so it asks for all of that in one, and in few steps. Backward
+    hooks have no part in it, for nothing has gradients here.
+    """
+    from tensordict.nn import TensorDictModule
+
+    functions = attrgetter(*_CALLED)
+    original = functions(TensorDictModule)
+    if type(module) is not TensorDictModule or not all(map(_is_of_a_library, original)):
+        return lambda: None
+    everywhere = torch.nn.modules.module
+    hooks, hooks_before = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
+    in_keys, out_keys = [*module._in_keys], [*module._out_keys]
+
+    def network() -> Any:
+        own = module.__dict__
+        if (
+            type(module) is not TensorDictModule
+            or functions(TensorDictModule) != original
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or hooks
+            or hooks_before
+            or "forward" in own
+            or "_call_impl" in own
+            or "_call_module" in own
+            or "_write_to_tensordict" in own
+            or "_compiled_call_impl" in own
+            or own["_kwargs"] is not None
+            or own["method"] is not None
+            or own["method_kwargs"]
+            or own["_get_kwargs"]
+            or own["_in_keys"] != in_keys
+            or own["_out_keys"] != out_keys
+        ):
+            return None
+        return own["module"] if "module" in own else own["_modules"].get("module")
+
+    return network
 
 
-def hooks_of(module: TensorDictModule) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
-    """Who hooked its calls, behind and before them: the mappings in which torch has them."""
-    return module._forward_hooks, module._forward_pre_hooks
+_CALLED: Final = (
+    "__call__",
+    "_call_impl",
+    "_call_module",
+    "_write_to_tensordict",
+    "forward",
+    "in_keys",
+    "out_keys",
+    "out_keys_source",
+)
+"""Names of its class that a call of a `TensorDictModule` looks up."""
+
+
+def _is_of_a_library(found: Any) -> bool:
+    """What a class has under a name of ``_CALLED`` is what torch or tensordict gave it."""
+    code = getattr(getattr(found, "fget", found), "__code__", None)
+    places = tuple(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, tensordict.__file__))
+    return code is not None and code.co_filename.startswith(places)
 
 
 # --- torch and Python -----------------------------------------------------------------------------

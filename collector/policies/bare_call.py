@@ -4,16 +4,16 @@ Around a network of one output a `TensorDictModule` takes as long as a small net
 several times as long when a gradient step has driven its code out of the processor's caches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
-from tallyroll.collector.compat import calls_plainly, hooks_of
+from tallyroll.collector.compat import network_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.storage.rows.keys import Key, as_key
 
@@ -29,12 +29,8 @@ class BareCall:
     """
 
     def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
-        self._around = module
-        self.hooks, self.earlier_hooks = hooks_of(module)
-        """Of calls of the `TensorDictModule` itself: where there are some, it is to be called."""
-        # Where what it calls is now, for it may be replaced during a run.
-        own = vars(module)
-        self._place: Mapping[str, Any] = own if "module" in own else own["_modules"]
+        self.network = network_of(module)
+        """What the module calls now; None where it is to be called itself, for that does more."""
         self._inputs = inputs
         self.has_one_input = len(inputs) == 1
         self._out = module.out_keys[0]
@@ -50,7 +46,7 @@ class BareCall:
         if policy is None or policy.device is not None:
             return None
         module: Any = policy.around
-        if type(module) is not TensorDictModule or not calls_plainly(module):
+        if not isinstance(module, TensorDictModule) or network_of(module)() is None:
             return None
         inputs = [rows(as_key(key)) for key in module.in_keys]
         found = [each for each in inputs if each is not None]
@@ -59,31 +55,27 @@ class BareCall:
             return None
         return BareCall(module, found)
 
-    def __call__(self, at: int, given: NDArray[Any] | None = None) -> Any:
-        """What it chooses in slot ``at``, of inputs of its own.
+    def __call__(self, network: Any, at: int, given: NDArray[Any] | None = None) -> Any:
+        """What ``network`` chooses in slot ``at``, of inputs of its own.
 
         ``given``: the values of the only observation, where nobody else has that array.
         """
-        module = self.network()
         if given is not None:
-            out = module(torch.from_numpy(given))
+            out = network(torch.from_numpy(given))
         else:
-            out = module(*[rows[at].clone() for rows in self._inputs])
+            out = network(*[rows[at].clone() for rows in self._inputs])
         return self.one(out)
 
-    def network(self) -> Any:
-        """What it calls."""
-        try:
-            return self._place["module"]
-        except KeyError:
-            return self._around.module
-
     def one(self, out: Any) -> Any:
-        """The output, where it comes wrapped."""
+        """The output, as the module unwraps it; None where it is not one output."""
         if isinstance(out, torch.Tensor):
             return out
-        if isinstance(out, (dict, TensorDictBase)):
-            return out.get(self._out)
-        if isinstance(out, tuple):
-            return out[0] if len(out) == 1 else None
-        return torch.as_tensor(out) if isinstance(out, (np.ndarray, list)) else None
+        if isinstance(out, (dict, TensorDictBase)) and self._out in out:
+            out = out.get(self._out)
+        elif isinstance(out, tuple):
+            out = out[0] if len(out) == 1 else None
+        if out is None:
+            return None
+        if isinstance(out, np.ndarray) and out.dtype.kind in "biuf":
+            return torch.as_tensor(out)
+        return TensorDict().set(self._out, TensorDict.from_any(out)).get(self._out)

@@ -124,13 +124,15 @@ def _action_of(
     policy: Policy, key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase, lead: int
 ) -> torch.Tensor:
     """The action in ``out`` as the environment takes it; ``policy`` learns how it becomes so."""
-    action: torch.Tensor | None = out.get(key, None)
+    action: Any = out.get(key, None)
     if action is None:
         got = sorted(spell(name) for name in out.keys(True, True) if name not in td.keys(True))
         raise PolicyError(
             f"policy: expected it to write {spell(key)}, got {got or 'no new key'}; set out_keys"
         )
     wanted = SlabColumn(spec.dtype, tuple(spec.shape))
+    if not isinstance(action, torch.Tensor):
+        raise PolicyError(f"policy: {spell(key)} is {type(action).__name__}, expected {wanted}")
     got_column = SlabColumn(action.dtype, tuple(action.shape))
     if wanted == got_column:
         return action

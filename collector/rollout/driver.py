@@ -267,11 +267,12 @@ class LocalDriver(Driver):
         """Write what the policy chooses to slot ``at``, copied."""
         assert self.policy is not None
         bare = self._bare
-        if bare is not None and not (bare.hooks or bare.earlier_hooks):
+        network = None if bare is None else bare.network()
+        if bare is not None and network is not None:
             given, cursor = None, self.stepped.cursor
             if cursor is not None:
                 given, cursor.given = cursor.given, None
-            self.put_column(0, bare(at, given), at)
+            self.put_column(0, bare(network, at, given), at)
             return
         out = self._called(self.stepped.seen(at))
         self._put(out, at)
@@ -316,13 +317,14 @@ class LocalDriver(Driver):
         for index, (key, _) in enumerate(self._outputs):
             self.put_column(index, out.get(key, None), at)
 
-    def put_column(self, index: int, value: torch.Tensor | None, at: int) -> None:
+    def put_column(self, index: int, value: Any, at: int) -> None:
         """Write a column of what the policy returned to slot ``at``."""
         key, rows = self._outputs[index]
         row = rows[at]
-        if value is None or value.shape != row.shape or value.dtype != row.dtype:
-            form = None if self.policy is None or value is None else self.policy.forms.get(key)
-            if value is None or form is None or not form.takes(value):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.shape != row.shape or value.dtype != row.dtype:
+            form = self.policy.forms.get(key) if self.policy is not None and is_tensor else None
+            if form is None or not form.takes(value):
                 raise changed(key, value, row)
             value = form(value)
         row.copy_(value)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -216,12 +217,14 @@ def ended_in(slab: Slab, start: int, stop: int) -> Mask:
     return ended
 
 
-def changed(key: Key, got: torch.Tensor | None, wanted: torch.Tensor | None = None) -> Exception:
+def changed(key: Key, got: Any, wanted: torch.Tensor | None = None) -> Exception:
     """The error for a value that is not what the first step gave."""
     kind = TransitionError if key[0] == NEXT else PolicyError
     if got is None or wanted is None:
         return kind(f"{spell(key)} is missing; it was there on the first step")
+    is_tensor = isinstance(got, torch.Tensor)
     return kind(
-        f"{spell(key)}: got {SlabColumn(got.dtype, tuple(got.shape))}, expected "
+        f"{spell(key)}: got "
+        f"{SlabColumn(got.dtype, tuple(got.shape)) if is_tensor else type(got).__name__}, expected "
         f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
     )

@@ -32,16 +32,17 @@ def plain_step(
         It takes the driver, which keeps it and would keep itself: its memory is to go with it.
     """
     cursor = lanes.cursor
-    hooks, earlier_hooks, network, one = bare.hooks, bare.earlier_hooks, bare.network, bare.one
+    network_now, one = bare.network, bare.one
     from_numpy, tensor = torch.from_numpy, torch.Tensor
     array, shape, dtype = row.numpy(), row.shape, row.dtype
 
     def fill(driver: LocalDriver) -> None:
-        given, cursor.given = cursor.given, None  # also where the policy has hooks
-        if given is None or hooks or earlier_hooks:
+        given, cursor.given = cursor.given, None  # also where the policy itself is called
+        network = None if given is None else network_now()
+        if network is None:
             driver.act(0)
         else:
-            out = network()(from_numpy(given))
+            out = network(from_numpy(given))
             if type(out) is tensor and out.shape == shape and out.dtype == dtype:
                 try:
                     array[...] = out.numpy()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.nn.modules import module as of_all
+from torch.nn.utils.parametrize import register_parametrization
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.bare_call import BareCall
+from tallyroll.storage import open_storage
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tensordict import TensorDictBase
 
 FRAMES = 90
 
@@ -72,9 +80,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     original = BareCall.__call__
 
-    def counted(self: BareCall, at: int, *given: Any) -> Any:
+    def counted(self: BareCall, network: Any, at: int, *given: Any) -> Any:
         made.append(at)
-        return original(self, at, *given)
+        return original(self, network, at, *given)
 
     monkeypatch.setattr(BareCall, "__call__", counted)
     return made
@@ -88,8 +96,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lambda action: {"action": action},
         lambda action: action.numpy(),
         lambda action: action.tolist(),
+        lambda action: (action.numpy(),),
+        lambda action: {"action": action.tolist()},
+        lambda action: action.numpy()[:, None][:, 0],
     ],
-    ids=["tensor", "tuple", "dict", "numpy", "list"],
+    ids=["tensor", "tuple", "dict", "numpy", "list", "tuple of numpy", "dict of list", "strided"],
 )
 def test_the_rows_are_those_of_the_way_through_tensordicts(wrap: Any, calls: list[int]) -> None:
     bare = rows_of(module(wrap=wrap))
@@ -188,7 +199,9 @@ def test_another_method_is_called_with_its_arguments(chosen: int, calls: list[in
         (lambda action: action.float(), "action: got float32"),
         (lambda action: action[:2], "action: got int64"),
         (lambda action: (action, action), "action is missing"),
-        (lambda action: {"other": action}, "action is missing"),
+        (lambda action: {"other": action}, "action: got TensorDict"),
+        (lambda action: [*action], "action: got "),
+        (lambda action: None, "action is missing"),
     ],
 )
 def test_what_changes_later_is_refused(later: Any, error: str, tmp_path: Path) -> None:
@@ -218,3 +231,207 @@ def test_new_weights_act_at_once(tmp_path: Path) -> None:
         rows = made._writer.storage[:]
     assert rows["action"].tolist() == [0] * 30 + [1] * 30
     assert rows["collector", "policy_version"].tolist() == [0] * 30 + [1] * 30
+
+
+# --- whatever changes during a run ----------------------------------------------------------------
+
+
+class Seen(gymnasium.Env[Any, Any]):
+    """Random observations of four numbers, the same whatever acts."""
+
+    observation_space = gymnasium.spaces.Box(-1e6, 1e6, (4,), np.float32)
+    action_space = gymnasium.spaces.Box(-1e6, 1e6, (4,), np.float32)
+    count = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.seen(), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        self.count += 1
+        return self.seen(), 0.0, self.count % 7 == 0, False, {}
+
+    def seen(self) -> Any:
+        return self.np_random.random(4, np.float32)
+
+
+class Pair(Seen):
+    """Two of them, of which a policy reads one."""
+
+    observation_space = gymnasium.spaces.Dict(
+        dict.fromkeys(("observation", "other"), Seen.observation_space)
+    )
+
+    def seen(self) -> Any:
+        return {name: super(Pair, self).seen() for name in self.observation_space}
+
+
+class Doubled(TensorDictModule):
+    def forward(self, *given: Any, **more: Any) -> Any:
+        td = super().forward(*given, **more)
+        return td.set("action", 2 * td["action"])
+
+
+class Layers(nn.Module):
+    """A network that acts in more than one way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, observation: torch.Tensor, times: float = 1.0) -> torch.Tensor:
+        return times * self.dropout(self.layer(observation))
+
+    def thrice(self, observation: torch.Tensor, times: float = 1.0) -> torch.Tensor:
+        return 3 * self(observation, times)
+
+
+class Half(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def negated(original: Any) -> Any:
+    """A function in the place of ``original`` that negates the actions that it returns."""
+
+    @wraps(original)
+    def replaced(*given: Any, **more: Any) -> Any:
+        return negate(None, None, original(*given, **more))
+
+    return replaced
+
+
+def negate(_module: Any, _given: Any, out: Any) -> Any:
+    return out.set("action", -out["action"]) if isinstance(out, TensorDictBase) else out
+
+
+def triple(_module: Any, given: Any) -> Any:
+    (seen,) = given
+    return (seen.apply(lambda each: 3 * each),) if isinstance(seen, TensorDictBase) else None
+
+
+Change = Callable[[Any, pytest.MonkeyPatch], Any]
+
+
+def on_class(kind: Any, name: str) -> Change:
+    return lambda _, patch: patch.setattr(kind, name, negated(getattr(kind, name)))
+
+
+def on_instance(name: str, to: Any = None) -> Change:
+    def change(policy: Any, _: Any) -> None:
+        setattr(policy, name, negated(getattr(policy, name)) if to is None else to)
+
+    return change
+
+
+def on_network(**values: Any) -> Change:
+    return lambda policy, _: [setattr(policy.module, name, to) for name, to in values.items()]
+
+
+def for_all(hooks: Any, hook: Any) -> Change:
+    """As `register_module_forward_hook` does, until the test ends."""
+    return lambda _, patch: patch.setitem(hooks, 1_000_000, hook)
+
+
+def two_outputs(policy: Any, _: Any) -> None:
+    policy.module = nn.Module()
+    policy.module.forward = lambda seen: (-seen, seen)
+    policy.out_keys = ["more", "action"]
+
+
+CHANGES: dict[str, Change] = {
+    "forward of the instance": on_instance("forward"),
+    "forward of the class": on_class(TensorDictModule, "forward"),
+    "call of the class": on_class(TensorDictModule, "__call__"),
+    "call of all modules": on_class(nn.Module, "__call__"),
+    "inner call of the instance": on_instance("_call_impl"),
+    "inner call of all modules": on_class(nn.Module, "_call_impl"),
+    "calling": on_instance("_call_module", lambda tensors: tensors[0] + 1),
+    "writing": on_instance("_write_to_tensordict"),
+    "writing of the class": on_class(TensorDictModule, "_write_to_tensordict"),
+    "in_keys of the class": lambda _, patch: patch.setattr(
+        TensorDictModule, "in_keys", property(lambda self: self._in_keys[::-1])
+    ),
+    "compiled": lambda policy, _: policy.compile(backend="eager"),
+    "hook": lambda policy, _: policy.register_forward_hook(negate),
+    "earlier hook": lambda policy, _: policy.register_forward_pre_hook(triple),
+    "hook for all": for_all(of_all._global_forward_hooks, negate),
+    "earlier hook for all": for_all(of_all._global_forward_pre_hooks, triple),
+    "other hooks": lambda policy, _: vars(policy).update(_forward_hooks=OrderedDict({0: negate})),
+    "another class": on_instance("__class__", Doubled),
+    "other attributes": lambda policy, _: vars(policy).update(
+        vars(TensorDictModule(nn.Linear(4, 4), ["observation"], ["action"], method="forward"))
+    ),
+    "another dictionary": lambda policy, _: setattr(
+        policy, "__dict__", vars(TensorDictModule(Layers(), ["observation"], ["action"]))
+    ),
+    "another network": lambda policy, _: setattr(policy, "module", nn.Linear(4, 4)),
+    "another method": on_instance("method", "thrice"),
+    "other arguments": lambda policy, _: policy.method_kwargs.update(times=5.0),
+    "names of arguments": on_instance("_kwargs", ["observation"]),
+    "in_keys": on_instance("in_keys", ["observation", "other"]),
+    "in_keys in place": lambda policy, _: policy.in_keys.append("other"),
+    "out_keys": two_outputs,
+    "no change": on_instance("in_keys", ["observation"]),
+    "eval": lambda policy, _: policy.eval(),
+    "an attribute": on_instance("remark", "new"),
+    "a layer": on_network(layer=nn.Linear(4, 4)),
+    "forward of the network": on_network(forward=lambda seen: seen - 1),
+    "parametrized": lambda policy, _: register_parametrization(
+        policy.module.layer, "weight", Half()
+    ),
+    "parametrized module": lambda policy, _: (
+        policy.register_parameter("own", nn.Parameter(torch.ones(4))),
+        register_parametrization(policy, "own", Half()),
+    ),
+}
+STAYS_BARE = {
+    "another network",
+    "another dictionary",
+    "no change",
+    "eval",
+    "an attribute",
+    "a layer",
+}
+STAYS_BARE |= {"forward of the network", "parametrized"}
+OF_A_PAIR = {"in_keys", "in_keys in place"}
+
+
+def rows_with(change: Change, env: Any, wrap: Any, path: Path, once: int) -> TensorDictBase:
+    """Of a run during which ``change`` came; each call takes ``once`` rows."""
+    torch.manual_seed(0)
+    policy: Any = TensorDictModule(Layers(), ["observation"], ["action"])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        SyncCollector(
+            lambda: SyncVectorEnv([env] * 2, autoreset_mode=AutoresetMode.DISABLED),
+            wrap(policy),
+            frames_per_batch=6,
+            total_frames=60,
+            seed=3,
+            storage=path,
+        ) as made,
+    ):
+        for call in range(24 // once):
+            if call == 12 // once:
+                change(policy, patch)
+            made.collect(once)
+    with open_storage(path, mode="read") as storage:
+        return storage[:].clone()
+
+
+@pytest.mark.parametrize(("env", "once"), [(Seen, 2), (Pair, 6)], ids=["one slot", "several"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_actions_are_those_of_the_module_itself(
+    name: str, env: Any, once: int, tmp_path: Path, calls: list[int]
+) -> None:
+    if name in OF_A_PAIR and env is Seen:
+        return
+    change = CHANGES[name]
+    wanted = rows_with(change, env, lambda policy: lambda td: policy(td), tmp_path / "a", once)
+    assert not calls
+    rows = rows_with(change, env, lambda policy: policy, tmp_path / "b", once)
+    assert torch.equal(rows["action"], wanted["action"])
+    assert torch.equal(rows["observation"], wanted["observation"])
+    if env is Pair:
+        assert len(calls) == (12 if name in STAYS_BARE else 6), "slots without tensordicts"

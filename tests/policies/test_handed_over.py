@@ -99,20 +99,21 @@ class Keeps:
 def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each call of a policy: was it given what the step returned?"""
     calls: list[bool] = []
-    original, network = BareCall.__call__, BareCall.network
+    original, made = BareCall.__call__, BareCall.__init__
 
-    def noted(self: BareCall, at: int, array: Any = None) -> Any:
-        before = len(calls)
-        out = original(self, at, array)
+    def noted(self: BareCall, called: Any, at: int, array: Any = None) -> Any:
+        before = len(calls) - 1
+        out = original(self, called, at, array)
         calls[before:] = [array is not None]
         return out
 
-    def by_plain_step(self: BareCall) -> Any:
-        calls.append(True)
-        return network(self)
+    def by_plain_step(self: BareCall, *args: Any) -> None:
+        made(self, *args)
+        network = self.network
+        self.network = lambda: calls.append(True) or network()  # type: ignore[method-assign]
 
     monkeypatch.setattr(BareCall, "__call__", noted)
-    monkeypatch.setattr(BareCall, "network", by_plain_step)
+    monkeypatch.setattr(BareCall, "__init__", by_plain_step)
     return calls
 
 

@@ -6,7 +6,7 @@ import atexit
 import inspect
 import signal
 import sys
-from functools import partial
+from functools import partial, wraps
 from multiprocessing import forkserver, get_context, process
 from pathlib import Path
 from traceback import walk_tb
@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics, RescaleAction
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torchrl import service_backend
 from torchrl.collectors import VanillaWeightUpdater
 from torchrl.data import LazyMemmapStorage, ReplayBuffer
@@ -186,20 +187,31 @@ def test_counting_is_numpys() -> None:
     assert compat.count_true(np.array([0, 5, -1])) == 2
 
 
-def test_a_module_knows_who_watches_it_and_how_it_calls() -> None:
+def test_a_network_is_called_where_nothing_else_is() -> None:
     plain = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
-    behind, before = compat.hooks_of(plain)
-    assert not behind
-    assert not before
-    assert compat.calls_plainly(plain)
+    network = compat.network_of(plain)
+    assert network() is plain.module
     with plain.register_forward_hook(lambda *given: None):
-        assert behind
-        assert not before
-    with plain.register_forward_pre_hook(lambda *given: None):
-        assert before
-        assert not behind
+        assert network() is None
+    with register_module_forward_pre_hook(lambda *given: None):
+        assert network() is None
+    assert network() is plain.module
     named = TensorDictModule(torch.nn.Identity(), in_keys={"input": "a"}, out_keys=["b"])
-    assert not compat.calls_plainly(named)
+    assert compat.network_of(named)() is None
+
+
+@pytest.mark.parametrize("name", compat._CALLED)
+def test_a_class_that_was_changed_before_is_known(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a function that looks like the one that it wraps."""
+    plain = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
+    original = getattr(TensorDictModule, name)
+    if isinstance(original, property):
+        monkeypatch.setattr(TensorDictModule, name, property(lambda self: original.fget(self)))
+    else:
+        monkeypatch.setattr(TensorDictModule, name, wraps(original)(lambda *_: None))
+    assert compat.network_of(plain)() is None
 
 
 def test_the_fork_server_says_what_it_preloads() -> None:
