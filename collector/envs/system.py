@@ -36,7 +36,7 @@ class Declares:
     lanes: int
     observation: Mapping[Key, TensorSpec]
     """A group of agents has its observations stacked, ``("walkers", "observation")``, and a mask
-    of the living, ``("walkers", "mask")``, bool ``[agent]``."""
+    of the living, ``("walkers", "mask")``, bool ``[agent]``. Agents may join and come back."""
     action: Mapping[Key, TensorSpec]
     reward: Mapping[Key, TensorSpec] = field(default_factory=lambda: {("reward",): Unbounded((1,))})
     at_end: AtEnd

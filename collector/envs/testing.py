@@ -123,6 +123,8 @@ class SystemContract:
     """Rows that are collected."""
     repeatable = True
     """The same seeds and actions give the same values, bit for bit."""
+    agents_come_back = False
+    """Agents of a group may join, or come back, while a lane's episode goes on."""
 
     def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
         """A new instance; ``seeds`` are one a lane, for one that takes them when it is made."""
@@ -431,14 +433,17 @@ class SystemContract:
         return self.close(system)
 
     def test_agents_that_are_dead_stay_dead(self) -> None:
-        """Groups: an agent that ended is masked until its lane begins anew.
+        """Groups: an agent that ended is masked until its lane begins the next episode.
 
-        Where agents take turns, a masked one may only be waiting.
+        Where agents take turns, a masked one may only be waiting. Where they come back, one that
+        ends has acted still.
         """
         hand = self.hand()
         groups = hand.d.groups
         keys = list(hand.d.observation)
         dead: dict[str, Mask] = {}
+        if self.agents_come_back and hand.d.turns:
+            return self.close(hand.system)
         for action in self.actions(hand.system, self.steps if groups else 0):
             alive = {g: hand.seen[keys.index((g, "mask"))].copy() for g in groups}
             if hand.d.turns:
@@ -451,11 +456,13 @@ class SystemContract:
                 over = flags[0] | flags[1]
                 was_dead = ~alive[group] & executed[:, None]
                 assert not (over & was_dead).any(), f"{group}: an agent ended that was dead"
+                if self.agents_come_back:
+                    continue
                 dead[group] = (~alive[group] | over) & ~ended[:, None]
                 now = after[keys.index((group, "mask"))]
                 revived = now & (over | ~alive[group]) & (executed & ~ended)[:, None]
                 assert not revived.any(), f"{group}: an agent came back within an episode"
-        self.close(hand.system)
+        return self.close(hand.system)
 
     # --- collected --------------------------------------------------------------------------------
 

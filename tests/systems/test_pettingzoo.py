@@ -68,7 +68,7 @@ class Race(ParallelEnv):
         self.episode += 1
         self.step_count = 0
         self.draw = float(self.rng.integers(1000))
-        self.ends = dict(zip(self.agents, self.rng.integers(1, 9, 4), strict=True))
+        self.ends = dict(zip(self.agents, self.rng.integers(1, 9, len(self.agents)), strict=True))
         return self.observed(self.agents, {}), {a: {} for a in self.agents}
 
     def step(self, actions: dict[str, Any]) -> Any:
@@ -93,6 +93,60 @@ def races(lanes: int) -> PettingZooSystem:
 class TestUnevenDeaths(SystemContract):
     def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
         return races(lanes)
+
+
+class Crowd(Race):
+    """Agents end, skip steps, join late and come back, by a plan that the seed draws.
+
+    Who acts next is drawn at each step, and how agents end that act no more. In a quarter of the
+    episodes all that acted end in each step, and others take their place. "runner_3" never comes.
+    Ends are told of all agents, also of those that did not act.
+    """
+
+    metadata = {"name": "crowd"}  # noqa: RUF012  as PettingZoo has it
+
+    def __init__(self, longest: int = 8) -> None:
+        super().__init__(longest)
+        self.possible_agents.append("runner_3")
+        self.seen["runner_3"] = np.zeros(4, np.float32)
+
+    def drawn(self) -> list[str]:
+        some = self.rng.random(4) < 0.5
+        some[self.rng.integers(4)] = True
+        return [agent for agent, is_in in zip(self.possible_agents, some, strict=False) if is_in]
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed)
+        self.agents, self.length = self.drawn(), int(self.rng.integers(1, self.longest))
+        self.swaps = bool(self.rng.integers(4) == 0)
+        return self.observed(self.agents, {}), {a: {} for a in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert set(actions) == set(self.agents), "actions are those of who acts"
+        self.step_count += 1
+        acted, last = self.agents, self.step_count >= self.length
+        self.agents = [] if last else self.drawn()
+        if self.swaps and not last:
+            self.agents = [a for a in self.possible_agents[:4] if a not in acted] or self.agents
+        gone = [a for a in acted if a not in self.agents]
+        how = {a: int(self.rng.integers(3)) for a in gone}
+        if self.swaps:
+            how = {a: max(1, each) for a, each in how.items()}
+        how |= {acted[0]: 1 + int(self.rng.integers(2))} if last else {}
+        dead = [a for a in self.possible_agents if a not in {*acted, *self.agents}]
+        over = {a: how.get(a, int(a in dead)) == 1 for a in self.possible_agents}
+        cut = {a: how.get(a) == 2 for a in self.possible_agents}
+        told = [a for a in self.possible_agents if a in self.agents or how.get(a)]
+        seen = self.observed(told, actions)
+        paid = {a: self.step_count + float(np.sum(actions.get(a, 9))) for a in told}
+        return seen, paid, over, cut, {a: {} for a in told}
+
+
+class TestAgentsThatComeBack(SystemContract):
+    agents_come_back = True
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
+        return PettingZooSystem([Crowd() for _ in range(lanes)])
 
 
 class TestUnequalAgents(SystemContract):
@@ -153,8 +207,9 @@ def check_by_hand(rows: TensorDictBase, make: Any, groups: dict[str, list[str]])
                 for i, agent in enumerate(agents):
                     after = row["next", group]
                     assert bool(after["mask"][i]) == (agent in env.agents)
-                    assert bool(after["terminated"][i]) == over.get(agent, False)
-                    assert bool(after["truncated"][i]) == cut.get(agent, False)
+                    acted = agent in acting
+                    assert bool(after["terminated"][i]) == (acted and over.get(agent, False))
+                    assert bool(after["truncated"][i]) == (acted and cut.get(agent, False))
                     wanted = paid.get(agent, 0.0)
                     assert after["reward"][i].item() == np.float32(wanted)
                     value = after["observation"][i].numpy()
@@ -170,6 +225,7 @@ def check_by_hand(rows: TensorDictBase, make: Any, groups: dict[str, list[str]])
     return deaths
 
 
+CROWD = {"runner": [f"runner_{i}" for i in range(4)], "seer": ["seer_0"]}
 RACERS = {"runner": ["runner_0", "runner_1", "runner_2"], "seer": ["seer_0"]}
 TAG = {"adversary": [f"adversary_{i}" for i in range(3)], "agent": ["agent_0"]}
 
@@ -184,6 +240,43 @@ def test_agents_that_die_before_others() -> None:
     assert check_by_hand(rows, Race, RACERS) > 20
     assert rows["next", "terminated"].any()
     assert rows["next", "truncated"].any()
+
+
+def test_agents_that_join_and_come_back() -> None:
+    """Masks, ends and counts are those of the environment, whoever was there before."""
+    rows = collect(lambda: [Crowd() for _ in range(3)], 400)
+    assert check_by_hand(rows, Crowd, CROWD) > 50
+    mask, after = rows["runner", "mask"], rows["next", "runner", "mask"]
+    done = rows["next", "runner", "done"][..., 0]
+    goes_on = ~rows["next", "done"]
+    assert (~mask & after).any(), "some join"
+    assert (mask & ~after & ~done & goes_on).any(), "some are absent without an end"
+    assert (done & goes_on).any(), "some end before others"
+    assert not mask[:, 3].any()
+    replaced = ~(mask.any(1) & after.any(1)) & goes_on[:, 0]
+    assert replaced.any(), "a whole group is absent for a while"
+
+
+def test_statistics_of_episodes_whose_agents_come_back(tmp_path: Path) -> None:
+    """Returns are the sums over agents, lengths those of the environment."""
+    with SyncCollector(
+        lambda: [Crowd() for _ in range(2)],
+        None,
+        frames_per_batch=40,
+        total_episodes=20,
+        seed=3,
+        storage=tmp_path / "run",
+    ) as collector:
+        list(collector)
+        metrics = collector.metrics()
+    rows = open_storage(tmp_path / "run")[:]
+    assert verify(tmp_path / "run").sound, str(verify(tmp_path / "run"))
+    check_by_hand(rows, Crowd, CROWD)
+    paid = sum(float(rows["next", group, "reward"].double().sum()) for group in CROWD)
+    assert metrics["return_mean"] == pytest.approx(paid / 20)
+    assert metrics["length_mean"] == pytest.approx(len(rows) / 20)
+    acted = sum(int(rows[group, "mask"].sum()) for group in CROWD)
+    assert collector.ledger.agent_transitions == acted
 
 
 def test_agents_that_are_unequal() -> None:
@@ -270,6 +363,115 @@ def test_turns_are_rows(wrap: Any, paid: float) -> None:
     assert set(rows["next", "player", "reward"].flatten().tolist()) == {-paid, 0.0, paid}
 
 
+class Visitors(AECEnv):
+    """A game of turns: players end in any turn, join, and come back, as the seed draws."""
+
+    metadata = {"name": "visitors"}  # noqa: RUF012  as PettingZoo has it
+    render_mode = None
+
+    def __init__(self) -> None:
+        self.possible_agents = ["player_1", "player_2", "player_3"]
+        self.rng = np.random.default_rng(0)
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(3)
+
+    def observe(self, agent: str) -> Any:
+        return np.array([self.possible_agents.index(agent) + 1, self.step_count], np.float32)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents, self.step_count = [], 0
+        self.length = int(self.rng.integers(2, 9))
+        self.rewards, self.terminations, self.truncations = {}, {}, {}
+        self.join(["player_2"])
+        self.choose()
+
+    def join(self, agents: Sequence[str]) -> None:
+        for agent in agents:
+            self.agents.append(agent)
+            self.rewards[agent] = 0.0
+            self.terminations[agent] = self.truncations[agent] = False
+
+    def over(self, agent: str) -> bool:
+        return self.terminations[agent] or self.truncations[agent]
+
+    def choose(self) -> None:
+        over = [agent for agent in self.agents if self.over(agent)]
+        self.agent_selection = (over or [str(self.rng.choice(self.agents))])[0]
+
+    def step(self, action: int | None) -> None:
+        mover = self.agent_selection
+        if self.over(mover):
+            self.agents.remove(mover)
+            for each in (self.rewards, self.terminations, self.truncations):
+                del each[mover]
+        else:
+            self.step_count += 1
+            last = self.step_count >= self.length
+            self.rewards = {a: self.step_count + action * (a == mover) for a in self.agents}
+            for agent in self.agents:
+                ends = last or self.rng.random() < 0.3
+                kind = self.terminations if self.rng.integers(2) else self.truncations
+                kind[agent] = bool(ends)
+            if not last:
+                absent = [a for a in self.possible_agents if a not in self.agents]
+                self.join(absent if all(map(self.over, self.agents)) else absent[:1])
+        if self.agents:
+            self.choose()
+
+
+def test_turns_of_agents_that_join_and_come_back() -> None:
+    rows = collect(lambda: [Visitors() for _ in range(2)], 300)
+    names, joined, back = Visitors().possible_agents, 0, 0
+    for lane, part in enumerate(lanes_of(rows)):
+        env = Visitors()
+        env.reset(seed=lane_seeds(3, 2, 0)[lane])
+        ended: set[str] = set()
+        for row in part:
+            agents, group = list(env.agents), row["player"]
+            assert group["mask"].tolist() == [name == env.agent_selection for name in names]
+            action = int(group["action"][names.index(env.agent_selection)])
+            env.step(action)
+            after = row["next", "player"]
+            for i, name in enumerate(names):
+                assert after["reward"][i].item() == env.rewards.get(name, 0.0)
+                for flag, known in (
+                    ("terminated", env.terminations),
+                    ("truncated", env.truncations),
+                ):
+                    assert bool(after[flag][i]) == (name in agents and known[name])
+                seen = env.observe(name) if name in env.agents else np.zeros(2)
+                assert np.array_equal(after["observation"][i].numpy(), seen)
+            joined += len(set(env.agents) - set(agents))
+            back += len(ended & (set(env.agents) - set(agents)))
+            ended |= {name for name in agents if env.over(name)}
+            cut = any(env.truncations.values())
+            while env.agents and env.over(env.agent_selection):
+                env.step(None)
+            turn = env.agent_selection if env.agents else None
+            assert after["mask"].tolist() == [name == turn for name in names]
+            assert bool(row["next", "truncated"]) == (turn is None and cut)
+            assert bool(row["next", "terminated"]) == (turn is None and not cut)
+            if turn is None:
+                env.reset()
+                ended.clear()
+    assert joined > 50
+    assert back > 20
+    assert int(rows["next", "done"].sum()) > 10
+
+
+class TestTurnsOfAgentsThatComeBack(SystemContract):
+    agents_come_back = True
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
+        return PettingZooSystem([Visitors() for _ in range(lanes)])
+
+
 def test_workers_and_resumed(tmp_path: Path) -> None:
     name = "pettingzoo:test_pettingzoo:Race"
     alone = collect(name, num_envs=4)
@@ -341,6 +543,14 @@ class Broken(Race):
         if self.how == "vanish":
             self.agents = []
             over = cut = dict.fromkeys(over, False)
+        if self.how == "listed" and not self.agents:
+            self.agents = list(actions)
+        if self.how == "stranger":
+            self.agents = [*self.agents, "bystander_0"]
+        if self.how == "blind":
+            seen = {agent: value for agent, value in seen.items() if agent not in self.agents}
+        if self.how == "common":
+            seen = {**seen, "common": np.zeros(4, np.float32)}
         if self.how == "shape":
             seen = dict.fromkeys(seen, np.zeros(7, np.float32))
         if self.how == "dtype":
@@ -354,11 +564,27 @@ class Broken(Race):
         ("vanish", "lane 0: race has no agents left, and none of them was terminated"),
         ("shape", r"runner_0: the space declares float32 \[4\], .* returned float32 \[7\]"),
         ("dtype", "returned complex64"),
+        ("listed", "race ended every agent that acted, and still lists all of them; let it empty"),
+        ("stranger", r"lists the agents \['bystander_0'\], which have no columns; name all"),
+        ("blind", r"lists the agents .*, and returned no observations of them; let it return one"),
+        ("common", r"expected observations of the agents .*, got others of \['common'\]"),
     ],
 )
 def test_environments_that_break_their_word(how: str, match: str) -> None:
     with pytest.raises(TransitionError, match=match):
         collect(lambda: Broken(how), 20)
+
+
+class Empty(Race):
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed)
+        self.agents = []
+        return {}, {}
+
+
+def test_a_reset_that_leaves_no_agents() -> None:
+    with pytest.raises(TransitionError, match="lane 0: race has no agents after its reset"):
+        collect(Empty, 20)
 
 
 class Masked(Race):

@@ -41,9 +41,15 @@ class AgentRows:
         """Copy what the agents of a lane saw; of those that saw nothing, zeros.
 
         Raises:
-            TransitionError: a value that its space does not declare.
+            TransitionError: a value that its space does not declare, or of an unknown agent.
         """
         rows = self._rows[lane]
+        if not seen.keys() <= rows.keys():
+            raise TransitionError(
+                f"lane {first_lane + lane}: expected observations of the agents {[*rows]}, got "
+                f"others of {sorted(seen.keys() - rows.keys())}; name all agents there may be in "
+                "possible_agents"
+            )
         if len(seen) < len(rows):
             for own in (own for name in rows if name not in seen for _, own in rows[name]):
                 own.fill(0)

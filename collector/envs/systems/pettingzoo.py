@@ -18,12 +18,18 @@ from tallyroll.collector.errors import TransitionError
 class PettingZooSystem(System):
     """PettingZoo environments side by side: an env step is a joint step of all living agents.
 
-    A lane's episode goes on until no agent is left, and is truncated where one of the last ones
-    was. What an agent saw last is its final observation; later ones are zeros, with a mask that is
-    False, as are its rewards. An AEC environment that is parallelizable is stepped in cycles. In
-    any other an env step is the turn of one agent: the mask says whose turn is next, observations
-    are those of all living agents, rewards what the turn brought each of them, and the steps that
-    take dead agents away are made within it.
+    Masks say which agents act: those in ``env.agents``, whether they were there from the reset on,
+    joined, or came back. A lane's episode goes on until ``env.agents`` is empty, and is truncated
+    where one of the last ones was. Only an agent that acted in a step can end in it; what it saw
+    then is its final observation, and later ones are zeros. One that joins or comes back saw
+    nothing before: the row in which it does has a mask that is False at the root, and True in
+    ``next``, with its first observation. One that is absent without an end is not done. Rewards
+    are what the step returned of each agent.
+
+    An AEC environment that is parallelizable is stepped in cycles. In any other an env step is the
+    turn of one agent: the mask says whose turn is next, observations are those of all living
+    agents, rewards what the turn brought each of them, and the steps that take dead agents away
+    are made within it.
 
     Args:
         envs: parallel or AEC environments, all alike; they are closed with this.
@@ -50,7 +56,9 @@ class PettingZooSystem(System):
         self._ids = [not group.action.shape[1:] for group in self._groups]
         shape = lanes, len(self._names)
         self._reward = np.zeros(shape, np.float32)
-        self._mask, self._alive, self._terminated, self._truncated = np.zeros((4, *shape), np.bool_)
+        self._mask, self._terminated, self._truncated = np.zeros((3, *shape), np.bool_)
+        self._living = np.zeros(shape, np.bool_) if self._turns else self._mask
+        """Agents that an end can be of; where these take turns, more than those that act."""
         self._over = np.zeros((2, lanes), np.bool_)
         self._rows = AgentRows(self._groups, lanes)
         self._arrays = self._rows.with_masks(self._mask)
@@ -66,8 +74,13 @@ class PettingZooSystem(System):
             seed = None if seeds is None else seeds[lane]
             seen, _ = self.envs[lane].reset(seed=seed, options=options.get("options"))
             self._rows.put(lane, seen, self.first_lane)
-            self._alive[lane] = [name in seen for name in self._names]
-            self._mask[lane] = [name in self.envs[lane].agents for name in self._names]
+            self._look(lane)
+            self._require_seen(lane, seen)
+            if not self.envs[lane].agents:
+                raise TransitionError(
+                    f"{self._named(lane)} has no agents after its reset, so none can act; let its "
+                    "reset list them in env.agents"
+                )
         return self._arrays
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
@@ -78,18 +91,24 @@ class PettingZooSystem(System):
             flags.fill(False)
         for lane in numbers(lanes, len(self.envs)):
             env = self.envs[lane]
-            acting, before = env.agents, len(env.agents)
+            acting = list(env.agents)
             given = (each for part in parts for each in part[lane])
             actions = dict(zip(names, given, strict=True))
-            if before < count:
+            if len(acting) < count:
                 actions = {name: actions[name] for name in acting}
             seen, rewards, terminated, truncated, _ = env.step(actions)
             self._rows.put(lane, seen, self.first_lane)
             self._reward[lane] = [rewards.get(name, 0.0) for name in names]
-            if any(terminated.values()) or any(truncated.values()) or len(env.agents) != before:
-                self._end(lane, terminated, truncated)
-            elif self._turns:
-                self._mask[lane] = [name in env.agents for name in names]
+            flagged = any(terminated.values()) or any(truncated.values())
+            if flagged:
+                self._end_agents(lane, terminated, truncated)
+            if self._turns or list(env.agents) != acting:
+                self._look(lane)
+                if not env.agents:
+                    self._end(lane)
+            elif flagged:
+                self._require_left(lane)
+            self._require_seen(lane, seen)
         return Step(
             self._arrays,
             [self._reward[:, part] for part in self._rows.slices.values()],
@@ -101,24 +120,56 @@ class PettingZooSystem(System):
             },
         )
 
-    def _end(self, lane: int, terminated: Mapping[str, Any], truncated: Mapping[str, Any]) -> None:
-        """Ends of agents that lived, and of the lane with the last of them."""
-        alive, acting = self._alive[lane], self.envs[lane].agents
+    def _end_agents(
+        self, lane: int, terminated: Mapping[str, Any], truncated: Mapping[str, Any]
+    ) -> None:
+        """Ends of agents that lived before this step; others had no part in it."""
         over = [[bool(each.get(n, False)) for n in self._names] for each in (terminated, truncated)]
-        ended = np.array(over) & alive
-        self._terminated[lane], self._truncated[lane] = ended
-        alive &= ~ended.any(0)
-        self._mask[lane] = [name in acting for name in self._names]
-        self._mask[lane] &= alive
-        if acting and alive.any():
-            return
-        if not ended.any():
+        self._terminated[lane], self._truncated[lane] = np.array(over) & self._living[lane]
+
+    def _look(self, lane: int) -> None:
+        """Note which agents act next, and which live."""
+        env = self.envs[lane]
+        agents = set(env.agents)
+        if unknown := agents.difference(self._names):
             raise TransitionError(
-                f"lane {self.first_lane + lane}: {self.name} has no agents left, and none of them "
-                "was terminated or truncated; let its step say how they ended"
+                f"{self._named(lane)} lists the agents {sorted(unknown)}, which have no columns; "
+                "name all that may ever act in possible_agents"
             )
-        cut = bool((ended[1] & ~ended[0]).any())
+        self._mask[lane] = [name in agents for name in self._names]
+        if self._turns:
+            self._living[lane] = [name in env.living for name in self._names]
+
+    def _require_left(self, lane: int) -> None:
+        """Raise where all that acted ended and act on: is that the end of an episode?"""
+        if (self._terminated[lane] | self._truncated[lane])[self._mask[lane]].all():
+            raise TransitionError(
+                f"{self._named(lane)} ended every agent that acted, and still lists all of them; "
+                "let it empty env.agents where an episode ends, or report no end of agents that "
+                "act on"
+            )
+
+    def _require_seen(self, lane: int, seen: Mapping[str, Any]) -> None:
+        """Raise where an agent would have to act on what it never saw."""
+        if blind := [name for name in self.envs[lane].agents if name not in seen]:
+            raise TransitionError(
+                f"{self._named(lane)} lists the agents {blind}, and returned no observations of "
+                "them; let it return one of each agent in env.agents"
+            )
+
+    def _end(self, lane: int) -> None:
+        """The lane's episode is over: no agent is left."""
+        terminated, truncated = self._terminated[lane], self._truncated[lane]
+        if not (terminated | truncated).any():
+            raise TransitionError(
+                f"{self._named(lane)} has no agents left, and none of them was terminated or "
+                "truncated; let its step say how they ended"
+            )
+        cut = bool((truncated & ~terminated).any())
         self._over[:, lane] = not cut, cut
+
+    def _named(self, lane: int) -> str:
+        return f"lane {self.first_lane + lane}: {self.name}"
 
     def close(self) -> None:
         """Close every environment."""

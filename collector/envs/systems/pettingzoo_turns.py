@@ -17,6 +17,8 @@ class Turns:
         self._base, self._layers = _unwrapped(env)
         self.agents: list[str] = []
         """Whose turn it is."""
+        self.living: set[str] = set()
+        """Agents that are there and have not ended."""
 
     def __str__(self) -> str:
         return str(self.env)
@@ -35,6 +37,7 @@ class Turns:
         known = self._known
         rewards, terminated, truncated = known.rewards, known.terminations, known.truncations
         seen = {agent: env.observe(agent) for agent in known.agents}
+        self.living = set(seen)
         if any(terminated.values()) or any(truncated.values()):
             # Dead agents are taken away by steps that forget what this one brought.
             rewards, terminated, truncated = dict(rewards), dict(terminated), dict(truncated)
@@ -50,6 +53,8 @@ class Turns:
         ):
             env.step(None)
         self.agents = [env.agent_selection] if env.agents else []
+        ended, cut = env.terminations, env.truncations
+        self.living = {name for name in env.agents if not (ended.get(name) or cut.get(name))}
 
     @property
     def _known(self) -> Any:
