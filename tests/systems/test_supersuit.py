@@ -122,6 +122,33 @@ def test_uneven_deaths_are_refused_with_the_way_out(tmp_path: Path) -> None:
         assert collector.ledger.agent_transitions < 80
 
 
+class Late(Pair):
+    """The second agent acts from the second step on; it is observed before."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        seen, infos = super().reset(seed)
+        self.agents = ["a_0"]
+        return seen, infos
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.agents = list(self.possible_agents)
+        return super().step({"a_1": 0, **actions})
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_absent_agents_are_refused(copies: int) -> None:
+    """Rows of an agent that the environment did not step were stored."""
+    lone = supersuit.vector.MarkovVectorEnv(Late(), black_death=True)
+    env = (
+        lone if copies == 1 else supersuit.concat_vec_envs_v1(lone, copies, base_class="gymnasium")
+    )
+    with (
+        SyncCollector(lambda: env, None, frames_per_batch=4, total_frames=20) as collector,
+        pytest.raises(EnvironmentRefused, match=r"\['a_1'\] are absent, and SuperSuit's vectors"),
+    ):
+        list(collector)
+
+
 def test_misuse() -> None:
     with pytest.raises(ArgumentError, match="makes no environments by name"):
         SyncCollector("supersuit:pair", None, frames_per_batch=2, total_frames=2)

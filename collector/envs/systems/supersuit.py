@@ -11,16 +11,20 @@ from tallyroll.collector.envs.system import Array, Declares, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused
 
 FINAL = "terminal_observation"
+_STEPPED_ON = (
+    ", and SuperSuit's vectors would go on stepping it; pass the PettingZoo environment itself, "
+    "without SuperSuit's vector, to the collector"
+)
 
 
 class SuperSuitSystem(System):
     """A vector of ``pettingzoo_env_to_vec_env_v1`` or ``concat_vec_envs_v1``.
 
     It begins the next episode within the step in which the last agent of an environment ends, and
-    hands out final observations in infos. An agent that ends before others would be stepped on
-    with zeros, so that is refused when it happens: the PettingZoo environment itself, given to a
-    collector, has groups of agents with masks. An environment's seed is the first lane's, and one
-    more for each environment after it.
+    hands out final observations in infos. An agent that ends before others, or is absent, would be
+    stepped on with zeros, so that is refused when it happens: the PettingZoo environment itself,
+    given to a collector, has groups of agents with masks. An environment's seed is the first
+    lane's, and one more for each environment after it.
 
     Args:
         env: the vector; it is closed with this.
@@ -35,6 +39,10 @@ class SuperSuitSystem(System):
         leaves = observation_leaves(env.observation_space, lanes)
         self._getters = [leaf.getter() for leaf in leaves]
         self._finals = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._lacking = [
+            each for each in (env, *getattr(env, "vec_envs", ())) if getattr(each, "black_death", 0)
+        ]
+        """Those that step on without agents that are absent; the others raise."""
         action = action_leaf(env.action_space, lanes)
         self.declares = Declares(
             lanes=lanes,
@@ -58,8 +66,11 @@ class SuperSuitSystem(System):
         """Step all environments.
 
         Raises:
-            EnvironmentRefused: an agent ended before others of its environment.
+            EnvironmentRefused: an agent ended before others of its environment, or is absent.
         """
+        for each in self._lacking:
+            if absent := set(each.par_env.possible_agents).difference(each.par_env.agents):
+                raise EnvironmentRefused(f"the agents {sorted(absent)} are absent{_STEPPED_ON}")
         observation, reward, terminated, truncated, infos = self.env.step(action[0])
         flags = np.asarray(terminated, np.bool_), np.asarray(truncated, np.bool_)
         final = None
@@ -67,8 +78,7 @@ class SuperSuitSystem(System):
             if FINAL not in infos[lane]:
                 raise EnvironmentRefused(
                     f"lane {self.first_lane + lane}: an agent ended before others of its "
-                    "environment, and SuperSuit's vectors would go on stepping it; pass the "
-                    "PettingZoo environment itself, without SuperSuit's vector, to the collector"
+                    f"environment{_STEPPED_ON}"
                 )
             final = self._finals
             for array, take in zip(final, self._getters, strict=True):
