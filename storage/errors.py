@@ -43,6 +43,7 @@
     ├── ColumnsMissing                rows that do not say which trajectory they belong to
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
     ├── NoSlices                      no trajectory is as long as the slices asked for
+    ├── SumTooLarge                   n-step returns that their dtype cannot hold
     ├── SlotsMayChange                an index into a ring that another process writes
     ├── DamagedTable                  the table of episodes cannot be used
     └── IndexOutOfRange               (an IndexError) no such row
@@ -93,6 +94,7 @@ __all__ = [
     "StorageFull",
     "StorageLocked",
     "StorageMissing",
+    "SumTooLarge",
     "TrajectoryIdTaken",
     "UnknownTrajectory",
     "UnsupportedPlatform",
@@ -269,6 +271,10 @@ class NoSlices(StorageError):
 
 class SlotsMayChange(StorageError):
     """Rows of a ring were asked for by their slots, which another process overwrites."""
+
+
+class SumTooLarge(StorageError):
+    """A sum of rewards that its dtype cannot hold, or only rounded."""
 
 
 class DamagedTable(StorageError):

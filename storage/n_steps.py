@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.errors import ColumnsMissing
+from tallyroll.storage.errors import ColumnsMissing, SumTooLarge
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import (
     CUT,
+    DONE,
     NEXT,
     NEXT_VALID,
     REWARD,
     TERMINATED,
     TRUNCATED,
     Key,
+    as_key,
     spell,
 )
-from tallyroll.storage.trajectories.columns import flags_of
+from tallyroll.storage.trajectories.columns import flags_of, floats_of
 
 if TYPE_CHECKING:
     from tallyroll.storage.readers.row_reader import RowReader
+    from tallyroll.storage.rows.schema import Column, Schema
     from tallyroll.storage.stores.row_store import RowStore
 
 
-_ORIGINAL: Key = (NEXT, "original_reward")
-_STEPS, _GAMMA = "steps_to_next_obs", "gamma"
+_STEPS, _GAMMA, _ORIGINAL = "steps_to_next_obs", "gamma", "original_"
 _FLAGS = (TERMINATED, TRUNCATED)
+_ENDS = frozenset({DONE[-1], TERMINATED[-1], TRUNCATED[-1]})
 _PATIENCE_SECONDS = 1.0
 
 
-def n_step(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
+def n_step(
+    storage: RowStore,
+    index: Any,
+    n: int,
+    gamma: float | torch.Tensor,
+    *,
+    reward_key: str | Key | Sequence[str | Key] | None = None,
+    dtype: torch.dtype | None = None,
+) -> TensorDict:
     """Rows whose reward and next observation are those of up to ``n`` steps.
 
     Each row goes on along its trajectory, wherever those rows lie, until ``n`` rewards are
@@ -46,6 +60,13 @@ def n_step(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
     read the former, as they do after its `MultiStepTransform`. The row's own reward stays as
     ``("next", "original_reward")``.
 
+    The reward of a group of agents, ``("next", "agents", "reward")``, is summed for each agent
+    until the done, terminated or truncated of its group says that this agent ended, and what the
+    group has under ``"next"`` is that of the last row which the agent used. How many these are is
+    in ``("agents", "steps_to_next_obs")``, with ``("agents", "gamma")`` beside it.
+
+    Sums are made in float64, and have the column's dtype; those of whole numbers are float32.
+
     The rows are read from the storage: a buffer's transforms are to be applied to what is
     returned, and a slot of a ring that was overwritten since it was sampled gives the row that
     is there now.
@@ -56,17 +77,25 @@ def n_step(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
             [...] that a TensorDictReplayBuffer sampled, with ``"index"``: what else it holds
             beside columns of the storage, such as weights, is handed on.
         n: the most rewards to sum.
-        gamma: the discount of one step, from 0 to 1.
+        gamma: the discount of one step, from 0 to 1; a tensor that broadcasts to a row's reward
+            gives each objective or agent one of its own.
+        reward_key: the rewards to sum, as ``"reward"`` or ``("agents", "reward")``, or a list of
+            such keys. None: every column below ``"next"`` that is called ``"reward"``.
+        dtype: of the sums, a floating-point one, where it is not to be the column's.
 
     Returns:
         A TensorDict [...].
 
     Raises:
-        ColumnsMissing: the rows do not say which trajectory they belong to.
+        ColumnsMissing: there is no such reward, or the rows do not say which trajectory they
+            belong to.
         IndexOutOfRange: a row that is not there.
+        SumTooLarge: a sum that its dtype cannot hold: an infinite one of finite rewards, or one
+            of whole numbers that would be rounded.
         Overrun: a ring is overwritten by another process faster than it is read.
     """
-    _check(storage.reader, n, gamma)
+    _check(storage.reader, n, dtype)
+    returns = _Returns(n, _discount(gamma), _rewards(storage.reader, reward_key), dtype)
     batch = index if isinstance(index, TensorDictBase) else None
     if batch is not None:
         index = batch.get("index", None)
@@ -75,23 +104,110 @@ def n_step(storage: RowStore, index: Any, n: int, gamma: float) -> TensorDict:
                 'a batch needs "index", where its rows are, as TensorDictReplayBuffer gives it. '
                 "Give the index itself, or a batch of such a buffer."
             )
-    found = _rows(storage.reader, index, n, gamma)
+    found = _rows(storage.reader, index, returns)
     return found if batch is None else _put_into(batch, found)
 
 
-def _check(reader: RowReader, n: int, gamma: float) -> None:
+def _check(reader: RowReader, n: int, dtype: torch.dtype | None) -> None:
     if type(n) is not int or n < 1:
         raise ValueError(f"n is a whole number of steps above 0, got {n!r}.")
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma is a discount from 0 to 1, got {gamma!r}.")
-    missing = [spell(key) for key in (REWARD, TERMINATED) if key not in reader.keys]
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype is a floating-point one, as torch.float64, got {dtype}.")
+    _require(reader, [TERMINATED])
+
+
+def _require(reader: RowReader, keys: Sequence[Key]) -> None:
+    missing = [spell(key) for key in keys if key not in reader.keys]
     if missing:
         raise ColumnsMissing(
             f"{reader.path} has no {', no '.join(missing)}, which n-step returns are made of."
         )
 
 
-def _rows(reader: RowReader, index: Any, n: int, gamma: float) -> TensorDict:
+def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
+    """The discount in float64; an array for a tensor of several."""
+    several = isinstance(gamma, torch.Tensor) and gamma.numel() != 1
+    found = torch.as_tensor(gamma).detach().double().numpy(force=True) if several else float(gamma)
+    if not np.all((found >= 0) & (found <= 1)):
+        raise ValueError(f"gamma is a discount from 0 to 1, got {gamma!r}.")
+    return found
+
+
+def _rewards(reader: RowReader, wanted: str | Key | Sequence[str | Key] | None) -> list[_Reward]:
+    """The rewards to sum."""
+    if wanted is None:
+        keys = [key for key in reader.keys if key[0] == NEXT and key[-1] == REWARD[-1]]
+    elif isinstance(wanted, str) or (isinstance(wanted, tuple) and isinstance(wanted[-1], str)):
+        keys = [as_key(wanted)]
+    else:
+        keys = [as_key(key) for key in wanted]
+    keys = [key if key[0] == NEXT else (NEXT, *key) for key in keys] or [REWARD]
+    _require(reader, keys)
+    schema = reader.schema
+    found = [_reward_of(schema, column) for column in schema.columns if column.key in keys]
+    return sorted(found, key=lambda reward: len(reward.flagged))  # of a group in a group, last
+
+
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    """A column of rewards, and the flags that end each of them."""
+
+    column: Column
+    flags: tuple[Key, ...]
+    """Of its group of agents; none: only those of the root."""
+    flag_shape: tuple[int, ...] = ()
+    """Of one row, with as many dimensions as a row's reward has."""
+
+    @property
+    def group(self) -> Key:
+        """Where it lies below ``"next"``: () at the root."""
+        return self.column.key[1:-1]
+
+    @property
+    def flagged(self) -> Key:
+        """Where its flags lie below ``"next"``."""
+        return self.flags[0][1:-1] if self.flags else ()
+
+    @property
+    def agents(self) -> tuple[int, ...]:
+        """Sizes of the group whose agents end one by one."""
+        return self.flag_shape[:-1] if self.flag_shape[-1:] == (1,) else self.flag_shape
+
+
+def _reward_of(schema: Schema, column: Column) -> _Reward:
+    """The reward with the nearest flags of agents, upwards from its group, that fit it."""
+    group = column.key[1:-1]
+    for depth in range(len(group), 0, -1):
+        flags = [
+            each
+            for each in schema.columns
+            if each.key[:-1] == (NEXT, *group[:depth])
+            and each.key[-1] in _ENDS
+            and each.dtype is torch.bool
+            and _fits(each.shape, column.shape)
+        ]
+        if flags:
+            shape = np.broadcast_shapes(*(each.shape for each in flags))
+            return _Reward(column, tuple(each.key for each in flags), shape)
+    return _Reward(column, ())
+
+
+def _fits(flag: tuple[int, ...], reward: tuple[int, ...]) -> bool:
+    pairs = zip(flag, reward, strict=False)
+    return len(flag) == len(reward) and all(a in (1, b) for a, b in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Returns:
+    """The rewards to sum, how many, and how."""
+
+    n: int
+    gamma: float | np.ndarray
+    rewards: list[_Reward]
+    dtype: torch.dtype | None
+
+
+def _rows(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         span = reader.span
@@ -99,37 +215,51 @@ def _rows(reader: RowReader, index: Any, n: int, gamma: float) -> TensorDict:
         if isinstance(where, slice):
             where = np.arange(where.start, where.stop, where.step)
         rows = reader.rows_at(np.asarray(where), span)
-        found = _read(reader, rows.reshape(-1), n, gamma)
-        if rows.ndim != 1:
-            found = found.reshape(*rows.shape, *found.batch_size[1:])
+        failed: SumTooLarge | None = None
+        try:
+            found = _read(reader, rows.reshape(-1), returns)
+        except SumTooLarge as error:  # of values that were overwritten meanwhile, it may be
+            failed = error
         # Overwritten while they were read: once more, with the rows that are there now.
         if not rows.size or rows.min() >= reader.span.start:
-            return found
+            if failed is not None:
+                raise failed
+            return found if rows.ndim == 1 else found.reshape(*rows.shape, *found.batch_size[1:])
         if time.monotonic() > deadline:
-            raise reader.overrun(f"{n} steps of these {rows.size}")
+            raise reader.overrun(f"{returns.n} steps of these {rows.size}")
 
 
-def _read(reader: RowReader, rows: np.ndarray, n: int, gamma: float) -> TensorDict:
+def _read(reader: RowReader, rows: np.ndarray, returns: _Returns) -> TensorDict:
     keys, index = reader.keys, reader.trajectory_index
     with index.lock:
-        chain = index.links(reader).onward(rows, n)
-    rewards, *flags = reader.copies(chain, [REWARD, *(key for key in _FLAGS if key in keys)])
-    reward = torch.from_numpy(rewards)
-    if (dtype := reader.schema.columns[keys.index(REWARD)].dtype) is torch.bfloat16:
-        reward = reward.view(dtype)
+        chain = index.links(reader).onward(rows, returns.n)
+    flags = reader.copies(chain, [key for key in _FLAGS if key in keys])
     ended = [flags_of(flag.reshape(chain.size, *flag.shape[2:])) for flag in flags]
     used = _used(chain, np.logical_or.reduce(ended).reshape(chain.shape))
-    count = used.sum(axis=0)
+    last = chain[used.sum(axis=0) - 1, np.arange(len(rows))]
 
-    last = chain[count - 1, np.arange(len(rows))]
-    places = [last if key[0] == NEXT or key == NEXT_VALID else rows for key in keys]
-    found = reader.nest(reader.gather(places), rows.shape)
-    found.set(_ORIGINAL, reward[0])
-    found.set(REWARD, _discounted(reward, torch.from_numpy(used), gamma))
-    steps = torch.from_numpy(count)[:, None]
-    found.set(_STEPS, steps)
-    found.set(_GAMMA, (gamma ** steps.double()).to(found.get(REWARD).dtype))
+    arrays = reader.gather([last if _of_the_end(key) else rows for key in keys])
+    sums: dict[Key, torch.Tensor] = {}
+    moved: set[Key] = set()
+    for reward in returns.rewards:
+        own = _of_agents(reader, reward, chain, used)
+        sums |= _summed(reader, reward, chain, own, returns)
+        if reward.flags and reward.flagged not in moved:
+            moved.add(reward.flagged)
+            _move_back(reader, arrays, reward, chain, own, last)
+    found = reader.nest(arrays, rows.shape)
+    if (_STEPS,) not in sums:  # agents have rewards, and the root has none
+        count = used.sum(axis=0)[:, None]
+        sums[_STEPS,] = torch.from_numpy(count)
+        if not isinstance(returns.gamma, np.ndarray):
+            sums[_GAMMA,] = torch.from_numpy(returns.gamma**count).float()
+    for key, values in sums.items():
+        found.set(key, values)
     return found
+
+
+def _of_the_end(key: Key) -> bool:
+    return key[0] == NEXT or key == NEXT_VALID
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
@@ -139,13 +269,112 @@ def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return np.logical_and.accumulate(used)
 
 
-def _discounted(reward: torch.Tensor, used: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The discounted sum of the rewards [n, rows, ...] that are used [n, rows]."""
-    shape = (*used.shape, *(1 for _ in reward.shape[2:]))
-    weights = gamma ** torch.arange(len(used), dtype=torch.float64)
-    weights = weights.reshape(-1, *(1 for _ in shape[1:]))
-    total = (reward.double() * weights).masked_fill_(~used.reshape(shape), 0).sum(0)
-    return total.to(reward.dtype if reward.is_floating_point() else torch.float32)
+def _of_agents(
+    reader: RowReader, reward: _Reward, chain: np.ndarray, used: np.ndarray
+) -> np.ndarray:
+    """Which rows [n, rows, ...] of those used [n, rows] each agent uses: until it ended itself."""
+    own = used.reshape(*used.shape, *(1 for _ in reward.column.shape))
+    if not reward.flags:
+        return own
+    ended = np.logical_or.reduce(np.broadcast_arrays(*reader.copies(chain, reward.flags)))
+    goes_on = np.ones(ended.shape, np.bool_)
+    goes_on[1:] = ~ended[:-1]
+    found: np.ndarray = own & np.logical_and.accumulate(goes_on)
+    return found
+
+
+def _summed(
+    reader: RowReader, reward: _Reward, chain: np.ndarray, used: np.ndarray, returns: _Returns
+) -> dict[Key, torch.Tensor]:
+    """The sum, the row's own reward, how many were summed, and the discount of what follows."""
+    column = reward.column
+    (values,) = reader.copies(chain, [column.key])
+    original = torch.from_numpy(values[0])
+    if column.dtype is torch.bfloat16:
+        values, original = floats_of(values), original.view(column.dtype)
+    total = _discounted(reward, values, used, returns, reader)
+    count = used.sum(axis=0)
+    if reward.group:  # of each agent, also where all of them end together
+        count = np.broadcast_to(count, (count.shape[0], *column.shape[:-1], count.shape[-1])).copy()
+    else:
+        count = count.reshape(len(count), 1)
+    *above, name = column.key
+    return {
+        (*above, _ORIGINAL + name): original,
+        column.key: total,
+        (*reward.group, _STEPS): torch.from_numpy(count),
+        (*reward.group, _GAMMA): torch.from_numpy(returns.gamma**count).to(total.dtype),
+    }
+
+
+def _discounted(
+    reward: _Reward, values: np.ndarray, used: np.ndarray, returns: _Returns, reader: RowReader
+) -> torch.Tensor:
+    """The discounted sum of the rewards [n, rows, ...] that are used."""
+    column, gamma = reward.column, returns.gamma
+    if isinstance(gamma, np.ndarray) and not _broadcasts(gamma.shape, column.shape):
+        raise ValueError(
+            f"gamma is a number, or a tensor that broadcasts to {list(column.shape)}, the shape of "
+            f"{spell(column.key)} in a row; got {list(gamma.shape)}."
+        )
+    powers = np.arange(len(values)).reshape(-1, *(1 for _ in values.shape[1:]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        terms = np.where(used, values * gamma**powers, 0)
+        total = terms.sum(axis=0)
+    whole = not column.dtype.is_floating_point
+    dtype = returns.dtype or (torch.float32 if whole else column.dtype)
+    found = torch.from_numpy(total).to(dtype)
+    if whole:  # every whole number up to this one is exact
+        wrong = np.abs(terms).sum(axis=0) > 2 / torch.finfo(dtype).eps
+    elif math.isfinite(found.sum()):
+        return found
+    else:
+        wrong = ~found.isfinite().numpy() & (np.isfinite(values) | ~used).all(axis=0)
+    if wrong.any():
+        raise _too_large(reader, column, float(total[wrong][0]), dtype, whole=whole)
+    return found
+
+
+def _too_large(
+    reader: RowReader, column: Column, total: float, dtype: torch.dtype, *, whole: bool
+) -> SumTooLarge:
+    single = abs(total) < torch.finfo(torch.float32).max and not whole
+    wider = torch.float32 if single else torch.float64
+    return SumTooLarge(
+        f"expected sums of {spell(column.key)} ({column.dtype_name}) in {reader.path} that {dtype} "
+        f"holds{' without rounding' if whole else ''}, got {total}. Scale the rewards that are "
+        f"stored{f', or pass dtype={wider}' if dtype != wider else ''}."
+    )
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == tuple(to)
+    except ValueError:
+        return False
+
+
+def _move_back(
+    reader: RowReader,
+    arrays: list[np.ndarray],
+    reward: _Reward,
+    chain: np.ndarray,
+    used: np.ndarray,
+    last: np.ndarray,
+) -> None:
+    """Replace what agents that ended before the last row have there by their own last values."""
+    rows, agents = len(last), math.prod(reward.agents)
+    count = used.sum(axis=0).reshape(rows, agents)
+    own = chain[count - 1, np.arange(rows)[:, None]]
+    row, agent = np.nonzero(own != last[:, None])
+    if not len(row):
+        return
+    inside, sizes = (NEXT, *reward.flagged), reward.agents
+    for key, array in zip(reader.keys, arrays, strict=True):
+        if key[: len(inside)] == inside and array.shape[1 : 1 + len(sizes)] == sizes:
+            by_agent = (-1, agents, *array.shape[1 + len(sizes) :])
+            values = reader.column(key).take(own[row, agent]).reshape(by_agent)
+            array.reshape(by_agent)[row, agent] = values[np.arange(len(row)), agent]
 
 
 def _put_into(batch: TensorDictBase, found: TensorDict) -> TensorDict:
