@@ -12,6 +12,7 @@ import torch
 from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.trajectories.columns import floats_of
 from tallyroll.storage.verification.findings import Findings
 from tallyroll.storage.verification.lane_checks import CheckedRows, RowPairs
 from tallyroll.storage.verification.value_checks import batches, rows_with, words, zero_rows
@@ -19,6 +20,10 @@ from tallyroll.storage.verification.value_checks import batches, rows_with, word
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 _FEW_VALUES, _SHARE = 16, 1 / 4
 """Of so few whole numbers some ends are all zero by chance; more than this share are not."""
+_SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
+"""Of a chunk, to see how far an observation moves in a step."""
+_LEAP = 2
+"""Times as far as in any step between: so a final observation is not reached, but lost."""
 
 
 def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
@@ -54,6 +59,14 @@ class _Observation:
         """An episode comes to zero, or leaves it, without ending there."""
         self.zero_ends, self.zero_with_all = Findings(), Findings()
         """Its zeros at ends, and those of them where all other observations are zero, too."""
+        self.strides = np.zeros(self.values)
+        """The most that each of its values changes in a step that ends no episode."""
+        self.leaps = np.zeros((0, self.values))
+        """The changes of the last steps before its zeros at ends, of the first few of them."""
+        self.by_design = True
+        """It is zero at all ends that are terminated, and at none that is truncated."""
+        self.truncated = 0
+        """Ends that are truncated, where it is not zero."""
 
     def differs(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Which rows ``after`` [n] do not begin with what came next in the rows ``before``."""
@@ -62,6 +75,40 @@ class _Observation:
             len(before),
             self._row_nbytes,
         )
+
+    def look_at_steps(
+        self, chunk: CheckedRows, turns: np.ndarray, final: np.ndarray, terminated: np.ndarray
+    ) -> None:
+        """Measure some steps that end nothing, and those to zero, at ``turns`` [n]."""
+        start, rows = chunk.start, np.flatnonzero(~chunk.ended)
+        most = max(1, min(_SAMPLE_ROWS, _SAMPLE_NBYTES // self._row_nbytes))
+        rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
+        if len(rows):
+            self.strides = np.maximum(self.strides, self._change(start + rows).max(axis=0))
+        last = np.flatnonzero(turns)[: max(0, most // 16 + 1 - len(self.leaps))]
+        if len(last):
+            self.leaps = np.concatenate([self.leaps, self._change(start + last)])
+        if (turns != terminated)[final].any():
+            self.by_design = False
+        self.truncated += int((final & ~terminated & ~turns).sum())
+
+    def _change(self, rows: np.ndarray) -> np.ndarray:
+        """How far each value moves in rows [k]: [k, values]."""
+        here, next = (
+            (floats_of(found) if self.dtype is torch.bfloat16 else found).reshape(len(rows), -1)
+            for found in (self.here.take(rows), self.next.take(rows))
+        )
+        with np.errstate(invalid="ignore", over="ignore"):
+            wide = np.complex128 if here.dtype.kind == "c" else np.float64
+            return np.nan_to_num(np.abs(next.astype(wide) - here.astype(wide)))
+
+    @property
+    def leapt(self) -> bool:
+        """Most zeros at ends are farther from the observation before than a step goes."""
+        if self.by_design and self.truncated:
+            return False
+        far = (self.leaps / _LEAP > self.strides).any(axis=1)
+        return bool(2 * far.sum() > len(far))
 
     def look_for_flags(self, next: np.ndarray) -> None:
         """Take notice of values that are neither 0 nor 1 in some of its next values [n, ...]."""
@@ -74,13 +121,21 @@ class _Observation:
 class ObservationChecks:
     """Follows the observations in a collector's rows.
 
-    Zero is a value like any other where the rows show how an episode came to it or left it.
-    Where they do not, it looks like a row that was never written, or a final observation that
-    was lost. Flags that are all off at an end, such as the mask of actions of a player that has
-    none left, are values like others: bools always, whole numbers that are only 0 and 1 where
-    another observation is not zero there, and so are the observations of a group of agents that has
-    died out. A final observation that is lost is lost with all its
-    parts. And of a few whole numbers all may be zero by chance, at few ends.
+    Zero is a value like any other. A row that is zero now and next was never written where the
+    rows before or behind it in its trajectory say something else, and no episode comes to zero or
+    leaves it. A final observation of zeros was lost where zero is nowhere else, and where it is too
+    far away: most last steps changed some value more than twice as much as any step that ended
+    nothing. So a goal at the origin, which is reached by a step, is none that was lost. A task may
+    show nothing at its goal: it does where all ends that are terminated are zero, and truncated
+    ones are there that are not. Without any of these it cannot be told from an environment that
+    lost them, and is reported; nor can lost ones be told from a goal where they lie a step away, or
+    where all episodes have one step.
+
+    Flags that are all off at an end, such as the mask of actions of a player that has none left,
+    are values like others: bools always, whole numbers that are only 0 and 1 where another
+    observation is not zero there, and so are the observations of a group of agents that has died
+    out. A final observation that is lost is lost with all its parts. And of a few whole numbers all
+    may be zero by chance, at few ends.
 
     Args:
         observations: the observations of these rows.
@@ -101,25 +156,43 @@ class ObservationChecks:
         """Rows, those in which all is zero, and ends whose final observation is there."""
         self._zero_state = False
         """Some episode comes to a state in which all is zero, or leaves it."""
+        self._torn = False
+        """Some row in which all is zero is not what the row before or behind it says."""
         self._zeros = Findings()
 
-    def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> None:
-        """Compare rows that follow one another; the later ones are in ``chunk``."""
+    def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> np.ndarray:
+        """Compare rows that follow one another; the later ones are in ``chunk``.
+
+        Returns which of the ``links`` are broken.
+        """
+        broken = np.zeros(len(links.after), np.bool_)
         for each in self._observations:
             here, next = each.name, each.next_name
             message = f"{next} is not the {here} of the row that follows in the trajectory"
+            differs = each.differs(links.before, links.after)
+            broken |= differs
             chunk.report(
-                findings, "observations", message, each.differs(links.before, links.after),
+                findings, "observations", message, differs,
                 partial(_other_than, next, links.before), links.after - chunk.start, here,
             )  # fmt: skip
+        return broken
 
-    def check_zeros(self, chunk: CheckedRows, links: RowPairs, valid: np.ndarray | None) -> None:
+    def check_zeros(
+        self,
+        chunk: CheckedRows,
+        links: RowPairs,
+        broken: np.ndarray,
+        valid: np.ndarray | None,
+        terminated: np.ndarray,
+    ) -> None:
         """Look for zeros in a chunk.
 
         Args:
             chunk: the rows.
             links: rows that follow one another.
+            broken: which of these do not fit.
             valid: which rows [n] hold their true next observation, None if all do.
+            terminated: which rows [n] are terminated.
         """
         count = len(chunk.ids)
         all_here, all_next = np.ones(count, np.bool_), np.ones(count, np.bool_)
@@ -136,6 +209,8 @@ class ObservationChecks:
                 turned.append((each, turns))
                 each.turned += int(turns.sum())
                 each.look_for_flags(next_values)
+            if not each.zero_midway:
+                each.look_at_steps(chunk, turns, final, terminated)
             all_here &= here
             all_next &= next
         for each, turns in turned:
@@ -153,19 +228,22 @@ class ObservationChecks:
         self._rows += count
         self._zero_rows += int(both.sum())
         self._ends += int(final.sum())
+        self._torn |= _touches(chunk, links, broken, both)
         if not self._zero_state and (all_here.any() or all_next.any()):
             self._zero_state = _comes_or_goes(chunk, links, all_here, all_next)
 
     def finish(self, findings: Findings) -> None:
         """Judge the zeros by what was seen of them all."""
         values = sum(each.values for each in self._observations)
-        if values > 1 and self._zero_rows < self._rows and not self._zero_state:
+        seldom = self._zero_rows < self._rows and not self._zero_state
+        if values > 1 and seldom and self._torn:
             findings.merge(self._zeros)
         for each in self._observations:
             if each.few and each.turned <= _SHARE * self._ends:
                 continue
             # A single zero is a number like others, and so are flags that are all off.
-            if each.values > 1 and not each.zero_midway and each.dtype != torch.bool:
+            lost = not each.zero_midway and each.dtype != torch.bool and each.leapt
+            if each.values > 1 and lost:
                 findings.merge(each.zero_with_all if each.flags else each.zero_ends)
 
 
@@ -176,6 +254,15 @@ def _any(mask: ColumnReader, chunk: CheckedRows) -> np.ndarray:
 
 def _other_than(name: str, before: np.ndarray, at: int) -> str:
     return f"is not the {name} of row {before[at]:,}"
+
+
+def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.ndarray) -> bool:
+    """Whether a broken link begins or ends at one of ``rows`` [n] of the chunk."""
+    if not (broken.any() and rows.any()):
+        return False
+    before = links.before[broken & (links.before >= chunk.start)]
+    ends = np.concatenate([before, links.after[broken]]) - chunk.start
+    return bool(rows[ends].any())
 
 
 def _comes_or_goes(chunk: CheckedRows, links: RowPairs, here: np.ndarray, next: np.ndarray) -> bool:

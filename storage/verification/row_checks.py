@@ -181,9 +181,9 @@ class RowChecks:
             self.ended[run.origin] = self.ended.get(run.origin, 0) + int(chunk.ended.sum())
         _check_own(chunk, valid, findings)
         links = lanes.advance(chunk, findings)
-        self._observations.check_links(chunk, links, findings)
-        self._observations.check_zeros(chunk, links, valid)
         terminated = flags[TERMINATED] if self._both_known else chunk.ended
+        broken = self._observations.check_links(chunk, links, findings)
+        self._observations.check_zeros(chunk, links, broken, valid, terminated)
         self._resets.look(run, chunk, valid, terminated)
         if self._episodes is not None:
             self._episodes.extend(start, start + len(chunk.ids))

@@ -185,7 +185,7 @@ def test_zeros_at_ends_are_sound_where_episodes_leave_zero_midway(tmp_path: Path
     assert_sound(write(tmp_path / "one", *episodes([1, 2, 0], [0, 1, 2], [3, 0])))
     assert_sound(write(tmp_path / "same", *episodes([0, 1, 0])))
     assert_sound(write(tmp_path / "comes", *episodes([1, 0, 0], [2, 0])))
-    report = verify(write(tmp_path / "never", *episodes([1, 2, 0], [3, 1, 2], [3, 0])))
+    report = verify(write(tmp_path / "never", *episodes([11, 12, 0], [13, 11, 12], [13, 0])))
     (found,) = (each for each in report.findings if each.check == "finals")
     assert found.count == 2
     assert [place.row for place in found.places] == [1, 4]
@@ -204,9 +204,9 @@ def games(mask_dtype: Any, board: int = 1, masks: tuple[int, int] = (1, 0)) -> l
         steps, observation = len(game[STEP]), game.pop(("observation",))
         del game["next", "observation"]
         last = np.arange(steps) == steps - 1
-        filled = observation.astype(np.int8)
+        filled = observation.astype(np.int8) + 20
         game[BOARD], game[("next", *BOARD)] = filled, np.roll(filled, -1, 0)
-        game[("next", *BOARD)][-1] = 5 * board
+        game[("next", *BOARD)][-1] = 25 * board
         legal = np.full((steps, 3), masks[0]).astype(mask_dtype)
         game[MASK], game[("next", *MASK)] = legal, legal.copy()
         game[("next", *MASK)][last] = masks[1]
