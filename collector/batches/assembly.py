@@ -109,7 +109,12 @@ class Assembly:
         self._budget = Budget(options.total_frames)
         self._ticks = _ticks(options, source.plan)
         self._masks, self._agents = _agents(options, source.plan)
-        self._checks = RangeChecks(ranges, options.validate)
+        self._checks = RangeChecks(
+            ranges,
+            options.validate,
+            source.plan.masks,
+            at_random=not count_random or self._draws,
+        )
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         watched = options.finals == "check" and not source.plan.lost_finals
         self._finals = FinalsWatch(len(state.step), source.plan.observed if watched else ())
@@ -381,6 +386,7 @@ class Assembly:
             block.entry,
             self.state,
             checks.eased,
+            checks.masks_of(block.slab, 1),
         )
         return plain
 

@@ -5,6 +5,7 @@ environment, and more so behind a gradient step, each line touched costs several
 costs in a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ class PlainSlots:
     """What happens in each; it, the state and the checks are those that ``slot`` was made for."""
     state: LaneState
     eased: int
+    masks: Callable[[], bool] | None
+    """Finds masks of legal actions good, where they are looked at."""
 
     def was_made_for(self, entry: LedgerEntry, state: LaneState, eased: int) -> bool:
         """It is still so."""
@@ -60,6 +63,8 @@ class PlainSlots:
 
     def store(self, finals: FinalsWatch) -> bool:
         """Check, number, count and store what was filled; False, and nothing done, if more is."""
+        if self.masks is not None and not self.masks():
+            return False
         ended = self.storage.extend_slot(
             self.slot, self.again.version, watched=finals.looks, undivided=deferred
         )

@@ -1,7 +1,7 @@
 """Compare values with the spaces that the environment declared, whole columns at a time."""
 
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,10 +17,11 @@ from tallyroll.collector.batches.slab_rows import FEW_SLOTS
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.collector.options import Validate
+from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.kernel import KINDS, kernel, table_of
-from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
+from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, Key, as_key, spell
 
 
 class OutOfRangeWarning(UserWarning):
@@ -33,7 +34,7 @@ class Violation:
 
     slot: int
     what: str
-    check: "Range"
+    check: "Range | MaskRule"
     can_pass: bool
     """It is for ``validate`` to say whether it passes."""
 
@@ -190,10 +191,21 @@ class RangeChecks:
     Args:
         ranges: what is allowed; see :func:`ranges_of`.
         validate: see :data:`Validate`.
+        masks: of legal actions.
+        at_random: some actions are drawn, and keep to masks; what a policy does is its own affair.
     """
 
-    def __init__(self, ranges: Sequence[Range], validate: Validate) -> None:
+    def __init__(
+        self,
+        ranges: Sequence[Range],
+        validate: Validate,
+        masks: Sequence[MaskRule] = (),
+        *,
+        at_random: bool = False,
+    ) -> None:
         self._validate = validate
+        self._rules = masks
+        self._masks = list(masks) if at_random and validate != "off" else []
         self._declared = [] if validate == "off" else list(ranges)
         self._ranges = _of_numbers(ranges) if validate == "off" else list(ranges)
         self._seen_before = _seen_before(self._ranges)
@@ -206,7 +218,9 @@ class RangeChecks:
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
         if used <= FEW_SLOTS and self._of_slots(slab).are_good(used):  # reset slots too
-            return None
+            looks = self.masks_of(slab, used)
+            if looks is None or looks():
+                return None
         while True:
             # A wrong action explains what the environment made of it: it comes first of equals.
             found = self._violations(slab, used, state)
@@ -233,6 +247,22 @@ class RangeChecks:
         checks = self._of_slots(slab)
         return checks.table if checks.fit else None
 
+    def masks_of(self, slab: Slab, used: int) -> Callable[[], bool] | None:
+        """What finds masks in the first ``used`` slots good in general; None: none is looked at.
+
+        Where it does not, :meth:`first_violation` knows more.
+        """
+        if not self._masks:
+            return None
+        if not all(rule.mask in slab.flat for rule in self._masks):
+            return lambda: False
+        narrow = {each.key for each in self._ranges if each.low.min() >= 0 and each.high.max() <= 1}
+        looks = [
+            rule.quick(slab.array(rule.mask)[:used], zeros_and_ones=rule.mask in narrow)
+            for rule in self._masks
+        ]
+        return looks[0] if len(looks) == 1 else lambda: all(look() for look in looks)
+
     def _of_slots(self, slab: Slab) -> _SlotChecks:
         checks = self._slot_checks.get(slab)
         if checks is None:
@@ -244,7 +274,7 @@ class RangeChecks:
         if not found.can_pass or self._validate not in ("noise", "warn"):
             return False
         if self._validate == "warn":
-            self._ranges = _of_numbers(self._ranges)
+            self._ranges, self._masks = _of_numbers(self._ranges), []
         elif found.check.has_noise:
             self._ranges = [
                 each.numbers() if each is found.check else each for each in self._ranges
@@ -256,14 +286,22 @@ class RangeChecks:
         self.eased += 1
         return True
 
-    def bad_action(self, slab: Slab, slot: int, state: LaneState) -> Exception | None:
-        """The fault of the policy's actions in ``slot``, which the environment refused."""
+    def bad_action(
+        self, slab: Slab, slot: int, acting: NDArray[np.bool_], state: LaneState
+    ) -> Exception | None:
+        """The fault of the actions in ``slot``, or of their masks, where a step of it raised.
+
+        ``acting`` are the lanes ``[lane]`` whose action the environment would have executed.
+        """
         for check in self._declared:
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
                 bad = check.bad(_values(slab, check.key, slot, slot + 1))
                 if bad is not None:
                     return _violation(check, slab, slot, int(np.argmax(bad[0])), state).error
-        return None
+        if slab.lane is not None:  # its actions are there before what their lanes saw
+            return None
+        faults = (_fault_of(rule, slab, slot, acting, state) for rule in self._rules)
+        return next((each for each in faults if each is not None), None)
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         new: tuple[NDArray[np.intp], ...] | None = None
@@ -281,6 +319,13 @@ class RangeChecks:
             if bad is not None and (bad := bad & slab.transitions[:used]).any():
                 slot, lane = (int(index) for index in np.argwhere(bad)[0])
                 yield _violation(check, slab, slot, lane, state)
+        for rule in self._masks:
+            drawn = slab.transitions[:used] & (slab.version[:used] == RANDOM_VERSION)
+            wrong, wanted = rule.wrong(*_marks(rule, slab, 0, used))
+            if (wrong := wrong & drawn).any():
+                slot, lane = (int(index) for index in np.argwhere(wrong)[0])
+                said = _bad_mask(rule, slab, slot, lane, state, wanted)
+                yield Violation(slot, said, rule, can_pass=True)
 
 
 _SAID_ONCE = (
@@ -341,6 +386,48 @@ def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState)
         f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN"
     )
     return Violation(slot, said, check, not check.has_noise or bool(np.isfinite(value[at])))
+
+
+def _marks(
+    rule: MaskRule, slab: Slab, start: int, stop: int
+) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """The mask and, where agents have one, which of them act ``[time, lane, ...]``."""
+    live = None if rule.live is None else _values(slab, rule.live, start, stop)
+    return _values(slab, rule.mask, start, stop), live
+
+
+def _bad_mask(
+    rule: MaskRule, slab: Slab, slot: int, lane: int, state: LaneState, wanted: str
+) -> str:
+    marks = _values(slab, rule.mask, slot, slot + 1)[0, lane]
+    return (
+        f"{spell(rule.mask)}, as the environment made it at lane {slab.first_lane + lane}, step "
+        f"{_step_of(slab, slot, lane, state)} of its trajectory: got {marks.tolist()!r:.200}, "
+        f"expected {wanted}"
+    )
+
+
+def _fault_of(
+    rule: MaskRule, slab: Slab, slot: int, acting: NDArray[np.bool_], state: LaneState
+) -> Exception | None:
+    """The fault of a mask, or of an action that it forbids, in a slot whose step raised."""
+    marks, live = _marks(rule, slab, slot, slot + 1)
+    wrong, wanted = rule.wrong(marks, live)
+    if (wrong := wrong[0] & acting).any():
+        said = _bad_mask(rule, slab, slot, int(np.argmax(wrong)), state, wanted)
+        return TransitionError(f"{said}; correct it")
+    actions = _values(slab, rule.action, slot, slot + 1)
+    by_policy = acting & (slab.version[slot] != RANDOM_VERSION)
+    forbidden = rule.forbids(actions, marks, live)[0] & by_policy
+    if not forbidden.any():
+        return None
+    lane = int(np.argmax(forbidden))
+    return PolicyError(
+        f"{spell(rule.action)} is not legal at lane {slab.first_lane + lane}, step "
+        f"{_step_of(slab, slot, lane, state)} of its trajectory: got "
+        f"{actions[0, lane].tolist()!r:.100}, expected one that {spell(rule.mask)} "
+        f"{marks[0, lane].tolist()!r:.200} allows; let the policy keep to the mask"
+    )
 
 
 def _exact(number: Any) -> str:

@@ -158,16 +158,18 @@ def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
     space.seed(0)
     drawn = drawn_from(space, 1) if isinstance(space, spaces.Box) else None
     info: Mapping[str, Any] = {}
+    observation: Any = None
 
     def reset() -> Call:
-        nonlocal info
+        nonlocal info, observation
         observation, info = env.reset(seed=0)
         rest = tuple(info.get(name) for name in names)
         return Call((observation, rest), observation, rest)
 
     def step() -> Call:
-        nonlocal info
-        mask = info.get(MASK_NAME)
+        nonlocal info, observation
+        seen = observation if isinstance(observation, Mapping) else {}
+        mask = info.get(MASK_NAME, seen.get(MASK_NAME))
         if mask is not None and isinstance(space, spaces.Discrete):
             action: Any = space.sample(np.asarray(mask, np.int8))
         else:

@@ -1,54 +1,154 @@
 """Random legal actions from a mask and uniform numbers, so that any process draws them alike."""
 
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torchrl.data import Categorical, MultiCategorical, OneHot, TensorSpec
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
 
 from tallyroll.storage.engine.kernel import kernel
 
+Array = NDArray[Any]
 Uniform = NDArray[np.float64]
 
 
-def uniforms(spec: TensorSpec) -> tuple[int, ...] | None:
-    """Shape of the uniform numbers that one action of ``spec`` takes; None for other specs."""
-    if type(spec) in (Categorical, MultiCategorical):
-        return tuple(spec.shape)
-    return tuple(spec.shape[:-1]) if type(spec) is OneHot else None
+@dataclass(frozen=True)
+class Choices:
+    """The values that an action may have, as a mask counts them up.
 
-
-def pick(spec: TensorSpec, allowed: torch.Tensor, uniform: Uniform) -> torch.Tensor:
-    """Actions of ``spec``, each legal one as likely as the others; see :func:`chosen`."""
-    return torch.from_numpy(chosen(spec, allowed.cpu().numpy(), uniform)).to(spec.dtype)
-
-
-def chosen(spec: TensorSpec, marks: NDArray[Any], uniform: Uniform) -> NDArray[np.int64]:
-    """Actions of ``spec``, each legal one as likely as the others.
-
-    Args:
-        spec: Categorical, OneHot or MultiCategorical.
-        marks: bool, ``[*batch, n]``; for a MultiCategorical ``[*batch, sum(nvec)]``, or
-            ``[*batch, *nvec]``, which marks combinations.
-        uniform: in [0, 1), of the shape that :func:`uniforms` gives for ``spec``. Where nothing
-            is legal, every action is: such a slot is one that an environment ignores.
+    A mask is ``[*batch, n]`` where the action is one index or a one-hot of it. Where it is several
+    indices a mask is ``[*batch, sum(sizes)]``, or ``[*batch, *sizes]``, which marks combinations,
+    or ``[*batch, index, n]`` where all have n values.
     """
-    if type(spec) is MultiCategorical:
-        nvec = spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0]
-        if len(nvec) > 1 and marks.shape == (*spec.shape[:-1], *nvec):
-            among = _nth(marks.reshape(*spec.shape[:-1], -1), uniform[..., 0])
-            return np.stack(np.unravel_index(among, nvec), -1)
-        ends = np.cumsum(nvec)
-        parts = np.split(np.broadcast_to(marks, (*spec.shape[:-1], int(ends[-1]))), ends[:-1], -1)
-        return np.stack([_nth(part, uniform[..., at]) for at, part in enumerate(parts)], -1)
-    n = int(spec.space.n)
-    wanted = (*uniform.shape, n)
-    index = _nth(marks if marks.shape == wanted else np.broadcast_to(marks, wanted), uniform)
-    return (index[..., None] == np.arange(n)).astype(np.int64) if type(spec) is OneHot else index
+
+    starts: tuple[int, ...]
+    """The first value of each index."""
+    sizes: tuple[int, ...]
+    """How many values each index may have."""
+    shape: tuple[int, ...] = ()
+    """That of one action."""
+    one_hot: bool = False
+
+    @classmethod
+    def of(cls, spec: TensorSpec, inner: int) -> Self | None:
+        """Those of a spec; None of one that a mask does not count up.
+
+        ``inner`` are the dimensions of one action, where the spec's class does not say it.
+        """
+        if type(spec) is Categorical:
+            return cls((0,), (int(spec.n),))
+        if type(spec) is OneHot:
+            return cls((0,), (int(spec.space.n),), tuple(spec.shape[-1:]), one_hot=True)
+        if type(spec) is MultiCategorical:
+            sizes = _alike(spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1]))
+            return None if sizes is None else cls((0,) * len(sizes), sizes, (len(sizes),))
+        shape = tuple(spec.shape[len(spec.shape) - inner :])
+        if isinstance(spec, Binary):
+            return cls((0,) * prod(shape), (2,) * prod(shape), shape) if prod(shape) else None
+        if not isinstance(spec, Bounded):
+            return None
+        bounds = [b.cpu().numpy().reshape(-1, prod(shape)) for b in (spec.low, spec.high)]
+        if bounds[0].dtype.kind not in "iu" or not prod(shape):
+            return None
+        low, high = map(_alike, bounds)
+        if low is None or high is None:
+            return None
+        return cls(low, tuple(b - a + 1 for a, b in zip(low, high, strict=True)), shape)
+
+    def batch(self, action: tuple[int, ...]) -> tuple[int, ...]:
+        """The batch of actions that all together have the shape ``action``."""
+        return action[: len(action) - len(self.shape)]
+
+    def uniforms(self, action: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the uniform numbers that such actions take."""
+        return self.batch(action) if self.one_hot else action
+
+    @property
+    def form(self) -> str:
+        """The shape of a mask, of one action."""
+        n, count = self.sizes[0], len(self.sizes)
+        if count == 1:
+            return f"[{n}]"
+        combinations = f", {[*self.sizes]} (combinations)" if count < 9 else ""
+        alike = f", {[count, n]} (a row an index)" if set(self.sizes) == {n} else ""
+        return f"[{sum(self.sizes)}] (one part an index behind the other){combinations}{alike}"
+
+    def parts(self, marks: Array, batch: tuple[int, ...]) -> list[Array] | None:
+        """The marks of each index ``[*batch, n]``, or of combinations; None: another shape."""
+        sizes = self.sizes
+        if len(sizes) == 1 and marks.size == prod(batch) * sizes[0]:
+            return [marks.reshape(*batch, sizes[0])] if marks.shape[-1:] == sizes else None
+        if marks.shape == (*batch, sum(sizes)):
+            return np.split(marks, np.cumsum(sizes)[:-1], -1)
+        if len(sizes) > 1 and marks.shape == (*batch, *sizes):
+            return [marks.reshape(*batch, -1)]
+        if marks.shape == (*batch, len(sizes), sizes[0]) and set(sizes) == {sizes[0]}:
+            return [marks[..., at, :] for at in range(len(sizes))]
+        return None
+
+    def draw(self, marks: Array, uniform: Uniform) -> Array:
+        """Actions, each legal one as likely as the others.
+
+        Args:
+            marks: of a shape that :meth:`parts` takes.
+            uniform: in [0, 1), as :meth:`uniforms` shapes them. Where nothing is legal, every
+                action is: such a slot is one that an environment ignores.
+        """
+        if self.one_hot or not self.shape:
+            wanted = (*uniform.shape, self.sizes[0])
+            index = _nth(marks if marks.shape == wanted else marks.reshape(wanted), uniform)
+            if self.one_hot:
+                return (index[..., None] == np.arange(self.sizes[0])).astype(np.int64)
+            return index + self.starts[0] if self.starts[0] else index
+        batch = uniform.shape[: uniform.ndim - len(self.shape)]
+        parts = self.parts(marks, batch)
+        assert parts is not None
+        numbers = uniform.reshape(*batch, -1)
+        if len(parts) < len(self.sizes):
+            found = np.stack(np.unravel_index(_nth(parts[0], numbers[..., 0]), self.sizes), -1)
+        else:
+            found = np.stack([_nth(p, numbers[..., at]) for at, p in enumerate(parts)], -1)
+        return (found + np.asarray(self.starts)).reshape(*batch, *self.shape)
+
+    def nothing(self, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
+        """``[*batch]`` where a mask allows no action."""
+        parts = self.parts(marks, batch)
+        assert parts is not None
+        found: NDArray[np.bool_] = ~parts[0].any(-1)
+        for part in parts[1:]:
+            found |= ~part.any(-1)
+        return found
+
+    def allowed(self, actions: Array, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
+        """``[*batch]`` where a mask allows the action; also of values that no action has."""
+        parts = self.parts(marks, batch)
+        assert parts is not None
+        if self.one_hot:
+            index = actions.argmax(-1)[..., None]
+        else:
+            index = actions.reshape(*batch, -1).astype(np.int64) - np.asarray(self.starts)
+        inside = ((index >= 0) & (index < np.asarray(self.sizes))).all(-1)
+        index = np.clip(index, 0, np.asarray(self.sizes) - 1)
+        if len(parts) < len(self.sizes):
+            index = np.ravel_multi_index(tuple(np.moveaxis(index, -1, 0)), self.sizes)[..., None]
+        good = [
+            np.take_along_axis(part, index[..., at, None], -1)[..., 0] != 0
+            for at, part in enumerate(parts)
+        ]
+        legal: NDArray[np.bool_] = np.logical_and.reduce(good) & inside
+        return legal
 
 
-def _nth(marks: NDArray[Any], uniform: Uniform) -> NDArray[np.int64]:
+def _alike(rows: Array) -> tuple[int, ...] | None:
+    """The one row that all are; None where they differ."""
+    if not len(rows) or (rows != rows[0]).any():
+        return None
+    return tuple(int(number) for number in rows[0])
+
+
+def _nth(marks: Array, uniform: Uniform) -> NDArray[np.int64]:
     """Index of one of the marked entries of the last axis of ``marks``."""
     marks = marks if marks.dtype == np.bool_ else marks.astype(np.bool_)
     if kernel is not None and marks.flags.c_contiguous and uniform.flags.c_contiguous:

@@ -18,7 +18,7 @@ from torchrl.data import (
 )
 from torchrl.envs import ActionMask, Compose, EnvBase, TransformedEnv
 
-from tallyroll.collector.policies.masked_actions import chosen, pick, uniforms
+from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.slot_rng import Draw, SlotRng, width_of
 from tallyroll.storage.rows.keys import Key, as_key
 
@@ -97,6 +97,14 @@ def mask_key(env: EnvBase, action: Key) -> Key | None:
     return candidate if candidate in names else None
 
 
+def choices_of(env: EnvBase, action: Key) -> Choices | None:
+    """The values that an action may have; None where a mask does not count them up."""
+    spec, around = env.full_action_spec[action], env.full_action_spec
+    for name in action[:-1]:
+        around = around[name]
+    return Choices.of(spec, len(spec.shape) - len(around.shape))
+
+
 def lane_actions(env: EnvBase) -> dict[Key, TensorSpec]:
     """The specs of one lane's actions."""
     items = env.full_action_spec.items(True, True)
@@ -143,6 +151,7 @@ class RandomActions:
     ) -> None:
         self._env, self._rng = env, rng
         self._masks = {key: mask_key(env, key) for key in action_keys(env)}
+        self._choices = {key: choices_of(env, key) for key, mask in self._masks.items() if mask}
         own = env.batch_size.numel() if columns is None else columns
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else None
@@ -162,9 +171,10 @@ class RandomActions:
             return None
         if self._masks[key] is None:
             return block_draw(spec.expand(self._lanes, *spec.shape))
-        shape = uniforms(spec)
-        if shape is None:
+        choices = self._choices[key]
+        if choices is None:
             return None
+        shape = choices.uniforms(tuple(spec.shape))
         return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
     def arrays(self, slots: int) -> Iterable[tuple[Key, Array]]:
@@ -192,13 +202,16 @@ class RandomActions:
         ``masks`` are those of :meth:`masks_in`.
         """
         drawn = [
-            (arrays[key], masks[key], numbers, self._specs[key])
+            (arrays[key], masks[key], numbers, self._choices.get(key))
             for key, numbers in self.arrays(stop - start)
         ]
         for at in range(start, stop):
-            for actions, marks, numbers, spec in drawn:
+            for actions, marks, numbers, choices in drawn:
                 own = numbers[at - start]
-                actions[at] = own if marks is None else chosen(spec, marks[at], own)
+                if marks is None or choices is None:
+                    actions[at] = own
+                else:
+                    actions[at] = choices.draw(marks[at], own)
             yield at
 
     def ahead(self, slots: int) -> Ahead:
@@ -223,8 +236,10 @@ class RandomActions:
             elif mask is None:
                 td.set(key, ahead[key][slot])
             else:
-                spec = self._specs[key]
-                action = pick(spec, td.get(mask).to(torch.bool), ahead[key][slot].numpy())
+                spec, choices = self._specs[key], self._choices[key]
+                assert choices is not None
+                drawn = choices.draw(td.get(mask).cpu().numpy(), ahead[key][slot].numpy())
+                action = torch.from_numpy(drawn).to(spec.dtype)
                 td.set(key, action if spec.device is None else action.to(spec.device))
         return td
 

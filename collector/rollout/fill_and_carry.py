@@ -106,6 +106,7 @@ class Rollout:
             with self.driver.interruptible():
                 self.fill()
         except BaseException:
+            slab.version[0] = self.version
             self._count_filled()
             raise
         slab.transitions[0], slab.version[0] = True, self.version
@@ -182,10 +183,14 @@ class Rollout:
         self.driver.used = good
         yield self._take(min(most, good * self.lanes))
 
-    def refused(self) -> tuple[Slab, int] | None:
+    def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
         """After an error: the slot whose actions an environment may have refused."""
-        at = self.driver.used
-        return (self.slab, at) if at < self.slab.slots else None
+        at, driver = self.driver.used, self.driver
+        if at >= self.slab.slots:
+            return None
+        if not at or driver.all_are_transitions:
+            return self.slab, at, driver.upcoming()
+        return self.slab, at, ~driver.ended(at - 1, at)[0]
 
     def last_slot(self, rewards: Sequence[Key]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Reward and end of every lane ``[lane]`` in the last slot that was filled."""

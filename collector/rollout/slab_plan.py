@@ -20,6 +20,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.traits import fills_slabs, loses_finals, system_of
 from tallyroll.collector.errors import EnvironmentRefused, PolicyError
 from tallyroll.collector.options import Options
+from tallyroll.collector.policies.mask_rules import MaskRule, require_masks, rules_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
 from tallyroll.collector.policies.slot_rng import SlotRng
@@ -84,6 +85,8 @@ class SlabPlan:
     """The environment has a batch dimension of lanes; True in other layouts than TorchRL's."""
     notes: tuple[str, ...] = ()
     """What whoever uses the rows has to be told."""
+    masks: tuple[MaskRule, ...] = ()
+    """Masks of legal actions among the columns."""
     fault: str | None = None
     """How the environment falsifies ends of episodes, where TorchRL's layout lets it."""
 
@@ -148,6 +151,8 @@ def plan_slab(
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
             refuse_states(policy, first, env, in_place)
+    if policy is None or options.init_random_frames:
+        require_masks(env)
     require_names_of(env, written=extra)
     layout = in_place_layout(env) if in_place else copied_layout(env)
     dims = _batch_dims(env, layout, policy)
@@ -170,6 +175,7 @@ def plan_slab(
         flags=tuple(map(as_key, env.full_done_spec.keys(True, True))) if torchrl else (),
         batched=len(env.batch_size) > 0 or not torchrl,
         notes=() if policy is None else tuple(policy.notes),
+        masks=tuple(rule for rule in rules_of(env) if {rule.mask, rule.action} <= {*layout}),
         fault=_fault(env, options),
     )
 

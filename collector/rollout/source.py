@@ -179,8 +179,11 @@ class TransitionSource(Protocol):
         The rest is thrown away, and counted, in the last entry at the latest.
         """
 
-    def refused(self) -> tuple[Slab, int] | None:
-        """After an error: the slot whose actions an environment may have refused."""
+    def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
+        """After an error: the slot whose actions an environment may have refused.
+
+        And ``[lane]``, those whose action it would have executed.
+        """
 
     def stop(self) -> None:
         """End after the step under way. Safe to call from a signal handler or another thread."""

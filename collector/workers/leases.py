@@ -410,7 +410,7 @@ class Leases:
                 self._queue.popleft()
         yield self._nothing()  # what was thrown away behind the last one
 
-    def refused(self) -> tuple[Slab, int] | None:
+    def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
         """Nobody knows whose lanes they were."""
         return None
 

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.data import (
     Binary,
+    Bounded,
     Categorical,
     Composite,
     MultiCategorical,
@@ -31,7 +32,7 @@ from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies import masked_actions
-from tallyroll.collector.policies.masked_actions import chosen, pick, uniforms
+from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.random_actions import block_draw
 from tallyroll.storage.engine.kernel import kernel
 
@@ -155,28 +156,48 @@ def test_workers_that_do_not_wait_for_one_another_draw_other_actions(made: Any) 
 # --- masks ----------------------------------------------------------------------------------------
 
 
+def bounded(low: list[int], high: list[int], *shape: int) -> Bounded:
+    ends = (torch.tensor(end).expand(shape) for end in (low, high))
+    return Bounded(*ends, shape=shape, dtype=torch.int64)
+
+
 SPECS = [
-    Categorical(4, shape=(5,)),
-    Categorical(4, shape=(5, 2)),
-    OneHot(4, shape=(5, 4)),
-    MultiCategorical([2, 4], shape=(5, 2)),
+    (Categorical(4, shape=(5,)), 0),
+    (Categorical(4, shape=(5, 2)), 0),
+    (OneHot(4, shape=(5, 4)), 1),
+    (MultiCategorical([2, 4], shape=(5, 2)), 1),
+    (bounded([10], [13], 5), 0),
+    (bounded([-1], [2], 5, 2), 0),
+    (bounded([5, -2], [6, 1], 5, 2), 1),
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_each_legal_action_is_as_likely(spec: TensorSpec) -> None:
-    shape = uniforms(spec)
-    assert shape is not None
-    several = type(spec) is MultiCategorical
-    width = 6 if several else 4
-    lead = (5, 2) if spec.shape == (5, 2) and not several else (5,)
+def choices(spec: TensorSpec, inner: int = 0) -> Choices:
+    found = Choices.of(spec, inner)
+    assert found is not None
+    return found
+
+
+def widths(of: Choices, spec: TensorSpec) -> tuple[tuple[int, ...], int]:
+    """The batch of a spec, and the marks of each action of it."""
+    return of.batch(tuple(spec.shape)), sum(of.sizes)
+
+
+@pytest.mark.parametrize(("spec", "inner"), SPECS)
+def test_each_legal_action_is_as_likely(spec: TensorSpec, inner: int) -> None:
+    of = choices(spec, inner)
+    several = len(of.sizes) > 1
+    lead, width = widths(of, spec)
+    shape = of.uniforms(tuple(spec.shape))
     generator = np.random.default_rng(0)
     allowed = torch.from_numpy(generator.random((*lead, width)) < 0.6)
     allowed[0] = False  # nothing is legal: all are
     counts = torch.zeros(*lead, width)
     for _ in range(3000):
-        action = pick(spec, allowed, generator.random(shape))
+        drawn = of.draw(allowed.numpy(), generator.random(shape))
+        action = torch.from_numpy(drawn).to(spec.dtype)
         assert spec.is_in(action)
+        action = action.long() - torch.tensor(of.starts if several else of.starts[0])
         if several:
             action = action + torch.tensor([0, 2])
             counts.scatter_add_(-1, action, torch.ones(5, 2))
@@ -190,24 +211,23 @@ def test_each_legal_action_is_as_likely(spec: TensorSpec) -> None:
         assert (counts[..., part] / 3000 - wanted).abs().max() < 0.04
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "inner"), SPECS)
 def test_legal_actions_are_the_same_without_the_extension(
-    spec: TensorSpec, monkeypatch: pytest.MonkeyPatch
+    spec: TensorSpec, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = uniforms(spec)
-    assert shape is not None
-    several = type(spec) is MultiCategorical
-    lead = spec.shape[:-1] if several or type(spec) is OneHot else spec.shape
+    of = choices(spec, inner)
+    lead, width = widths(of, spec)
+    shape = of.uniforms(tuple(spec.shape))
     rng = np.random.default_rng(1)
     for share in (0.0, 0.1, 0.5, 1.0):
         for kind in (np.bool_, np.int8):
-            marks = (rng.random((*lead, 6 if several else 4)) < share).astype(kind)
+            marks = (rng.random((*lead, width)) < share).astype(kind)
             numbers = rng.random(shape)
             numbers[0], numbers[1] = np.nextafter(1.0, 0.0), 0.0
-            here = chosen(spec, marks, numbers)
+            here = of.draw(marks, numbers)
             with monkeypatch.context() as without:
                 without.setattr(masked_actions, "kernel", None)
-                assert np.array_equal(here, chosen(spec, marks, numbers))
+                assert np.array_equal(here, of.draw(marks, numbers))
 
 
 @pytest.mark.skipif(kernel is None, reason="no compiler was found")
@@ -253,7 +273,7 @@ def test_in_place_legal_actions_are_those_of_the_longer_way() -> None:
 def test_the_largest_uniform_number_is_an_action_too() -> None:
     top = np.nextafter(1.0, 0.0)
     spec = Categorical(3, shape=(1,))
-    assert pick(spec, torch.ones(1, 3, dtype=torch.bool), np.array([top])).tolist() == [2]
+    assert choices(spec).draw(np.ones((1, 3), np.bool_), np.array([top])).tolist() == [2]
 
 
 def test_a_spec_with_a_mask_of_its_own_is_not_drawn_in_blocks() -> None:

@@ -33,7 +33,7 @@ from tallyroll.collector.errors import (
     SpaceError,
     TransitionError,
 )
-from tallyroll.collector.policies.masked_actions import pick
+from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.storage import open_storage, verify
 
 from functional_kit import replay, shared
@@ -221,11 +221,13 @@ def test_a_mask_of_combinations(shape: tuple[int, ...]) -> None:
     legal = torch.zeros(64, *shape, dtype=torch.bool)
     some = torch.rand(64, *shape, generator=torch.Generator().manual_seed(0)) < 0.2
     legal[:63] = some[:63]
-    spec = MultiCategorical(list(shape), shape=(64, len(shape)))
+    choices = Choices.of(MultiCategorical(list(shape), shape=(64, len(shape))), 1)
+    assert choices is not None
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(50):
-        action = pick(spec, legal, rng.random((64, len(shape))))
+        drawn = choices.draw(legal.numpy(), rng.random((64, len(shape))))
+        action = torch.from_numpy(drawn)
         assert legal[(torch.arange(64), *action.T)][legal.flatten(1).any(1)].all()
         seen.add(tuple(action[-1].tolist()))
     assert len(seen) > 8, "where nothing is legal, everything is"

@@ -24,7 +24,7 @@ from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
-    TransitionError,
+    PolicyError,
 )
 from tallyroll.storage import open_storage, verify
 
@@ -186,9 +186,10 @@ def test_an_illegal_move_is_refused() -> None:
         SyncCollector(
             "openspiel:tic_tac_toe", corner, num_envs=2, frames_per_batch=8, total_frames=8
         ) as collector,
-        pytest.raises(TransitionError, match=r"lane 0: 0 is no legal move of tic_tac_toe\(\)"),
+        pytest.raises(PolicyError, match=r"action is not legal at lane 0, .*: got 0") as found,
     ):
         list(collector)
+    assert "lane 0: 0 is no legal move of tic_tac_toe()" in str(found.value.__cause__)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""Masks of legal actions beside the actions of a slab: whether they are good, and kept to."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.data import TensorSpec
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.errors import SpaceError
+from tallyroll.collector.policies.masked_actions import Choices
+from tallyroll.collector.policies.random_actions import action_keys, choices_of, mask_key
+from tallyroll.storage.rows.keys import Key, as_key, spell
+
+Array = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """An action, and the mask beside it that says which of its values are legal.
+
+    All arrays are ``[time, lane, ...]``.
+    """
+
+    action: Key
+    mask: Key
+    choices: Choices
+    agents: tuple[int, ...]
+    """Dimensions between the lane and one action."""
+    live: Key | None
+    """Says which agents act, of a group that tells it."""
+    by_policy: ClassVar[bool] = False
+    has_noise: ClassVar[bool] = False
+
+    def wrong(self, marks: Array, live: Array | None) -> tuple[Mask, str]:
+        """``[time, lane]`` where a mask is none, and what was expected."""
+        flat = marks.reshape(*marks.shape[:2], -1)
+        other = np.zeros(flat.shape[:2], np.bool_)
+        if marks.dtype != np.bool_:
+            other = ((flat != 0) & (flat != 1)).any(-1)
+        if other.any():
+            return other, "1 for each value that is legal and 0 for the others"
+        nothing = self._by_lane(self.choices.nothing(marks, marks.shape[:2] + self.agents))
+        # An agent that does not act may have no legal action, and not every group tells who acts.
+        if live is not None:
+            nothing = (nothing & self._by_lane(live)).any(-1)
+        else:
+            nothing = nothing.all(-1)
+        return nothing, "at least one value that is legal"
+
+    def quick(self, marks: Array, *, zeros_and_ones: bool) -> Callable[[], bool]:
+        """A quick look at memory: True where all masks in it are good, whoever acts.
+
+        ``zeros_and_ones``: others are looked for elsewhere.
+        """
+        if zeros_and_ones and marks.dtype.itemsize == 1:
+            marks = marks.view(np.bool_)
+        batch = marks.shape[:2] + self.agents
+        parts = self.choices.parts(marks, batch)
+        assert parts is not None
+        if marks.dtype == np.bool_:
+            every, some = np.logical_and.reduce, np.logical_or.reduce
+            if len(parts) == 1:
+                (only,) = parts
+                return lambda: bool(every(some(only, -1), None))
+            return lambda: all(every(some(part, -1), None) for part in parts)
+        if marks.dtype.kind in "iu":
+            return lambda: all((p.max(-1) == 1).all() and p.min() >= 0 for p in parts)
+        return lambda: all((p.max(-1) == 1).all() and ((p == 0) | (p == 1)).all() for p in parts)
+
+    def forbids(self, actions: Array, marks: Array, live: Array | None) -> Mask:
+        """``[time, lane]`` where the mask does not allow the action of some agent that acts."""
+        batch = marks.shape[:2] + self.agents
+        found = self._by_lane(~self.choices.allowed(actions, marks, batch))
+        return np.asarray((found if live is None else found & self._by_lane(live)).any(-1))
+
+    def _by_lane(self, flags: Array) -> Mask:
+        """``[time, lane, agent]``."""
+        return flags.reshape(*flags.shape[:2], -1)
+
+
+def rules_of(env: EnvBase) -> Iterator[MaskRule]:
+    """A rule for each action with a mask that counts its values up."""
+    for key in action_keys(env):
+        choices, mask = choices_of(env, key), mask_key(env, key)
+        if choices is None or mask is None or _unfit(env, key, mask, choices):
+            continue
+        live = (*key[:-1], "mask")
+        spec = env.observation_spec[live] if live in _observed(env) else None
+        agents = _agents(env, key, choices)
+        known = spec is not None and spec.dtype is torch.bool
+        known = known and tuple(spec.shape[len(env.batch_size) :]) == agents != ()
+        yield MaskRule(key, mask, choices, agents, live if known else None)
+
+
+def require_masks(env: EnvBase) -> None:
+    """Refuse masks that random actions cannot keep to.
+
+    Raises:
+        SpaceError: the action has no values that a mask could count up, or others than the mask.
+    """
+    for key in action_keys(env):
+        mask = mask_key(env, key)
+        if mask is None:
+            continue
+        spec, choices = env.full_action_spec[key], choices_of(env, key)
+        way_out = f'give the mask another name (rename={{"{spell(mask)}": …}}), or pass a policy'
+        if choices is None and not hasattr(spec, "update_mask"):
+            raise SpaceError(
+                f"{spell(mask)}: expected an action with values that a mask counts up beside it, "
+                f"got {type(spec).__name__} {_inner(env, spec)} for {spell(key)}; {way_out}"
+            )
+        if choices is not None and _unfit(env, key, mask, choices):
+            got = _inner(env, env.observation_spec[mask])
+            agents = _agents(env, key, choices)
+            each = f", for each of the agents {list(agents)}" if agents else ""
+            raise SpaceError(
+                f"{spell(mask)}: expected the shape {choices.form}{each}, a mark for each value of "
+                f"{spell(key)}, got {got}; correct the mask, {way_out}"
+            )
+
+
+def _unfit(env: EnvBase, key: Key, mask: Key, choices: Choices) -> bool:
+    spec = env.observation_spec[mask]
+    marks = np.broadcast_to(np.False_, tuple(spec.shape))  # takes no memory
+    return choices.parts(marks, choices.batch(tuple(env.full_action_spec[key].shape))) is None
+
+
+def _agents(env: EnvBase, key: Key, choices: Choices) -> tuple[int, ...]:
+    return choices.batch(tuple(env.full_action_spec[key].shape))[len(env.batch_size) :]
+
+
+def _inner(env: EnvBase, spec: TensorSpec) -> list[int]:
+    return list(spec.shape[len(env.batch_size) :])
+
+
+def _observed(env: EnvBase) -> set[Key]:
+    return {as_key(key) for key in env.observation_spec.keys(True, True)}

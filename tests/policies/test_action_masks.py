@@ -1,0 +1,334 @@
+"""Random actions keep to masks wherever a space begins, and who spoils a mask is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDictBase
+from torchrl.data import Binary, Bounded
+
+from tallyroll.collector import Info, SyncCollector
+from tallyroll.collector.errors import CollectorError, PolicyError, SpaceError, TransitionError
+from tallyroll.collector.policies.mask_rules import MaskRule
+from tallyroll.collector.policies.masked_actions import Choices
+from tallyroll.storage import MemmapStorage
+
+import toy_systems
+from collect_kit import Batches, collect, joined
+from worker_kit import in_threads, start, through
+
+BUDGET: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 40, "seed": 1}
+MODES = list(AutoresetMode)
+
+
+def legal_in(space: spaces.Space[Any], marks: np.ndarray[Any, Any], action: Any) -> bool:
+    """As the documentation of a mask has it, spelled out."""
+    if isinstance(space, spaces.Discrete):
+        return bool(marks[int(action) - int(space.start)])
+    assert isinstance(space, spaces.MultiDiscrete)
+    index = (np.asarray(action) - space.start).ravel()
+    sizes = space.nvec.ravel()
+    if marks.shape == tuple(sizes):
+        return bool(marks[tuple(index)])
+    starts = np.cumsum([0, *sizes[:-1]])
+    return bool(marks.ravel()[starts + index].all())
+
+
+class Masked(gym.Env[Any, Any]):
+    """The observation is [episode, step]; its mask follows from these, and holds."""
+
+    def __init__(
+        self,
+        space: spaces.Space[Any],
+        shape: Sequence[int],
+        kind: Any = np.int8,
+        *,
+        where: str = "seen",
+        spoilt: int = -1,
+        spoil: Any = 0,
+        raises: bool = True,
+    ) -> None:
+        self.action_space, self.shape, self.kind = space, tuple(shape), kind
+        self.where, self.spoilt, self.spoil, self.raises = where, spoilt, spoil, raises
+        count = spaces.Box(-1, 1000, (2,), np.float32)
+        mask = spaces.Box(0, 1 if kind is bool else 5, self.shape, kind)
+        self.observation_space = count
+        if where == "seen":
+            self.observation_space = spaces.Dict(count=count, action_mask=mask)
+        self.episode, self.time = -1, 0
+
+    def marks(self) -> Any:
+        rng = np.random.default_rng(self.episode * 100 + self.time)
+        marks = rng.random(self.shape) < 0.5
+        # One value of each index is legal, however a mask lays them out.
+        sizes = np.ravel(getattr(self.action_space, "nvec", self.shape[-1:]))
+        if len(self.shape) == 1 and sum(sizes) == marks.size:
+            marks[np.cumsum(sizes) - 1] = True
+        marks[..., -1] = True
+        if self.time == self.spoilt:
+            marks = np.full(marks.shape, self.spoil)
+        return marks.astype(self.kind)
+
+    def look(self) -> tuple[Any, dict[str, Any]]:
+        count, marks = np.array([self.episode, self.time], np.float32), self.marks()
+        if self.where == "seen":
+            return {"count": count, "action_mask": marks}, {}
+        return count, {"action_mask": marks}
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begin the next episode."""
+        self.episode, self.time = self.episode + 1, 0
+        return self.look()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute a legal action."""
+        if self.raises and not legal_in(self.action_space, self.marks(), action):
+            raise RuntimeError("an illegal move")
+        self.time += 1
+        seen, info = self.look()
+        return seen, float(self.time), self.time == 4, False, info
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "from 10": (spaces.Discrete(3, start=10), (3,)),
+    "from -1": (spaces.Discrete(3, start=-1), (3,)),
+    "from 0": (spaces.Discrete(3), (3,)),
+    "one value": (spaces.Discrete(1, start=4), (1,)),
+    "several": (spaces.MultiDiscrete([2, 3], start=[5, -2]), (5,)),
+    "several from 0": (spaces.MultiDiscrete([2, 3]), (5,)),
+    "combinations": (spaces.MultiDiscrete([2, 3], start=[5, -2]), (2, 3)),
+    "rows": (spaces.MultiDiscrete([3, 3], start=[1, 4]), (2, 3)),
+    "of two dimensions": (spaces.MultiDiscrete([[2, 3], [1, 4]], start=[[1, 0], [0, 9]]), (10,)),
+}
+
+
+def vec(case: str, mode: AutoresetMode = MODES[0], lanes: int = 2, **kwargs: Any) -> Any:
+    space, shape = CASES[case]
+    if case == "rows":
+        kwargs["raises"] = False
+    make = partial(Masked, space, shape, **kwargs)
+    return SyncVectorEnv([make] * lanes, autoreset_mode=mode)
+
+
+def require_legal(rows: TensorDictBase, case: str) -> None:
+    space, _ = CASES[case]
+    for marks, action in zip(rows["action_mask"].numpy(), rows["action"].numpy(), strict=True):
+        assert space.contains(action.astype(space.dtype)[()]), action
+        if case == "rows":
+            index = action - space.start
+            assert marks[np.arange(2), index].all() or marks[tuple(index % [2, 3])]
+        else:
+            assert legal_in(space, marks, action), (marks, action)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "rows"])
+def test_random_actions_are_legal(case: str, mode: AutoresetMode) -> None:
+    rows = joined(collect(vec(case, mode), **BUDGET)[0])
+    require_legal(rows, case)
+    assert len(rows["action"].reshape(40, -1).unique(dim=0)) >= min(3, CASES[case][1][0])
+
+
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.int64, np.float32])
+@pytest.mark.parametrize("where", ["seen", "told"])
+def test_masks_of_any_dtype_seen_or_told(where: str, kind: Any) -> None:
+    env = vec("from 10", where=where, kind=kind)
+    infos = [] if where == "seen" else [Info("action_mask")]
+    rows = joined(collect(env, info_keys=infos, **BUDGET)[0])
+    require_legal(rows, "from 10")
+    assert len(rows["action"].unique()) == 3
+
+
+@pytest.mark.parametrize("run", ["sync", "async"])
+def test_workers_draw_legal_actions(run: str) -> None:
+    with in_threads():
+        collector = start([partial(vec, "several", lanes=1)] * 2, **BUDGET, mode=run)
+        rows = joined(through(collector).batches)
+    require_legal(rows, "several")
+    if run == "sync":
+        one = joined(collect(vec("several"), **BUDGET)[0])
+        assert torch.equal(rows["action"], one["action"])
+
+
+def test_a_random_opening_is_legal_and_the_policy_goes_on() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", td["action_mask"].to(torch.int64).argmax(-1) + 10)
+
+    rows = joined(collect(vec("from 10"), policy, init_random_frames=16, **BUDGET)[0])
+    require_legal(rows, "from 10")
+    drawn = rows["collector", "policy_version"] == -1
+    assert int(drawn.sum()) == 16
+    assert len(rows["action"][drawn].unique()) == 3
+
+
+@pytest.mark.parametrize("way", ["iterated", "collected"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("spoil", "wanted"),
+    [
+        (0, r"got \[0, 0, 0\], expected at least one value that is legal"),
+        (2, r"got \[2, 2, 2\], expected 1 for each value that is legal and 0 for the others"),
+    ],
+)
+def test_a_mask_that_is_none_is_the_environments_fault(
+    spoil: int, wanted: str, mode: AutoresetMode, way: str
+) -> None:
+    storage = MemmapStorage(max_size=100)
+    env = vec("from -1", mode, spoilt=2, spoil=spoil, raises=False)
+    with pytest.raises(TransitionError, match=f"action_mask, .* at lane 0, step 2 of .*{wanted}"):
+        run(env, storage, way)
+    assert 0 < len(storage) < 7
+    require_legal(storage[:], "from -1")
+
+
+def run(env: Any, storage: Any, way: str, policy: Any = None) -> Batches:
+    with SyncCollector(env, policy, storage=storage, **BUDGET) as collector:
+        if way == "iterated":
+            return list(collector)
+        while collector.ledger.stored < 40:
+            collector.collect(2)
+    return []
+
+
+def test_where_nobody_looks_all_values_are_drawn() -> None:
+    env = vec("from 10", spoilt=2, raises=False)
+    rows = joined(collect(env, validate="off", **BUDGET)[0])
+    assert set(rows["action"].tolist()) == {10, 11, 12}
+
+
+@pytest.mark.parametrize("way", ["iterated", "collected"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policy_that_the_environment_refuses_is_blamed(mode: AutoresetMode, way: str) -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", 12 - (td["count"][:, 1] == 2).long())
+
+    bad: dict[str, Any] = {"spoilt": 2, "spoil": [1, 0, 1]}
+    wanted = r"action is not legal at lane 0, step 2 of .*: got 11, expected .*\[1, 0, 1\]"
+    with pytest.raises(PolicyError, match=wanted) as found:
+        run(vec("from 10", mode, **bad), MemmapStorage(max_size=50), way, policy)
+    assert isinstance(found.value.__cause__, RuntimeError)
+
+
+def test_what_the_environment_takes_is_kept() -> None:
+    env = vec("from 10", raises=False)
+    always = partial(torch.full, (2,), 11)
+    rows = joined(collect(env, lambda td: td.set("action", always()), **BUDGET)[0])
+    assert (rows["action"] == 11).all()
+    assert not rows["action_mask"][:, 1].all()
+
+
+@pytest.mark.parametrize("random", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_where_a_mask_allows_nothing_no_policy_is_blamed(mode: AutoresetMode, random: bool) -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        legal = td["action_mask"].float()
+        return td.set("action", torch.multinomial(legal, 1)[:, 0] + 10)  # raises by itself
+
+    with pytest.raises(TransitionError, match=r"action_mask, .* at lane 0, step 3 .*at least one"):
+        collect(vec("from 10", mode, spoilt=3), None if random else policy, **BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "wanted"),
+    [
+        (spaces.Discrete(3, start=1), (4,), r"expected the shape \[3\], .* got \[4\]"),
+        (spaces.Discrete(3), (1,), r"expected the shape \[3\], .* got \[1\]"),
+        (spaces.Discrete(3), (2, 3), r"expected the shape \[3\], .* got \[2, 3\]"),
+        (spaces.MultiDiscrete([2, 3]), (6,), r"\[5\] .*, \[2, 3\] \(combinations\), .* got \[6\]"),
+        (spaces.MultiBinary(3), (3,), r"\[6\].* \[3, 2\] \(a row an index\), .* got \[3\]"),
+        (spaces.Box(-1, 1, (2,)), (2,), r"got Bounded\w* \[2\] for action; give the mask another"),
+        (spaces.Box(0, 9, (1,), np.uint8), (2,), r"expected the shape \[10\], .* got \[2\]"),
+    ],
+)
+def test_masks_that_fit_no_action(space: Any, shape: tuple[int, ...], wanted: str) -> None:
+    env = partial(Masked, space, shape, raises=False)
+    with pytest.raises(SpaceError, match=f"^action_mask: .*{wanted}.*rename"):
+        collect(SyncVectorEnv([env]), **BUDGET)
+    if not isinstance(space, spaces.Discrete):
+        return
+    chosen = torch.full((1,), int(space.start))
+    rows = joined(collect(SyncVectorEnv([env]), lambda td: td.set("action", chosen), **BUDGET)[0])
+    assert len(rows) == 40, "a policy reads what it likes"
+    renamed = {"action_mask": "marks"}
+    assert len(joined(collect(SyncVectorEnv([env]), rename=renamed, **BUDGET)[0])) == 40
+
+
+def test_bits_are_chosen_by_two_marks_each() -> None:
+    env = partial(Masked, spaces.MultiBinary(3), (3, 2), raises=False)
+    rows = joined(collect(SyncVectorEnv([env]), **BUDGET)[0])
+    bits = rows["action"].long()
+    assert rows["action_mask"].gather(-1, bits[..., None]).all()
+    assert len(bits.unique(dim=0)) > 3
+
+
+class Teams(toy_systems.Toy):
+    """A group of two agents that choose among three values from 7 on, each by its own mask.
+
+    One of them acts, as a mask tells, and the other has no legal action.
+    """
+
+    def __init__(self, dead: int = -1) -> None:
+        super().__init__(2)
+        self.dead = dead
+        low, high = (torch.full((2,), end) for end in (7, 9))
+        self.declares = replace(
+            self.declares,
+            observation={
+                **self.declares.observation,
+                ("team", "action_mask"): Binary(3, (2, 3), dtype=torch.bool),
+                ("team", "mask"): Binary(2, (2,), dtype=torch.bool),
+            },
+            action={("team", "action"): Bounded(low, high, shape=(2,), dtype=torch.int64)},
+            groups={"team": 2},
+        )
+
+    def seen(self, state: Any) -> list[Any]:
+        turn = self.state[:, 2] % 2
+        acts = turn[:, None] == np.arange(2)
+        marks = np.arange(3) != self.state[:, 2:3, None] % 3
+        marks = marks & acts[..., None] & (self.state[:, 2] != self.dead)[:, None, None]
+        return [state, marks, acts]
+
+    def reset(self, *args: Any, **options: Any) -> list[Any]:
+        return self.seen(super().reset(*args, **options)[0])
+
+    def step(self, action: Sequence[Any], lanes: Any = None) -> Any:
+        own = action[0]
+        assert ((own >= 7) & (own <= 9)).all()
+        turn = self.state[:, 2] % 2
+        out = super().step([own[np.arange(len(own)), turn] - 7], lanes)
+        flags = np.repeat(out.terminated[:, None], 2, 1), np.repeat(out.truncated[:, None], 2, 1)
+        agents = {"team": toy_systems.AgentFlags(*flags)}
+        return out._replace(obs=self.seen(out.obs[0]), agents=agents)
+
+
+def test_an_agent_whose_turn_it_is_not_needs_no_legal_action() -> None:
+    rows = joined(collect(Teams(), **BUDGET)[0])
+    marks, chosen = rows["team", "action_mask"], rows["team", "action"] - 7
+    legal = marks.gather(-1, chosen[..., None])[..., 0]
+    assert torch.equal(legal, marks.any(-1))
+    with pytest.raises(TransitionError, match=r"^team/action_mask, .* at lane \d, step 3 of "):
+        collect(Teams(dead=3), **BUDGET)
+
+
+def test_where_no_mask_tells_who_acts_one_agent_must() -> None:
+    rule = MaskRule(("team", "action"), ("team", "action_mask"), Choices((7,), (3,)), (2,), None)
+    marks = np.zeros((1, 3, 2, 3), np.bool_)
+    marks[0, 0], marks[0, 1, 1, 2] = True, True
+    assert rule.wrong(marks, None)[0].tolist() == [[False, False, True]]
+    acts = np.array([[[True, True], [True, False], [False, False]]])
+    assert rule.wrong(marks, acts)[0].tolist() == [[False, True, False]]
+
+
+def test_errors_are_of_one_tree() -> None:
+    assert issubclass(SpaceError, CollectorError)
+    assert Choices((0,), (2,)).parts(np.zeros((4, 3), np.bool_), (4,)) is None
