@@ -31,10 +31,16 @@ from tallyroll.collector.batches.writer import BatchWriter, Columns, warn_of_cut
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry, amounts, post
 from tallyroll.collector.counting.numbering import LaneState
-from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, SilentReset
+from tallyroll.collector.errors import (
+    ArgumentError,
+    ItemsDiffer,
+    LedgerError,
+    SilentReset,
+    StateError,
+)
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.policies.acting import Acting
-from tallyroll.collector.rollout.os_signals import admitted
+from tallyroll.collector.rollout.os_signals import call_waiting, later, pausable, waits
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.collector.slab.names import new_name, split
@@ -141,6 +147,8 @@ class Assembly:
         self._laid_out = [key for key in source.no_rows if key not in hidden]
         self._lays_out = True
         """Batches are yielded, and not only stored."""
+        self._yields = True
+        """The call under way was to yield what it stores."""
         self._parts: list[Part | SlabPart] = []
         """Of the batch under way."""
         self._kept: list[Block] = []
@@ -152,7 +160,15 @@ class Assembly:
         self._why_none: ItemsDiffer | None = None
         self._in_hand = 0
         """Transitions that were taken from the source and are in no batch yet."""
+        self._given = ledger.stored
+        """Transitions of the run that were stored before the call under way."""
+        self._ended_by = ""
+        """The exception that ended the run, what it left, and how to go on."""
         self._iterations = 0
+        self._under_way = False
+        """A batch, or a call of `collect`, that something may have parted."""
+        self.parted = False
+        """A signal's handler raised where nothing is half done."""
         self.busy = self.over = False
         self.lost = False
         """Another collector drives the environment; it stays ``busy``."""
@@ -166,21 +182,20 @@ class Assembly:
 
         It has ``frames_per_batch`` rows, or another ``size``, as far as the budget goes.
         """
-        self._lays_out = True
+        self._lays_out = self._yields = True
         most = sys.maxsize if self._apart else size or self._options.frames_per_batch
         size = self._budget.batch(self._ledger.stored, most)
-        self._begin(size)
-        if self._ahead is not None and not self._rollout.held:
+        if self._begin(size) and self._ahead is not None and not self._rollout.held:
             self._ahead.begin(size, self._checks)
         with self._acting:
             self._gather(size)
-        batch = self._deliver() if self._in_hand else None
+        batch = self._deliver(size) if self._in_hand else None
         self._end()
         return batch
 
     def collect(self, want: int) -> int:
         """Store ``want`` more transitions, fewer where the run ends before; returns how many."""
-        ledger, self._lays_out = self._ledger, False
+        ledger, self._lays_out, self._yields = self._ledger, False, False
         if self._raised is not None:
             self._take(want, 0)
         before = ledger.stored
@@ -193,12 +208,13 @@ class Assembly:
                     if not self._in_hand:
                         self._take(min(most, goal - ledger.stored), 0)
                     if self._in_hand:
-                        self._deliver()
+                        self._deliver(goal - ledger.stored)
+                    self._admit(goal - ledger.stored)
         while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
             with self._acting:
                 self._gather(min(most, goal - ledger.stored))
             if self._in_hand:
-                self._deliver()
+                self._deliver(min(most, goal - ledger.stored))
         self._end()
         return ledger.stored - before
 
@@ -236,9 +252,13 @@ class Assembly:
             left.again.put_back()
             left.log()
 
-    def _begin(self, size: int) -> None:
-        """Begin an iteration whose first batch has ``size`` rows."""
+    def _begin(self, size: int) -> bool:
+        """Begin an iteration whose first batch has ``size`` rows; False: one goes on."""
+        self._given = self._ledger.stored
         self._writer.require_open()
+        if self._under_way:
+            return False
+        self._under_way = True
         rollout = self._rollout
         if self._options.reset_at_each_iter and self._iterations:
             # What was carried belongs to the trajectories that the reset cuts: it comes first.
@@ -246,6 +266,7 @@ class Assembly:
             if not rollout.held:
                 self.restart_lanes()
         self._iterations += 1
+        return True
 
     def _gather(self, size: int) -> None:
         """Take blocks until ``size`` rows are in hand, or one where a batch is of one worker."""
@@ -253,6 +274,22 @@ class Assembly:
             self._take(size - self._in_hand, 0 if self._apart else size)
             if self._apart and self._in_hand:
                 break
+            self._admit(size - self._in_hand)
+
+    def _admit(self, missing: int) -> None:
+        """Call signals' handlers that wait, for nothing is half done, where more is to be done."""
+        if missing <= 0:
+            return
+        rollout = self._rollout
+        if rollout.paused:
+            rollout.go_on()
+            if self.stopped:
+                rollout.stop()
+        if waits():
+            self._ledger.balance(rollout.held + self._in_hand)
+            self.parted = True
+            call_waiting()
+            self.parted = False
 
     @property
     def _apart(self) -> bool:
@@ -260,6 +297,7 @@ class Assembly:
 
     def _end(self) -> None:
         """End an iteration, and the run with it where nothing more will come."""
+        self._under_way = False
         if self._options.surplus == "discard":
             self.discard()
         if self._budget.remaining(self._ledger.stored) == 0 or self._rollout.dry:
@@ -414,8 +452,8 @@ class Assembly:
 
     # --- from rows to a batch ---------------------------------------------------------------------
 
-    def _deliver(self) -> TensorDictBase | None:
-        """Store what is in hand, and lay it out, where that is wanted.
+    def _deliver(self, most: int) -> TensorDictBase | None:
+        """Store ``most`` of what is in hand, and lay it out, where that is wanted.
 
         Where storing fails, only rows that were committed before it did are counted. Where the run
         ends within an item of a TorchRL buffer, those of that item are discarded.
@@ -425,12 +463,15 @@ class Assembly:
         """
         self._finals.require_true(self._committed)
         part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
+        rest = None
+        if len(part) > most and isinstance(part, Part):  # a larger batch was parted
+            part, rest = part.split(most)
         count, open_lanes = len(part), int(np.count_nonzero(self.state.step))
         entry, head, batch = self._entry_of(part), self._writer.head, None
         flags = {} if self._torchrl is None else self._torchrl.root_flags(part)
         post(self._ledger, entry)
         try:
-            self._ledger.balance(self._rollout.held)
+            self._ledger.balance(self._rollout.held + self._in_hand - count)
             if isinstance(part, SlabPart):
                 self._store_slots(part, open_lanes)
                 if self._lays_out:
@@ -455,7 +496,7 @@ class Assembly:
             raise
         finally:
             self._in_hand -= entry.stored
-        self._parts.clear()
+        self._parts = [] if rest is None else [rest]
         while self._kept:
             self._kept.pop().release()
         return None if batch is None else self._arranged(batch, flags)
@@ -551,7 +592,7 @@ class Assembly:
         batch = self._as_batch(rows)
         if torchrl is not None:
             batch = torchrl(batch, flags)
-        with admitted():
+        with pausable(later):
             batch = postproc(batch)
         count, shaped = len(rows[STEP]), None
         if torchrl is not None:
@@ -621,7 +662,7 @@ class Assembly:
             return
         entry, lanes, reward, ended = self._rollout.discard(self._source.plan.rewards)
         post(self._ledger, entry)
-        self._ledger.balance(self._rollout.held)
+        self._ledger.balance(self._rollout.held + self._in_hand)
         post(self._ledger, LedgerEntry(episodes_cut=self.state.cut(lanes)))
         self.state.returns[lanes] += reward[lanes]
         self.state.length[lanes] += 1
@@ -635,23 +676,72 @@ class Assembly:
         and that is a note: ``error`` is raised.
         """
         try:
-            self._lays_out, self.stopped = False, True
-            if self._writer.stores:  # else nobody would get it
-                remaining = self._budget.remaining(self._ledger.stored)
-                most = sys.maxsize if remaining is None else remaining - self._in_hand
-                for block in self._rollout.salvage(self._sound, most):
-                    post(self._ledger, block.entry)
-                    self._add(block, more=True)
-                if self._parts:
-                    self._deliver()
+            self._store_complete()
             self.finish()
         except (LedgerError, SilentReset, StorageClosed) as again:
             error.add_note(f"tallyroll: complete transitions were not stored: {again}")
+
+    def _store_complete(self) -> None:
+        """Store what is complete and sound, where there is anything to store it to."""
+        self._lays_out, self.stopped = False, True
+        if self._writer.stores:  # else nobody would get it
+            remaining = self._budget.remaining(self._ledger.stored)
+            most = sys.maxsize if remaining is None else remaining - self._in_hand
+            for block in self._rollout.salvage(self._sound, most):
+                post(self._ledger, block.entry)
+                self._add(block, more=True)
+            if self._parts:
+                self._deliver(self._in_hand)
+
+    def end(self) -> None:
+        """The run is over, by a call from outside: what a parted batch has is stored before."""
+        try:
+            if self._under_way and not self.busy:
+                self._store_complete()
+        finally:
+            self.finish()
 
     def _sound(self, slab: Slab, used: int) -> int:
         """Number of slots, of the first ``used``, whose values are as declared."""
         bad = self._checks.first_violation(slab, used, self.state)
         return used if bad is None else bad.slot
+
+    def end_by(self, error: BaseException) -> None:
+        """The run is over, for ``error`` was raised within it."""
+        try:
+            if not self.over:
+                self.finish()
+        finally:
+            if not self._ended_by:
+                self._ended_by = self._said(error)
+
+    def _said(self, error: BaseException) -> str:
+        stored, writer = self._ledger.stored, self._writer
+        said = f"the run ended when {type(error).__name__} was raised within it"
+        text = str(error).partition("\n")[0]
+        said += f" ({text[:200]}). " if text else ". "
+        rows = writer.rows_of(self._given, stored)
+        said += f"{writer.committed}. "
+        if rows and self._yields:
+            said += f"Rows {rows.start:,} to {rows.stop - 1:,} of these were not yielded. "
+        elif stored > self._given and self._yields:
+            said += f"The last {stored - self._given:,} of these were not yielded. "
+        if writer.storage is not None:
+            return said + (
+                "To go on behind them, shut this collector down and give the storage to another "
+                "one, with resume=True"
+            )
+        left = self._budget.remaining(stored)
+        frames = "" if left is None else f" for the {left:,} transitions that are left"
+        return said + (
+            f"To go on, make another collector{frames}; given this one's state_dict() by "
+            "load_state_dict(), it goes on with its counts, ids, seeds and policy"
+        )
+
+    def refuse_ended(self) -> None:
+        """Raise `StateError` where an exception ended the run."""
+        if self._ended_by:
+            raise StateError(self._ended_by)
 
     def finish(self) -> None:
         """The run is over: nothing is carried any more, open trajectories are cut."""

@@ -80,6 +80,19 @@ class Part:
         """The first rows of the small columns."""
         return Part({key: column[:count] for key, column in self.rows.items()}, {})
 
+    def split(self, count: int) -> "tuple[Part, Part]":
+        """The first rows, and the rest, which is copied from the slab."""
+        some, more = slice(None, count), slice(count, None)
+        first, rest = (
+            Part(
+                {key: column[at] for key, column in self.rows.items()},
+                {key: refs[at] for key, refs in self.large.items()},
+            )
+            for at in (some, more)
+        )
+        rest.settle()
+        return first, rest
+
     def settle(self) -> None:
         """Copy what lies in the slab, which will be written over."""
         for key, gathered in self.large.items():

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.provenance import run_provenance, versions
 from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.rows import RowSource
@@ -45,6 +46,13 @@ _STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 class Collector(ABC):
     """An iterable of batches that is a context manager.
 
+    One rule for exceptions that were caught: what a signal's handler raises, which is called at
+    the end of the step under way, loses nothing, and the next call goes on as if it had not been;
+    whatever else is raised within a call ends the run, when what was complete is stored, and every
+    later call raises `StateError`, which says what of it was not yielded, and how to go on. In the
+    middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of a single
+    step, and those of SIGALRM, by which code limits its own time.
+
     Its batches are put together of the blocks of a source by an :class:`Assembly`. A subclass makes
     the source, in three steps: :meth:`__init__` opens what is stored to,
     :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
@@ -73,6 +81,8 @@ class Collector(ABC):
         resume: Resume,
     ) -> None:
         self._options = options
+        self._ready: list[Any] = []
+        """What is made, and is to be yielded next."""
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
         self._budget = Budget(options.total_frames)
@@ -181,16 +191,27 @@ class Collector(ABC):
     # --- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the budget is met or :meth:`stop` was called."""
-        while not self._assembly.over:
-            batch = self._batch()
-            if batch is not None:
-                yield batch
+        """Yield batches until the budget is met or :meth:`stop` was called.
 
-    def _batch(self, size: int | None = None) -> TensorDictBase | None:
-        """The next batch, of ``size`` rows where it is not to be of ``frames_per_batch``."""
+        After an exception iterating goes on, or raises `StateError`, by the rule above: it never
+        ends as if the budget were met.
+        """
+        return BatchIterator(self._ready, self._make_ready)
+
+    def _make_ready(self) -> bool:
+        """Make the next batch ready, where there is one; False where the run is over."""
+        if self._assembly.over:
+            self._assembly.refuse_ended()
+            return False
+        self._ready_batch()
+        return True
+
+    def _ready_batch(self, size: int | None = None) -> None:
+        """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""
         with self._undivided:
-            return self._assembly.batch(size)
+            batch = self._assembly.batch(size)
+            if batch is not None:
+                self._ready.append(batch)
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
@@ -206,13 +227,13 @@ class Collector(ABC):
             n: transitions, 1 or more.
 
         Returns:
-            How many were stored: ``n``, or fewer where the run ended, 0 when it is over.
+            How many were stored: ``n``, or fewer where its budget was met or it was stopped.
             :attr:`last_rows` are their numbers, also after an error, before which whatever was
             complete and as declared is stored.
 
         Raises:
             ArgumentError: there is neither a storage nor a replay buffer.
-            StateError: from within a call, as of the policy.
+            StateError: from within a call, as of the policy; after an exception that ended the run.
             As iterating does.
         """
         writer, assembly = self._writer, self._assembly
@@ -224,7 +245,9 @@ class Collector(ABC):
             n = positive("n", n)
         before = self.ledger.stored
         try:
-            if not (assembly.over or assembly.collect_plain(n)):
+            if assembly.over:
+                assembly.refuse_ended()
+            elif not assembly.collect_plain(n):
                 with self._undivided:
                     assembly.collect(n)
         finally:
@@ -274,7 +297,7 @@ class Collector(ABC):
                 if hasattr(self, "_assembly"):
                     let_go(self._assembly)
                     if not self._assembly.over:
-                        self._assembly.finish()
+                        self._assembly.end()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
             finally:
@@ -459,9 +482,13 @@ class _Undivided(deferred):
                 "its environment, or from another thread; let the call under way return before"
             )
         super().__enter__()
-        self._assembly.busy = True
-        keep_for(self._assembly)
-        self._assembly.settle()
+        try:
+            self._assembly.busy, self._assembly.parted = True, False
+            keep_for(self._assembly)
+            self._assembly.settle()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(
         self,
@@ -472,9 +499,9 @@ class _Undivided(deferred):
         """End the run where there was an error, and call the handlers."""
         self._assembly.busy = False
         try:
-            if error is not None and not self._assembly.over:
+            if error is not None and not self._assembly.parted:
                 try:
-                    self._assembly.finish()
+                    self._assembly.end_by(error)
                 except Exception as again:  # noqa: BLE001  `error` is raised
                     _add_end_note(error, again)
             if self._assembly.over:

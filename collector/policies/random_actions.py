@@ -184,6 +184,15 @@ class RandomActions:
             drawn = [array[:, own] for array in drawn]
         return zip(self._draws, drawn, strict=True)
 
+    @property
+    def place(self) -> Mapping[str, Any]:
+        """Where the numbers are; see :meth:`return_to`."""
+        return self._rng.state
+
+    def return_to(self, place: Mapping[str, Any], slots: int) -> None:
+        """Draw next what comes ``slots`` slots behind a :attr:`place` that was left."""
+        self._rng.return_to(place, self._drawers, slots, self._width)
+
     def masks_in(self, arrays: Mapping[Key, Array]) -> Mapping[Key, Array | None] | None:
         """Each action's mask among the ``arrays`` ``[slot, lane, ...]`` of a slab, or None.
 

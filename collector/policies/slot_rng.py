@@ -6,7 +6,7 @@ slots are asked for at once.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,3 +87,11 @@ class SlotRng:
         plain = "generator" not in state  # as earlier versions saved it
         self._generator.bit_generator.state = state if plain else state["generator"]
         self._drop(0 if plain else int(state["taken"]))
+
+    def return_to(
+        self, state: Mapping[str, Any], draws: Sequence[Draw], slots: int, width: int
+    ) -> None:
+        """Go on ``slots`` slots behind where :attr:`state` was ``state``."""
+        self.state = dict(state)
+        if slots:
+            self.take(draws, slots, width)

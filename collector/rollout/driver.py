@@ -16,9 +16,9 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
 from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.collector.rollout.lanes import Account, Lanes, SystemLanes, changed, ended_in
-from tallyroll.collector.rollout.os_signals import admitted
+from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.rollout.plain_step import plain_step
-from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
@@ -57,8 +57,17 @@ class Driver(ABC):
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
 
+    @property
+    @abstractmethod
+    def paused(self) -> bool:
+        """A signal's handler waits for the end of the step under way, and so of filling."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """It does not any more; takes :meth:`stop` back too."""
+
     def interruptible(self) -> AbstractContextManager[None]:
-        """Signals' handlers may raise while slots are filled, or only where that waits."""
+        """Signals' handlers are waited for while slots are filled, or only where that waits."""
         return nullcontext()
 
     @abstractmethod
@@ -165,15 +174,28 @@ class LocalDriver(Driver):
     @property
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
-        return self.board[HALT] != 0
+        return self.board[HALT] == STOP
 
     def stop(self) -> None:
         """End after the step under way."""
-        self.board[HALT] = 1
+        self.board[HALT] = STOP
+
+    @property
+    def paused(self) -> bool:
+        """A signal's handler waits."""
+        return self.board[HALT] == PAUSE
+
+    def go_on(self) -> None:
+        """None does."""
+        self.board[HALT] = 0
+
+    def _pause(self) -> None:
+        if not self.board[HALT]:
+            self.board[HALT] = PAUSE
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Keep incomplete slots out of ``used``, wherever an interrupt comes."""
-        return admitted()
+        return pausable(self._pause)
 
     # --- beginnings -------------------------------------------------------------------------------
 
@@ -194,14 +216,17 @@ class LocalDriver(Driver):
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
+        place = self._random.place if stop > start + 1 else None
         if self._random.block_drawn:
             self._put_at_random(start, stop)
             self.stepped.step(start, stop)
-            return
-        for at in self._acting_at_random(start, stop):
-            self.stepped.step(at, at + 1)
-            if self.stopping:
-                break
+        else:
+            for at in self._acting_at_random(start, stop):
+                self.stepped.step(at, at + 1)
+                if self.board[HALT]:
+                    break
+        if place is not None and (filled := self.used) < stop:  # what comes is drawn again
+            self._random.return_to(place, filled - start)
 
     def given_steps(self, start: int, stop: int, lanes: int) -> None:
         """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""

@@ -95,7 +95,7 @@ class Rollout:
         have = self.held
         while have < want and self.driver.used < self.slab.slots and not self._over:
             have += self._advance(want - have)
-            if self._cuts is not None:
+            if self._cuts is not None or self.driver.paused:
                 break
         return self._take(want)
 
@@ -172,11 +172,22 @@ class Rollout:
         return self._held is None and not self._put_back and self._over
 
     @property
+    def paused(self) -> bool:
+        """The last block is shorter, for a signal's handler waits."""
+        return self.driver.paused
+
+    def go_on(self) -> None:
+        """None does."""
+        self.driver.go_on()
+
+    @property
     def _over(self) -> bool:
         return self.driver.stopping or (self.gate is not None and self.gate.finished)
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
+        if self._given:
+            return
         used = self.driver.used
         good = sound(self.slab, used)
         self._happened(LedgerEntry(discarded=int(self.slab.transitions[good:used].sum())))

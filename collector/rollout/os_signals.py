@@ -2,8 +2,11 @@
 
 Python runs a signal's handler between any two instructions of the main thread. An exception from
 there, between the answer of a worker and the note that it came, would lose transitions in the
-middle of a trajectory whose later ones are stored. So while a batch is made, handlers wait until
-:class:`admitted` code runs: an environment, a policy, the wait for workers.
+middle of a trajectory whose later ones are stored. And what an exception parts in the middle of a
+step cannot go on. So while a batch is made, handlers wait. Where a :class:`pausable` environment or
+policy runs, who fills slots is asked to come to the end of the step, and there they are called
+(:func:`call_waiting`): what they raise leaves a run that goes on. In :class:`admitted` code they
+are called at once.
 
 Only `plain_slots` does without: there one call of the extension does all that must not be parted.
 
@@ -16,6 +19,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from threading import get_ident, main_thread
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,8 +27,11 @@ from typing import Any
 from tallyroll.collector.compat import get_handler, set_handler
 
 _CTRL_C = int(signal.SIGINT)
-_NUMBERS = (_CTRL_C, int(signal.SIGTERM), int(signal.SIGALRM))
-"""The signals that people end, or limit, a computation with."""
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NUMBERS = (*map(int, _ENDS), int(signal.SIGALRM))
+"""The signals that people, and clusters, end or limit a computation with."""
+_LIMITS = int(signal.SIGALRM)
+"""The one by which code limits its own time, and catches what its handler raises."""
 _DEFAULT = signal.default_int_handler
 """Python's own handler of Ctrl-C."""
 _PATIENCE_SECONDS = 1.0
@@ -58,6 +65,8 @@ _main = main_thread().ident
 _holder: int | None = None
 """The thread, always the main one, inside of :class:`deferred`."""
 _admitting = False
+_pause: Callable[[], None] | None = None
+"""Asks who fills slots to come to the end of a step; None: handlers that may be called are."""
 
 # Every change of these is one instruction, so that what a handler raises finds them as they are.
 
@@ -72,15 +81,16 @@ class deferred:
 
     def __enter__(self) -> None:
         """Let them wait."""
-        global _holder, _admitting
+        global _holder, _admitting, _pause
         thread = get_ident()
         self._inner = thread == _holder
         self._outer = _holder is None and thread == _main
         if self._inner:
-            self._before, _admitting = _admitting, False
+            self._before = _admitting, _pause
+            _admitting, _pause = False, None
         elif self._outer:
             _again.clear()
-            _admitting = False
+            _admitting, _pause = False, None
             _holder = thread
             try:
                 _install()
@@ -96,9 +106,9 @@ class deferred:
         trace: TracebackType | None,
     ) -> None:
         """Call those of the signals that have arrived."""
-        global _holder, _admitting
+        global _holder, _admitting, _pause
         if self._inner:
-            _admitting = self._before
+            _admitting, _pause = self._before
         elif self._outer:
             _holder = None
             try:
@@ -116,20 +126,25 @@ class admitted:
 
     __slots__ = ("_before", "_mine")
 
+    asks: Callable[[], None] | None = None
+
     def __enter__(self) -> None:
         """Call them from here on."""
-        global _admitting
+        global _admitting, _pause
         self._mine = get_ident() == _holder
         if not self._mine:
             return
-        self._before = _admitting
+        self._before = _admitting, _pause
         try:
-            _admitting = True
+            _admitting, _pause = True, self.asks
             if _waiting:
-                _call_waiting()
+                self._call()
         except BaseException:
-            _admitting = self._before
+            _admitting, _pause = self._before
             raise
+
+    def _call(self) -> None:
+        _call_waiting()
 
     def __exit__(
         self,
@@ -138,9 +153,44 @@ class admitted:
         trace: TracebackType | None,
     ) -> None:
         """Let them wait again."""
-        global _admitting
+        global _admitting, _pause
         if self._mine:
-            _admitting = self._before
+            _admitting, _pause = self._before
+
+
+class pausable(admitted):
+    """Handlers wait inside of this until there is :func:`call_waiting`, which is asked for.
+
+    Those of SIGALRM are called at once.
+
+    Args:
+        asks: is called, in the place of a handler, when one waits. It may raise.
+    """
+
+    __slots__ = ("asks",)
+
+    def __init__(self, asks: Callable[[], None]) -> None:
+        self.asks = asks
+
+    def _call(self) -> None:
+        if _LIMITS in _waiting:
+            _call_waiting(_LIMITS)
+        if _waiting:
+            self.asks()
+
+
+def later() -> None:
+    """Of :class:`pausable`: nobody can be asked; handlers wait until it is over."""
+
+
+def waits() -> bool:
+    """A handler waits for this thread."""
+    return bool(_waiting) and get_ident() == _holder
+
+
+def call_waiting() -> None:
+    """Call the handlers that wait. What the first one raises is raised in the end."""
+    _call_waiting()
 
 
 def keep_for(run: object) -> None:
@@ -213,13 +263,15 @@ def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:
         if not _runs:
             _restore()
         stand.handler(number, frame)
-    elif again or _holder is None or _admitting:
+    elif again or _holder is None or (_admitting and (_pause is None or number == _LIMITS)):
         _call(stand, number, frame)
     elif number not in _waiting:
         timer = threading.Timer(_PATIENCE_SECONDS, _send_again, (number, get_ident()))
         timer.daemon = True
         _waiting[number] = stand, timer
         timer.start()
+        if _pause is not None:
+            _pause()
 
 
 def _send_again(number: int, thread: int) -> None:
@@ -228,10 +280,12 @@ def _send_again(number: int, thread: int) -> None:
         signal.pthread_kill(thread, number)
 
 
-def _call_waiting() -> None:
+def _call_waiting(only: int | None = None) -> None:
     """All of them; what the first one raises is raised in the end."""
     raised: BaseException | None = None
     for number, (stand, _) in [*_waiting.items()]:
+        if only not in (None, number):
+            continue
         try:
             _call(stand, number, None)
         except BaseException as error:  # noqa: BLE001  raised below

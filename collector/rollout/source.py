@@ -187,3 +187,10 @@ class TransitionSource(Protocol):
 
     def stop(self) -> None:
         """End after the step under way. Safe to call from a signal handler or another thread."""
+
+    @property
+    def paused(self) -> bool:
+        """Blocks are shorter than they may be, because a signal's handler waits."""
+
+    def go_on(self) -> None:
+        """They are no longer; this may take :meth:`stop` back."""

@@ -6,7 +6,9 @@ BOARD_WORDS: Final = 8
 FILLED: Final = 0
 """Slots of the slab that are complete."""
 HALT: Final = 1
-"""Not 0: end after the step under way."""
+"""Not 0: end after the step under way, for good (`STOP`), or to go on later (`PAUSE`)."""
+STOP: Final = 1
+PAUSE: Final = 2
 COUNTED: Final = 2
 """Of a lease: ``slots << 32 | transitions``, those counted so far. One word, never half written."""
 LEASE: Final = 3

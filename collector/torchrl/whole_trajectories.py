@@ -40,10 +40,13 @@ class WholeTrajectories:
         self._open.clear()
         self._whole.clear()
 
-    def take(self, count: int) -> Sequence[TensorDictBase]:
+    def first(self, count: int) -> Sequence[TensorDictBase]:
         """The first ``count`` that are complete."""
-        taken, self._whole = self._whole[:count], self._whole[count:]
-        return taken
+        return self._whole[:count]
+
+    def drop(self, count: int) -> None:
+        """The first ``count`` are done with."""
+        del self._whole[:count]
 
 
 def own_ends(rows: TensorDictBase) -> TensorDictBase:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
+from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.torchrl.arguments import Wishes
@@ -81,6 +83,10 @@ class Yielding(Collector):
             )
         self._hooked = self._in_pieces or self._options.postproc is not None
         self._whole = WholeTrajectories()
+        self._pieces: list[TensorDictBase] = []
+        """Of the batch that an interruptor may end."""
+        self._outputs: list[Any] = []
+        """What is yielded next, of what :attr:`_ready` was made into."""
         self.requested_frames_per_batch = wishes.frames_per_batch
         self.total_frames = wishes.total_frames
         self.reset_at_each_iter = self._options.reset_at_each_iter
@@ -137,95 +143,153 @@ class Yielding(Collector):
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, or None for each that went to the replay buffer, to the budget's end."""
         if self.trajs_per_batch is None:
-            yield from self.iterator()
-            return
-        while not self._assembly.over:
-            yield from self._trajectories()
+            return self.iterator()
+        return BatchIterator(self._outputs, self._make_trajectories)
 
     def iterator(self) -> Iterator[Any]:
         """As iterating, batches of frames only."""
-        while not self._assembly.over:
-            made, batch = self._next_batch()
-            if made:
-                yield batch
+        return BatchIterator(self._outputs, self._make_output)
 
     def next(self) -> Any:
         """The next batch; None where there is no more, or where it went to the replay buffer."""
         if self._iterator is None:
             self._iterator = iter(self)
-        return next(self._iterator, None)
+        try:
+            return self._iterator.__next__()  # behind a call of `next` a handler may raise
+        except StopIteration:
+            return None
 
     def rollout(self) -> Any:
         """The next batch, as iterating gives it: counted, and stored; None where there is none."""
-        made, batch = self._next_batch(yields=True)
-        return batch if made else None
+        if not self._goes_on():
+            return None
+        _, batch = self._next_batch(yields=True)
+        self._done_with_it()
+        return batch
+
+    def _goes_on(self) -> bool:
+        """Whether more will come of the run; raises where an exception ended it."""
+        if self._ready or self._pieces or not self._assembly.over:
+            return True
+        self._assembly.refuse_ended()
+        return False
+
+    def _make_output(self) -> bool:
+        """Make the next output ready, where there is one; False where the run is over."""
+        if not self._goes_on():
+            return False
+        made, batch = self._next_batch()
+        if made:
+            self._done_with_it(self._outputs, batch)
+        return True
+
+    def _done_with_it(self, outputs: list[Any] | None = None, *made: Any) -> None:
+        """What was ready is to be forgotten, for it is among the ``outputs``, as what was ``made``.
+
+        Until then, whatever raises, it is what comes next.
+        """
+        with deferred():
+            if outputs is not None:
+                outputs.extend(made)
+            self._ready.clear()
+            if outputs is not self._pieces:
+                self._pieces.clear()
 
     def _next_batch(self, *, yields: bool = False) -> tuple[bool, Any]:
         """Whether there was one more batch, and what is yielded of it.
 
         ``yields``: the batch itself, also where it went to a buffer.
         """
-        if self._wishes.update_at_each_batch:
-            self.update_policy_weights_()
-        if self.pre_collect_hook is not None:
-            self.pre_collect_hook()
+        if not (self._ready or self._pieces):
+            if self._wishes.update_at_each_batch:
+                self.update_policy_weights_()
+            if self.pre_collect_hook is not None:
+                self.pre_collect_hook()
         before, batch = self.ledger.stored, None
         if self.replay_buffer is not None and not (self.extend_buffer or self._many):
             self._step_by_step(self.replay_buffer)
         elif self.interruptor is not None:
             batch = self._until_interrupted(self.interruptor)
         elif self.replay_buffer is None or yields or self._in_pieces:
-            batch = self._batch()
+            batch = self._raw()
             if batch is not None and not self._hooked and self.post_collect_hook is not None:
                 self.post_collect_hook(batch)
         else:
             self.collect(self._options.frames_per_batch)
-        made = self.ledger.stored > before
+        made = batch is not None or self.ledger.stored > before
         self._batches_made += made
         return made, batch if self.replay_buffer is None or yields else None
+
+    def _raw(self, size: int | None = None) -> Any:
+        """The next batch of the run, which stays ready; None where there is none."""
+        if not self._ready:
+            self._ready_batch(size)
+        return self._ready[0] if self._ready else None
 
     def _step_by_step(self, buffer: ReplayBuffer) -> None:
         """Add the steps of a batch one by one."""
         left = self._options.frames_per_batch
-        while left > 0 and not self._assembly.over:
+        while left > 0 and (self._ready or not self._assembly.over):
             if not self._adds_steps:
                 self.collect(min(self.lanes, left))
-            elif (step := self._batch(min(self.lanes, left))) is not None:
-                buffer.add(self._process(step).squeeze(-1))
+            elif (step := self._raw(min(self.lanes, left))) is not None:
+                with deferred():
+                    buffer.add(self._process(step).squeeze(-1))
+                    self._ready.clear()
             left -= self.lanes
 
     def _until_interrupted(self, interruptor: Any) -> Any:
-        pieces: list[TensorDictBase] = []
-        left = self._options.frames_per_batch
-        while left > 0 and not self._assembly.over:
-            piece = self._batch(min(self.lanes, left))
+        left = self._options.frames_per_batch - self.lanes * len(self._pieces)
+        while left > 0 and (self._ready or not self._assembly.over):
+            piece = self._raw(min(self.lanes, left))
             if piece is not None:
-                pieces.append(piece)
+                self._done_with_it(self._pieces, piece)
             left -= self.lanes
             if interruptor.collection_stopped():
                 break
-        if not pieces:
+        if not self._pieces:
             return None
-        batch = self._process(joined(pieces))
-        if self.replay_buffer is not None:
-            extend(self.replay_buffer, batch)
+        with deferred():
+            batch = self._process(joined(self._pieces))
+            if self.replay_buffer is not None:
+                extend(self.replay_buffer, batch)
+                self._pieces.clear()
         return batch
 
-    def _trajectories(self) -> Iterator[Any]:
-        """What one batch of frames completes."""
+    def _make_trajectories(self) -> bool:
+        """Make ready what is complete of whole trajectories, or take what one batch completes."""
+        if self.replay_buffer is None:
+            assert self.trajs_per_batch is not None
+            if len(self._whole) >= self.trajs_per_batch:
+                taken = self._whole.first(self.trajs_per_batch)
+                batch = self._process(laid_out(taken, self.traj_format))
+                with deferred():
+                    self._outputs.append(batch)
+                    self._whole.drop(len(taken))
+                return True
+        if self.replay_buffer is None or not len(self._whole):
+            if not self._goes_on():
+                return False
+            self._complete()
+        if self.replay_buffer is not None:
+            self._extend_whole(self.replay_buffer)
+            self._outputs.append(None)
+        return True
+
+    def _complete(self) -> None:
+        """Add a batch to the trajectories under way."""
         made, batch = self._next_batch(yields=True)
         if made:
-            self._whole.add(flat(batch), ends_all=self.reset_at_each_iter)
-        if self.replay_buffer is not None:
-            while len(self._whole):
-                taken = self._whole.take(self.trajs_per_write or len(self._whole))
-                extend(self.replay_buffer, self._process(laid_out(taken, "cat")))
-            yield None
-            return
-        assert self.trajs_per_batch is not None
-        while len(self._whole) >= self.trajs_per_batch:
-            taken = self._whole.take(self.trajs_per_batch)
-            yield self._process(laid_out(taken, self.traj_format))
+            with deferred():
+                self._whole.add(flat(batch), ends_all=self.reset_at_each_iter)
+                self._done_with_it()
+
+    def _extend_whole(self, buffer: ReplayBuffer) -> None:
+        while len(self._whole):
+            taken = self._whole.first(self.trajs_per_write or len(self._whole))
+            with deferred():
+                extend(buffer, self._process(laid_out(taken, "cat")))
+                self._whole.drop(len(taken))
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""

@@ -12,6 +12,7 @@ from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerE
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.rollout.lanes import ended_in
+from tallyroll.collector.rollout.os_signals import pausable, waits
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
@@ -21,6 +22,14 @@ from tallyroll.collector.workers.processes import Event, Member, WorkerPool
 from tallyroll.collector.workers.shared.placement import Blocks, Share
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
+
+
+class _Woken(BaseException):
+    """A signal's handler waits; raised and caught around the wait for workers alone."""
+
+
+def _wake() -> None:
+    raise _Woken
 
 
 @dataclass(eq=False)
@@ -223,7 +232,11 @@ class Leases:
 
     def _hear(self) -> None:
         """Wait for leases to come back, and replace workers that failed."""
-        failed = self._counted(self._worker_pool.events())
+        try:
+            events = self._worker_pool.events(during=pausable(_wake))
+        except _Woken:
+            return
+        failed = self._counted(events)
         try:
             for member, error in failed:  # once all is counted: the first may be the end
                 allowed = self._startup.allowed(error)
@@ -297,11 +310,11 @@ class Leases:
     def block(self, want: int) -> Block:
         """At most ``want`` transitions of what came first; waits for some, if any will come."""
         self._grant()
-        while not self._queue and self._out:
+        while not self._queue and self._out and not waits():
             self._hear()
             self._grant()
         if not self._queue:
-            if not self.dry:
+            if not (self._out or self.dry):
                 raise LedgerError("transitions are wanted, and no lease is left to bring them")
             return self._nothing()
         first = self._queue[0]
@@ -413,6 +426,14 @@ class Leases:
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
         """Nobody knows whose lanes they were."""
         return None
+
+    @property
+    def paused(self) -> bool:
+        """Workers wait for nobody."""
+        return False
+
+    def go_on(self) -> None:
+        """They do."""
 
     def stop(self) -> None:
         """End after the steps under way. Safe to call from a signal handler."""

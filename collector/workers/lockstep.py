@@ -10,8 +10,9 @@ from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.policies.slot_rng import Array, Draw, SlotRng
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.lanes import Account, ended_in
+from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.processes import Member, WorkerPool
@@ -68,11 +69,23 @@ class LockstepDriver(Driver):
     @property
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
-        return any(member.board[HALT] for member in self._worker_pool.members)
+        return self._halted(STOP)
+
+    def _halted(self, how: int) -> bool:
+        return any(member.board[HALT] == how for member in self._worker_pool.members)
 
     def stop(self) -> None:
         """End after the step under way."""
         self._worker_pool.halt()
+
+    @property
+    def paused(self) -> bool:
+        """A signal's handler waits."""
+        return self._halted(PAUSE)
+
+    def go_on(self) -> None:
+        """None does."""
+        self._worker_pool.go_on()
 
     # --- asking -----------------------------------------------------------------------------------
 
@@ -89,9 +102,12 @@ class LockstepDriver(Driver):
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
+        place = self._rng.state
         for key, drawn in self._drawn(stop - start).items():
             self.slab.array(key)[start:stop] = drawn
         self._steps(start, stop, "random" if self._draws is None else "given")
+        if self._draws and (filled := self.used) < stop:  # what comes is drawn again
+            self._rng.return_to(place, list(self._draws.values()), filled - start, self._width)
 
     def _drawn(self, slots: int) -> dict[Key, Array]:
         draws = self._draws or {}
@@ -107,6 +123,18 @@ class LockstepDriver(Driver):
 
     def _steps(self, start: int, stop: int, by: m.Actor) -> None:
         self._ask([m.Steps(start, stop, by)] * len(self._worker_pool.members))
+        while self.paused and not (self._died or self.stopping):
+            filled = [member.board[FILLED] for member in self._worker_pool.members]
+            if min(filled) == max(filled):
+                return
+            self._even_out(filled, by)
+
+    def _even_out(self, filled: Sequence[int], by: m.Actor) -> None:
+        """Let workers that are behind others fill as many slots as these, before all pause."""
+        pool, top = self._worker_pool, max(filled)
+        pool.go_on()
+        self._ask([None if slots == top else m.Steps(slots, top, by) for slots in filled])
+        pool.pause()
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
@@ -137,7 +165,9 @@ class LockstepDriver(Driver):
         self._ask(questions)
 
     def _ask(self, questions: Sequence[object], empty: int = 1) -> None:
-        """Ask all, and hear all; who fails is replaced, or else all stops and that is raised.
+        """Ask all that have a question, and hear all.
+
+        Who fails is replaced, or else all stops and that is raised.
 
         ``empty``: slots that are left empty where nobody filled any. What a lane begins with may
         lie where the slot before has its next observation.
@@ -147,9 +177,10 @@ class LockstepDriver(Driver):
         failed: list[tuple[Member, WorkerError]] = []
         try:
             for member, question in zip(pool.members, questions, strict=True):
-                pool.ask(member, question)
+                if question is not None:
+                    pool.ask(member, question)
             while any(member.asked for member in pool.members):
-                for member, answer in pool.events():
+                for member, answer in pool.events(during=pausable(pool.pause)):
                     if isinstance(answer, Exception):
                         failed.append((member, self._startup.allowed(answer)))
             if failed:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.compat import preloaded_modules
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.rollout.os_signals import admitted
-from tallyroll.collector.slab.progress import FILLED, HALT, new_board
+from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.lifetime import IGNORED, kill_group, kill_when_closed
@@ -171,14 +171,14 @@ class WorkerPool:
         limit: float | None = None,
         of: Sequence[Member] | None = None,
         *,
-        interruptible: bool = True,
+        during: AbstractContextManager[None] | None = None,
     ) -> list[Event]:
         """The next events of members that were asked; waits for at least one.
 
         Args:
             limit: seconds, after which nothing was heard and the list is empty.
             of: only these are listened to; None: all.
-            interruptible: signals' handlers may raise while it waits.
+            during: what it waits in; None: where signals' handlers may raise.
         """
         until = math.inf if limit is None else time.monotonic() + limit
         listened = self.members if of is None else of
@@ -191,7 +191,7 @@ class WorkerPool:
         sources |= {member.process.sentinel: member for member in busy}
         while busy:
             patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
-            with admitted() if interruptible else nullcontext():
+            with admitted() if during is None else during:
                 heard = wait(list(sources), patience)
             ready = {sources[source].index for source in heard}
             events = [self._heard(member) for member in busy if member.index in ready]
@@ -292,10 +292,16 @@ class WorkerPool:
     def halt(self) -> None:
         """Let everybody end after the step under way. Safe in a signal handler."""
         for member in self.members:
-            member.board[HALT] = 1
+            member.board[HALT] = STOP
+
+    def pause(self) -> None:
+        """Let everybody come to the end of the step under way. Safe in a signal handler."""
+        for member in self.members:
+            if not member.board[HALT]:
+                member.board[HALT] = PAUSE
 
     def go_on(self) -> None:
-        """Take :meth:`halt` back."""
+        """Take :meth:`halt` and :meth:`pause` back."""
         for member in self.members:
             member.board[HALT] = 0
 
@@ -309,7 +315,7 @@ class WorkerPool:
         until = time.monotonic() + _SETTLE_SECONDS
         while any(member.asked for member in self.members):
             limit = None if patient else max(0.0, until - time.monotonic())
-            events = self.events(limit, interruptible=patient)
+            events = self.events(limit, during=None if patient else nullcontext())
             silent = [] if events else [member for member in self.members if member.asked]
             heard += events or [(member, self._hung(member)) for member in silent]
         return heard

@@ -22,7 +22,7 @@ from torchrl.data import (
 )
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage
 
 from collect_kit import LENGTHS, ByObservation, assert_same, balanced, collect, joined
@@ -254,7 +254,9 @@ def test_all_slots_before_an_error_are_stored(
         return
     rows = check_rows(stored, LENGTHS, ends="mixed", from_start=True)
     assert (rows.lane == 1).sum() == at
-    assert list(collector) == []
+    ended = pytest.raises(StateError, match=f"ended when {error.__name__} was raised within it")
+    with ended:
+        assert list(collector) == []
 
 
 def test_the_step_that_is_named_is_the_one_that_was_wrong(tmp_path: Any) -> None:

@@ -59,7 +59,10 @@ class Scripted(Driver):
         self.slab, self.run_lanes, self.resets, self.steps = slab, slab.lanes, resets, 0
         self._ends, self._pending = ends, np.zeros(slab.lanes, np.bool_)
 
+    paused = False
+
     def stop(self) -> None: ...
+    def go_on(self) -> None: ...
     def begin(self) -> None: ...
     def restart(self) -> None: ...
 
@@ -289,6 +292,10 @@ class Tape:
 
     def refused(self) -> None:
         return None
+
+    paused = False
+
+    def go_on(self) -> None: ...
 
     def stop(self) -> None:
         self.stopped = True

@@ -1,0 +1,493 @@
+"""An exception that was caught, and the same collector again: it goes on, or says that it cannot.
+
+``TALLYROLL_INTERRUPTS`` says at how many places of each run, 1 by default.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tallyroll import collector as package
+from tallyroll.collector import torchrl as names
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.errors import StateError
+from tallyroll.storage import MemmapStorage, open_storage, verify
+
+from collect_kit import assert_same, balanced
+from oracles import check_rows
+from random_runs import flat
+from traced_code import Interruption, traced
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    SAME,
+    Telling,
+    alone,
+    factory,
+    in_threads,
+    spread,
+)
+
+PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "1"))
+INSIDE = str(Path(package.__file__).parent)
+FRAMES, BATCH = 72, 12
+RUNS: dict[str, Callable[..., Collector]] = {
+    "next": partial(alone, NEXT, Telling()),
+    "same": partial(alone, SAME, Telling(), init_random_frames=33),
+    "random": partial(alone, "avoided"),
+    "plain": partial(alone, DISABLED, finals="kept"),
+    "part": partial(alone, DISABLED, surplus="never_step"),
+    "torch": partial(alone, "torch", Telling()),
+    "torch random": partial(alone, "torch"),
+    "lanes": partial(alone, NEXT, Telling(), layout="lanes"),
+    "reset": partial(alone, SAME, Telling(), reset_at_each_iter=True),
+    "discard": partial(alone, SAME, surplus="discard"),
+    "processed": partial(alone, DISABLED, Telling(), postproc=lambda rows: rows),
+    "sync": partial(spread, NEXT, 2, Telling(), mode="sync"),
+    "sync random": partial(spread, DISABLED, 2, mode="sync"),
+    "async": partial(spread, NEXT, 2, Telling(), mode="async"),
+}
+CAUSES = {
+    "Ctrl-C": (signal.SIGINT, KeyboardInterrupt),
+    "SIGTERM": (signal.SIGTERM, Interruption),
+    "SIGUSR1": (signal.SIGUSR1, StateError),
+    "anything": (None, Interruption),
+}
+
+
+@contextmanager
+def interrupted_at(
+    number: int, sent: signal.Signals | None, error: type[BaseException]
+) -> Iterator[list[int]]:
+    """Raise ``error`` at the instruction of that number of the collector's code.
+
+    A signal's handler does, or, where none is ``sent``, the instruction. Yields a list whose only
+    element counts the instructions.
+    """
+    count = [0]
+
+    def look(frame: Any) -> None:
+        if sent is None and frame.f_code.co_filename.endswith(("os_signals.py", "iterator.py")):
+            return  # a signal's handler alone may raise there, and where it may is known
+        count[0] += 1
+        if count[0] == number:
+            if sent is None:
+                raise error("at an instruction")
+            signal.raise_signal(sent)
+
+    def handle(*_: Any) -> None:
+        raise error("of a handler")
+
+    before = None if sent is None else signal.signal(sent, handle)
+    try:
+        with traced(INSIDE, look):
+            yield count
+    finally:
+        if sent is not None:
+            signal.signal(sent, before)
+
+
+def taken(collector: Collector, way: str, got: list[TensorDictBase], same: bool) -> str:
+    """Take all that comes, and go on after each exception; returns what a `StateError` says."""
+    batches = iter(collector)
+    caught = 0
+    while True:
+        try:
+            if way == "collect":
+                while collector.ledger.stored < FRAMES:
+                    assert collector.collect(2 * LANES if caught else 4 * LANES)
+            else:
+                for batch in batches:
+                    got.append(batch)
+            return ""
+        except BaseException as error:
+            if isinstance(error, StateError) and "the run ended when" in str(error):
+                return str(error)
+            if "instruction" not in str(error) and "handler" not in str(error):
+                raise
+            caught += 1
+            assert caught < 4
+            if "handler" in str(error):
+                collector.ledger.check()
+            batches = batches if same else iter(collector)
+
+
+def run(
+    name: str, way: str, path: Path, number: int, cause: str, same: bool = False
+) -> tuple[int, TensorDictBase | None]:
+    """Interrupt a run once, and go on; returns how many places there are, and the rows."""
+    got: list[TensorDictBase] = []
+    storage = path if way != "iterate" else None
+    make = RUNS[name]
+    with in_threads():
+        collector = make(frames_per_batch=BATCH, total_frames=FRAMES, storage=storage, seed=1)
+        with collector, interrupted_at(number, *CAUSES[cause]) as count:
+            said = taken(collector, way, got, same)
+        ledger = collector.ledger
+    if cause != "anything":  # or something is torn, and a note of the exception says that
+        ledger.check()
+        assert balanced(ledger), ledger.counts()
+    rows = flat(torch.cat([flat(batch) for batch in got])) if got else None
+    if storage is not None:
+        if not path.exists():
+            assert said
+            return count[0], None
+        with open_storage(path) as stored:
+            assert stored.head == ledger.stored
+            if not stored.head:
+                assert said
+                return count[0], None
+            every = stored.get(slice(None))
+        if way == "store":
+            missing = re.search(r"Rows ([\d,]+) to ([\d,]+) of these were not yielded", said)
+            yielded = 0 if rows is None else len(rows)
+            if missing:
+                first, last = (int(each.replace(",", "")) for each in missing.groups())
+                assert (first, last + 1) == (yielded, len(every))
+            else:
+                assert yielded == len(every)
+        rows = flat(every)
+        assert verify(path).sound
+    if not said:
+        assert rows is not None
+        assert len(rows) == ledger.stored == FRAMES
+        assert name == "discard" or ledger.discarded < LANES + BATCH
+    return count[0], rows
+
+
+@cache
+def uninterrupted(
+    name: str, way: str, raised: bool, folder: Path
+) -> tuple[int, TensorDictBase | None]:
+    """The same run without an interruption, and how many places it has."""
+    path = folder / f"{name} {way} {raised}"
+    return run(name, way, path, 0, "anything" if raised else "SIGTERM")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("uninterrupted")
+
+
+def ways() -> Iterator[tuple[str, str]]:
+    """Of the runs, but where each call is a batch of another size."""
+    for name in RUNS:
+        for way in ("iterate", "store", "collect"):
+            if way != "collect" or name not in ("reset", "discard"):
+                yield name, way
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize(("name", "way"), [*ways()])
+def test_it_goes_on_or_says_why_not(
+    name: str, way: str, cause: str, folder: Path, tmp_path: Path
+) -> None:
+    count, whole = uninterrupted(name, way, cause == "anything", folder)
+    assert whole is not None and len(whole) == FRAMES  # noqa: PT018
+    chance = random.Random(f"{name} {way} {cause}")
+    for place in sorted(chance.sample(range(1, count), PLACES)):
+        try:
+            _, rows = run(name, way, tmp_path / str(place), place, cause, chance.random() < 0.5)
+            if rows is None:
+                continue
+            if name != "discard":
+                check_rows(rows, LENGTHS, ends="mixed", from_start=True, contiguous=name != "reset")
+            if name != "async":
+                assert_same(rows, those_of(whole, rows))
+        except BaseException as failed:
+            failed.add_note(f"interrupted at place {place} of {count}")
+            raise
+
+
+def those_of(whole: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
+    """The rows of ``whole`` that ``rows`` ought to be: as many of each trajectory."""
+
+    def numbers(td: TensorDictBase) -> list[tuple[int, int]]:
+        ids, steps = td["collector", "traj_ids"], td["collector", "step"]
+        return [*zip(ids.reshape(-1).tolist(), steps.reshape(-1).tolist(), strict=True)]
+
+    at = {number: index for index, number in enumerate(numbers(whole))}
+    return whole[torch.tensor([at[number] for number in numbers(rows)], dtype=torch.int64)]
+
+
+# --- by TorchRL's names ---------------------------------------------------------------------------
+
+NAMED: dict[str, dict[str, Any]] = {
+    "batches": {},
+    "next": {},
+    "buffer": {"buffer": True},
+    "items": {"buffer": True, "extend_buffer": False},
+    "interruptor": {"interruptor": type("Never", (), {"collection_stopped": lambda self: False})()},
+    "trajectories": {"trajs_per_batch": 3, "traj_format": "cat"},
+    "written": {"trajs_per_batch": 3, "buffer": True},
+    "hooked": {"post_collect_hook": lambda batch: batch["observation"].sum()},
+}
+
+
+def named(kind: str, number: int, cause: str) -> tuple[int, TensorDictBase | None, bool]:
+    """As :func:`run`, by TorchRL's names; what went to a replay buffer is what was yielded."""
+    given = dict(NAMED[kind])
+    buffer = None
+    if given.pop("buffer", False):
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000))
+        given["replay_buffer"] = buffer
+    frames = {"frames_per_batch": 4 * LANES, "total_frames": 12 * LANES}
+    collector = names.Collector(factory(DISABLED, 0, LANES), Telling(), **frames, **given)
+    got: list[TensorDictBase] = []
+    said, caught = "", 0
+    with collector, interrupted_at(number, *CAUSES[cause]) as count:
+        while True:
+            try:
+                if kind == "next":
+                    while (batch := collector.next()) is not None:
+                        got.append(batch)
+                else:
+                    got += (batch for batch in collector if batch is not None)
+                break
+            except BaseException as error:
+                if isinstance(error, StateError) and "the run ended when" in str(error):
+                    said = str(error)
+                    break
+                if "of a handler" not in str(error):
+                    raise
+                caught += 1
+                assert caught < 3
+    if buffer is not None:
+        got = [buffer[:]] if len(buffer) else []
+    return count[0], torch.cat([each.reshape(-1) for each in got]) if got else None, bool(said)
+
+
+@pytest.mark.parametrize("cause", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("kind", NAMED)
+def test_by_torchrl_s_names(kind: str, cause: str) -> None:
+    count, whole, _ = named(kind, 0, cause)
+    assert whole is not None
+    chance = random.Random(f"{kind} {cause}")
+    for place in sorted(chance.sample(range(1, count), 2 * PLACES)):
+        try:
+            _, rows, said = named(kind, place, cause)
+            if not said:
+                assert rows is not None
+                assert_same(rows, whole)
+            elif rows is not None:
+                assert_same(rows, whole[: len(rows)])
+        except BaseException as failed:
+            failed.add_note(f"interrupted at place {place} of {count}")
+            raise
+
+
+# --- what is raised within ------------------------------------------------------------------------
+
+
+class Failing:
+    """Raises at its call of that number, once in all."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self) -> None:
+        """Count down."""
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("broken\nat that")
+
+
+class FailingPolicy(Telling):
+    def __init__(self, fails: Failing) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        self.fails()
+        return super().forward(td)
+
+
+def failing(where: str, fails: Failing, patched: pytest.MonkeyPatch, **kwargs: Any) -> Collector:
+    """A collector of which something raises, once."""
+    if where == "policy":
+        return alone(DISABLED, FailingPolicy(fails), **kwargs)
+    if where == "postproc":
+        return alone(DISABLED, postproc=lambda rows: (fails(), rows)[1], **kwargs)
+    if where.startswith("worker"):
+        patched.setattr(Telling, "forward", broken_at(fails, Telling.forward))
+        return spread(DISABLED, 2, Telling(), mode=where.split()[1], **kwargs)
+    collector = alone(DISABLED, **kwargs)
+    if where == "disk":
+
+        def full(*given: Any, **more: Any) -> Any:
+            fails()
+            return extend(*given, **more)
+
+        extend = MemmapStorage.extend
+        patched.setattr(MemmapStorage, "extend", full)
+        patched.setattr(MemmapStorage, "extend_fixed", broken_at(fails, MemmapStorage.extend_fixed))
+    else:
+        system = collector.env.system  # type: ignore[attr-defined]
+        patched.setattr(system, where, broken_at(fails, getattr(system, where)))
+    return collector
+
+
+def broken_at(fails: Failing, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*given: Any, **more: Any) -> Any:
+        fails()
+        return function(*given, **more)
+
+    return called
+
+
+@pytest.mark.parametrize("way", ["iterate", "store", "collect"])
+@pytest.mark.parametrize(
+    "where", ["policy", "postproc", "step", "reset", "disk", "worker sync", "worker async"]
+)
+def test_what_is_raised_within_ends_the_run_and_is_said(
+    where: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "disk" and way == "iterate":
+        return  # there is none
+    path, got = tmp_path / "rows", 0
+    fails = Failing({"disk": 3, "postproc": 3, "reset": 4}.get(where, 10))
+    kwargs = {"frames_per_batch": BATCH, "total_frames": FRAMES, "seed": 1}
+    if way != "iterate":
+        kwargs["storage"] = path
+    with in_threads(), monkeypatch.context() as patched:
+        collector = failing(where, fails, patched, **kwargs)
+        with collector:
+            with pytest.raises(Exception, match="broken"):  # noqa: PT012
+                for batch in collector if way != "collect" else iter(lambda: 0, 1):
+                    got += batch if way != "collect" else 0
+                    if way == "collect":
+                        collector.collect(BATCH)
+            for again in (lambda: next(iter(collector)), lambda: list(collector)):
+                with pytest.raises(StateError, match=r"was raised within it \(.*broken") as said:
+                    again()
+            if way != "iterate":
+                with pytest.raises(StateError, match="resume=True"):
+                    collector.collect(1)
+            else:
+                assert "load_state_dict" in str(said.value)
+        collector.ledger.check()
+        assert collector.ledger.stored < FRAMES
+        if way == "iterate":
+            return
+        kwargs.pop("seed")
+        with open_storage(path) as stored:
+            assert stored.head == collector.ledger.stored
+        fails.left = 0
+        again = failing(where, Failing(-1), patched, resume=True, **kwargs)
+        with again:
+            assert sum(len(batch) for batch in again) == FRAMES - collector.ledger.stored
+    assert verify(path).sound
+    with open_storage(path) as stored:
+        assert stored.head == FRAMES
+
+
+# --- what comes from outside ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["alone", "sync", "async"])
+def test_a_loop_that_was_left_goes_on(kind: str) -> None:
+    """By ``break``, by an exception of its body, by ``close`` and ``throw``."""
+    with in_threads():
+        make = partial(alone, NEXT) if kind == "alone" else partial(spread, NEXT, 2, mode=kind)
+        with make(frames_per_batch=BATCH, total_frames=FRAMES, seed=1) as collector:
+            got = [next(iter(collector))]
+            for batch in collector:
+                got.append(batch)
+                break
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                for batch in collector:
+                    got.append(batch)
+                    raise KeyboardInterrupt
+            batches: Any = iter(collector)
+            got.append(next(batches))
+            with pytest.raises(Interruption):
+                batches.throw(Interruption())
+            got.append(next(batches))
+            batches.close()
+            assert list(batches) == []
+            got += collector
+            assert list(collector) == []
+    check_rows(torch.cat(got), LENGTHS, ends="mixed", from_start=True, contiguous=kind != "async")
+    assert sum(map(len, got)) == FRAMES
+
+
+class Interrupting(Failing):
+    """Sends a signal instead."""
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def parted(at: int, path: Path, source: str = DISABLED, **kwargs: Any) -> Iterator[Collector]:
+    """A collector whose first batch is interrupted in its slot of that number."""
+
+    def handle(*_: Any) -> None:
+        raise Interruption
+
+    fails = Interrupting(-1)
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with alone(
+            source,
+            FailingPolicy(fails),
+            frames_per_batch=60,
+            total_frames=90,
+            storage=path,
+            **kwargs,
+        ) as collector:
+            fails.left = at
+            with pytest.raises(Interruption):
+                next(iter(collector))
+            yield collector
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("layout", ["rows", "lanes"])
+def test_what_a_smaller_call_finds_of_a_larger_one(layout: str, tmp_path: Path) -> None:
+    """Rows that were in hand when a batch was parted go into as many as are asked for."""
+    path = tmp_path / "rows"
+    with parted(7, path, layout=layout) as collector:
+        assert collector.ledger.stored == 0
+        assert collector.ledger.carried == 7 * LANES
+        assert [collector.collect(n) for n in (3, 4, 8)] == [3, 4, 8]
+        assert collector.last_rows == range(7, 15)
+        assert collector.ledger.carried == 4 * LANES
+        assert sum(len(flat(batch)) for batch in collector) == 75
+    with open_storage(path) as stored:
+        check_rows(stored.get(slice(None)), LENGTHS, ends="mixed", from_start=True)
+    assert verify(path).sound
+
+
+def test_what_is_in_hand_is_stored_at_the_end(tmp_path: Path) -> None:
+    with parted(6, tmp_path / "rows", NEXT) as collector:
+        assert collector.ledger.stored == 0
+    ledger = collector.ledger
+    assert ledger.stored == ledger.executed > 3 * LANES
+    assert verify(tmp_path / "rows").sound
+
+
+def test_new_trajectories_in_a_parted_batch(tmp_path: Path) -> None:
+    with parted(6, tmp_path / "rows") as collector:
+        collector.set_seed(7)
+        assert [len(batch) for batch in collector] == [60, 30]
+    assert collector.ledger.stored == 90
+    assert verify(tmp_path / "rows").sound
