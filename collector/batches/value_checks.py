@@ -217,6 +217,8 @@ class RangeChecks:
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
+        if not used:
+            return None
         if used <= FEW_SLOTS and self._of_slots(slab).are_good(used):  # reset slots too
             looks = self.masks_of(slab, used)
             if looks is None or looks():

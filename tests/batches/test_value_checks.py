@@ -67,3 +67,12 @@ def test_what_has_another_range_is_looked_at_everywhere() -> None:
     assert RangeChecks(ranges(SEEN), "raise")._seen_before == set()
     assert RangeChecks(ranges(SEEN, NEXT_SEEN), "raise")._seen_before == {SEEN}
     assert RangeChecks(ranges(SEEN, NEXT_SEEN), "off")._seen_before == set()
+
+
+def test_of_no_slots_nothing_lies() -> None:
+    half = SlabColumn(torch.float16, (2,))  # the extension looks at no such column
+    slab = Slab(4, 2, {**LAYOUT, SEEN: half, NEXT_SEEN: half}, flowing=[SEEN])
+    checks = RangeChecks(
+        [Range(k, np.float16(-1), np.float16(1), False) for k in slab.columns], "raise"
+    )
+    assert checks.first_violation(slab, 0, LaneState.fresh(2)) is None
