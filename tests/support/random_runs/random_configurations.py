@@ -11,12 +11,16 @@ from tallyroll.collector import Info
 
 import random_spaces as sp
 from random_environments import EnvKind
+from random_interrupts import How
 from random_lanes import CHANGING, SOMETIMES, LaneKind
 from random_policies import PolicyKind
 from random_spaces import Key
 
 Sink = Literal["", "memmap", "h5", "zarr", "ring", "buffer", "buffer on disk", "memory and disk"]
-Phase = Literal["", "stop", "resume", "state", "seed", "append", "weights"]
+Phase = Literal[
+    "", "stop", "resume", "state", "seed", "append", "weights", "interrupt", "in turn", "change"
+]
+Copy = Literal["", "memmap", "h5", "zarr", "larger ring"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,21 @@ class Configuration:
     """The workers are threads of this process."""
     settled: bool = False
     """The argument is given that settles what would be refused, where there is one."""
+    interrupt: How = ""
+    """In the phase "interrupt": Python's own handler raises, or another one."""
+    interrupt_at: int = 0
+    """Calls of functions of ours before the signal comes."""
+    meddles: tuple[str, ...] = ()
+    """What is written to in place after each batch (`random_meddling`)."""
+    copy: Copy = ""
+    """The rows are appended to another storage."""
+    copy_by: Literal["all", "slice", "numbers", "twice"] = "all"
+    collects: bool = False
+    """Rows are asked for by `collect(n)`, and read from the storage."""
+    updates: bool = False
+    """The policy gets new weights before the run is left that is resumed."""
+    reads: bool = False
+    """Slices, trajectories and n-step returns are compared with a model."""
 
     @property
     def uses_files(self) -> bool:
@@ -136,6 +155,10 @@ def refusals(config: Configuration) -> list[str]:
     found = {
         "names that collide": bool(names & set(sp.COLLIDING)),
         "odd names": bool(names & {*sp.ODD, *sp.TAKEN}),
+        "spaces that no column holds": lane.observation in sp.REFUSABLE,
+        "rewards and flags of a shape": lane.form == "array of one",
+        "a mask of another length": lane.mask_extra != 0,
+        "statistics apart": "norm" in env.transforms and config.workers > 1,
         # What resets itself may return its first observation twice.
         "a reused array in SAME_STEP": bool(lane.reuse or lane.self_reset) and same_step,
         "reused observations that cannot be split": bool(lane.reuse or env.tensors)

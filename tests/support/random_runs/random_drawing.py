@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Draw:
     """What a generator chooses."""
 
-    def __init__(self, number: int) -> None:
-        self.rng = np.random.default_rng([11, number])
+    def __init__(self, number: int, stream: int = 11) -> None:
+        self.rng = np.random.default_rng([stream, number])
 
     def one(self, *values: T) -> T:
         """One of these."""
@@ -65,6 +65,8 @@ def twin(config: Configuration) -> Configuration | None:
     """A configuration without bad habits whose data must be the same, bit for bit."""
     env, lane = config.env, config.env.lane
     if lane.self_reset or lane.spoil or config.phase or config.mode == "async":
+        return None
+    if "norm" in env.transforms and config.workers:  # statistics of each worker, or of all
         return None
     if (config.total_frames or 0) > 150:
         return None

@@ -30,16 +30,21 @@ from torchrl.envs import (
 
 from tallyroll.collector import GymnasiumVectorEnv
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
 
 from random_habits import one_lane
+from random_herds import Herd
 from random_lanes import LaneKind, Reuse, World
+from random_running import Running
 from random_spaces import Array, Key, leaves
 
 # TorchRL looks for further packages with its first environment, and keeps the error of one that is
 # missing, with all that the frames of its traceback refer to.
 GymWrapper(gym.make("CartPole-v1")).close()
 
-System = Literal["sync", "async", "native", "torch", "one", "wrapper", "serial", "parallel"]
+System = Literal[
+    "sync", "async", "native", "torch", "one", "wrapper", "serial", "parallel", "pettingzoo"
+]
 VECTORS = ("sync", "async", "native")
 
 
@@ -259,7 +264,9 @@ class TorchLanes(EnvBase):
         return self.kept[key][at] if self.tensors == "view" else self.__dict__["_rows"][key][at]
 
 
-def _transform(name: str) -> Transform:
+def _transform(name: str, world: World) -> Transform:
+    if name == "norm":
+        return Running(world.told)
     if name == "steps":
         return StepCounter()
     if name == "init":
@@ -296,7 +303,9 @@ def make_env(
     each = range(first, first + lanes)
     if kind.is_vector:
         makes = [partial(one_lane, kind.lane, world, run, lane) for lane in each]
-        return _vector(kind, makes, options)
+        return _vector(kind, makes, options, world)
+    if kind.system == "pettingzoo":
+        return PettingZooSystem([Herd(one_lane(kind.lane, world, run, i), i) for i in each])
     env: EnvBase
     if kind.flat:
         env = lane_of_torch(kind, world, run, first)
@@ -309,10 +318,10 @@ def make_env(
             env = SerialEnv(lanes, torch_makes)
         else:
             env = ParallelEnv(lanes, torch_makes, mp_start_method="fork")
-    return _transformed(env, kind)
+    return _transformed(env, kind, world)
 
 
-def _vector(kind: EnvKind, makes: list[Any], options: dict[str, Any]) -> Any:
+def _vector(kind: EnvKind, makes: list[Any], options: dict[str, Any], world: World) -> Any:
     mode = AutoresetMode(kind.mode)
     vector: VectorEnv[Any, Any, Any]
     if kind.system == "native":
@@ -326,13 +335,13 @@ def _vector(kind: EnvKind, makes: list[Any], options: dict[str, Any]) -> Any:
     if not kind.adapter:
         return vector
     env = GymnasiumVectorEnv(vector, reset_slots=kind.adapter, **options)
-    return _transformed(env, kind)
+    return _transformed(env, kind, world)
 
 
-def _transformed(env: EnvBase, kind: EnvKind) -> EnvBase:
+def _transformed(env: EnvBase, kind: EnvKind, world: World) -> EnvBase:
     if not kind.transforms:
         return env
-    return TransformedEnv(env, Compose(*map(_transform, kind.transforms)))
+    return TransformedEnv(env, Compose(*(_transform(name, world) for name in kind.transforms)))
 
 
 def close(env: Any) -> None:

@@ -8,7 +8,18 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import wrappers
 
-from random_lanes import INFOS, Event, Injected, Journal, Lane, LaneKind, Reuse, SelfReset, World
+from random_lanes import (
+    INFOS,
+    Event,
+    Form,
+    Injected,
+    Journal,
+    Lane,
+    LaneKind,
+    Reuse,
+    SelfReset,
+    World,
+)
 from random_spaces import Array, leaves
 
 
@@ -138,6 +149,38 @@ class WritesAction(gym.Wrapper[Any, Any, Any, Any]):
         return out
 
 
+class Formed(gym.Wrapper[Any, Any, Any, Any]):
+    """Rewards and flags have another form than numbers and bools of Python."""
+
+    def __init__(self, env: gym.Env[Any, Any], form: Form) -> None:
+        super().__init__(env)
+        self.form = form
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return (
+            observation,
+            formed(self.form, reward),
+            formed(self.form, terminated),
+            formed(self.form, truncated),
+            info,
+        )
+
+
+def formed(form: Form, value: Any) -> Any:
+    """``value`` as that form gives it; the journal has it as it was."""
+    if form == "array of one":
+        return np.array([value])
+    if form == "array of none":
+        return np.array(value)
+    if isinstance(value, (bool, np.bool_)):
+        return np.bool_(value) if form != "whole" else int(value)
+    if form == "half":
+        return np.float16(value)
+    return int(value) if form == "whole" and value == int(value) else np.float64(value)
+
+
 class Fails(gym.Wrapper[Any, Any, Any, Any]):
     """At one step it raises, or returns what its space does not declare."""
 
@@ -196,6 +239,8 @@ def one_lane(kind: LaneKind, world: World, run: int, lane: int) -> gym.Env[Any, 
         env = Fails(env, kind)
     if kind.self_reset:
         env = ResetsItself(env, kind.self_reset)
+    if kind.form:
+        env = Formed(env, kind.form)
     if kind.reuse:
         env = Reused(env, kind.reuse)
     return WritesAction(env) if kind.writes_action else env

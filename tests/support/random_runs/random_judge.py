@@ -15,11 +15,16 @@ from tallyroll.collector import CollectorError, split_trajectories
 from tallyroll.storage import StorageError, verify
 
 from random_configurations import Configuration, refusals
+from random_copies import wrong_in_copy
 from random_lanes import Injected
-from random_policies import extra_of, numbers_of
+from random_networks import wanted_after
+from random_policies import extra_of
+from random_reading import wrong_in_reading
+from random_recurrence import wrong_in_recurrence
 from random_rows import Made, Rows, Verdict, compare_lane, equal, made_by, may_skip
-from random_runs import RING, Outcome, Run, count_of, flat
-from random_spaces import Array, Key, acted
+from random_running import was_told
+from random_runs import RING, Outcome, Run, count_of, flat, restored
+from random_spaces import Array, Key, acted, numbers_of
 
 SELF_RESETS_SEEN = 16
 """So many ends at the latest show that an environment resets itself."""
@@ -31,14 +36,18 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
     _errors(config, outcome, verdict)
     for run in outcome.runs:
         for batch, copy in zip(run.batches, run.copies, strict=True):
-            verdict(_same(batch, copy), "a batch changed after it was yielded")
-            _batch(config, batch, verdict)
+            meddled = "batch" in config.meddles
+            verdict(meddled or _same(batch, copy), "a batch changed after it was yielded")
+            _batch(config, copy, verdict)
     _sizes(config, outcome, verdict)
     whole = _by_run(config, outcome, verdict)
     for run, rows in zip(outcome.runs, whole, strict=True):
         _run(config, outcome, run, rows, verdict)
     for earlier, later in pairwise(each["collector", "traj_ids"] for each in whole if len(each)):
-        verdict(earlier.max() < later.min(), "an id was used by two runs")
+        together = set(earlier.tolist()) & set(later.tolist())
+        verdict(not together, f"{len(together)} ids were used by two runs")
+        in_order = config.phase == "in turn" or earlier.max() < later.min()
+        verdict(in_order, "a later run has smaller ids")
     _random_frames(config, outcome, whole, verdict)
     _split(outcome, verdict)
     for path in outcome.paths:
@@ -49,7 +58,28 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
             skip += ["finals"] if config.env.lane.self_reset and len(outcome.runs) > 1 else []
             report = verify(path, skip=skip)
             verdict(report.sound, f"verify: {[str(each) for each in report.findings]}")
+    for each in outcome.found:
+        verdict(False, each)
+    _other_uses(config, outcome, verdict)
     return verdict.found
+
+
+def _other_uses(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
+    """What other storages and readers make of the rows."""
+    if outcome.error is not None:
+        return
+    there = [path for path in outcome.paths if path.exists()]
+    for path, stored in zip(there, outcome.stored, strict=True):
+        if not len(stored):
+            continue
+        if config.reads:
+            for each in wrong_in_reading(path, stored, config.number):
+                verdict(False, each)
+        if config.copy:
+            place = path.parent / f"copy of {path.stem}"
+            wrong = wrong_in_copy(path, stored, config.copy, config.copy_by, place)
+            for each in wrong:
+                verdict(False, each)
 
 
 def differences(outcome: Outcome, other: Outcome) -> list[str]:
@@ -120,14 +150,27 @@ def _batch(config: Configuration, batch: TensorDictBase, verdict: Verdict) -> No
     last[:-1] = ids[1:] != ids[:-1]
     verdict(torch.equal(cut, last & ~ended), "cut is not where trajectories go on")
     verdict(torch.equal(done, ended | cut), "done is not where trajectories end or are cut")
+    _recurrence(config, batch, rows, verdict)
     agents = config.env.lane.agents
     if agents:
         nested = rows["next", "agents", "done"].reshape(len(rows), agents)
-        verdict(bool((nested == done[:, None]).all()), "the agents' done is not the root's")
+        ends = nested | ~done[:, None] if config.env.lane.joins else nested == done[:, None]
+        verdict(bool(ends.all()), "the agents' done is not the root's")
         wanted = [*batch.batch_size, agents]
         for inner in (batch["agents"], batch["next", "agents"]):
             got = list(inner.batch_size)
             verdict(got == wanted, f"batch size of agents: {got}, not {wanted}")
+
+
+def _recurrence(
+    config: Configuration, batch: TensorDictBase, rows: TensorDictBase, verdict: Verdict
+) -> None:
+    policy = config.policy
+    if policy is None or not policy.recurrent or config.postproc:
+        return
+    if bool((rows["collector", "policy_version"] >= 0).all()):
+        for each in wrong_in_recurrence(batch, rows, lstm=policy.lstm):
+            verdict(False, each)
 
 
 def _split(outcome: Outcome, verdict: Verdict) -> None:
@@ -148,7 +191,7 @@ def _split(outcome: Outcome, verdict: Verdict) -> None:
 
 def _sizes(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
     runs, size = outcome.runs, config.frames_per_batch
-    for run in runs:
+    for run in [run for run in runs if not (run.interrupted or config.collects)]:
         sizes = [count_of(batch) for batch in run.copies]
         if not sizes:
             continue
@@ -158,6 +201,12 @@ def _sizes(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
         return
     total = config.total_frames
     if total is None or config.phase == "stop":  # which may be late
+        return
+    if config.phase == "in turn":
+        rows = [run.rows for run in runs]
+        verdict(rows == [total, total], f"{rows} rows, {total} were asked for of each")
+        return
+    if runs[-1].ended_by_interrupt:
         return
     counted = runs[-1:] if config.phase == "append" else runs
     left_early = config.phase in ("resume", "state", "append") and len(runs) == 1
@@ -183,21 +232,10 @@ def _as_rows(batches: list[TensorDictBase], numbers: list[int]) -> Rows:
     )
 
 
-def _restored(batch: TensorDictBase) -> TensorDictBase:
-    """Rows as they are stored."""
-    rows = flat(batch)
-    cut = rows["collector", "cut"]
-    stored = rows.exclude(("collector", "cut")).clone()
-    for key in [key for key in stored.keys(True, True) if key[0] == "next" and key[-1] == "done"]:
-        done = stored[key]
-        stored[key] = done & ~cut.reshape(-1, *[1] * (done.ndim - 1))
-    return stored
-
-
 def _by_run(config: Configuration, outcome: Outcome, verdict: Verdict) -> list[Rows]:
     """The rows of each run: the stored ones, or those that were yielded."""
     yielded = [
-        _as_rows([_restored(b) for b in run.copies], list(range(len(run.copies))))
+        _as_rows([restored(b) for b in run.copies], list(range(len(run.copies))))
         for run in outcome.runs
     ]
     stored = [_as_rows([td], [0]) for td in outcome.stored]
@@ -212,7 +250,9 @@ def _by_run(config: Configuration, outcome: Outcome, verdict: Verdict) -> list[R
             verdict(len(held) == min(RING, len(rows)), f"the ring holds {len(held)}")
             _compare(held, tail, "the ring", verdict)
         return yielded
-    if len(stored) == len(yielded):
+    if config.phase == "in turn":
+        parts = _by_turns(stored[0], outcome, verdict)
+    elif len(stored) == len(yielded):
         parts = stored
     else:
         parts, first = [], 0
@@ -224,13 +264,33 @@ def _by_run(config: Configuration, outcome: Outcome, verdict: Verdict) -> list[R
     out = []
     for part, mine, run in zip(parts, yielded, outcome.runs, strict=True):
         more = len(part) - len(mine)
-        verdict(more == 0 or (run.error is not None and more > 0), f"{more} rows more are stored")
+        if config.collects:
+            part = _in_order_of(run, part)
+        ended = run.error is not None or run.ended_by_interrupt
+        verdict(more == 0 or (ended and more > 0), f"{more} rows more are stored")
         if more >= 0:
             head = part.take(np.arange(len(mine)))
             _compare(head, mine, "the storage", verdict)
         number = np.concatenate([mine.batch, np.full(max(more, 0), len(run.copies))])
         out.append(Rows(part.columns, number[: len(part)]))
     return out
+
+
+def _in_order_of(run: Run, stored: Rows) -> Rows:
+    """Rows that calls stored slot by slot, lane by lane within each call."""
+    calls = np.repeat(np.arange(len(run.copies)), [count_of(copy) for copy in run.copies])
+    behind = np.full(max(0, len(stored) - len(calls)), len(run.copies))
+    keys = [stored["collector", name] for name in ("step", "traj_ids", "lane")]
+    return stored.take(np.lexsort([*keys, np.append(calls, behind)[: len(stored)]]))
+
+
+def _by_turns(stored: Rows, outcome: Outcome, verdict: Verdict) -> list[Rows]:
+    """Rows that two runs stored in turn, run by run."""
+    owner = [number for number, rows in outcome.turns for _ in range(rows)]
+    owner += [outcome.runs[-1].number] * (len(stored) - len(owner))
+    verdict(len(owner) == len(stored), f"{len(stored)} rows are stored, not {len(owner)}")
+    of = np.array(owner[: len(stored)], np.int64)
+    return [stored.take(np.flatnonzero(of == run.number)) for run in outcome.runs]
 
 
 def _compare(held: Rows, mine: Rows, what: str, verdict: Verdict) -> None:
@@ -250,7 +310,7 @@ def _compare(held: Rows, mine: Rows, what: str, verdict: Verdict) -> None:
 
 def _run(config: Configuration, outcome: Outcome, run: Run, rows: Rows, verdict: Verdict) -> None:
     placed: list[tuple[list[int], list[Made]]] = []
-    executed = 0
+    executed: int | None = 0
     for lane in range(config.env.lanes):
         at = np.flatnonzero(rows["collector", "lane"] == lane) if len(rows) else np.zeros(0, int)
         mine = rows.take(at) if len(rows) else rows
@@ -267,12 +327,14 @@ def _run(config: Configuration, outcome: Outcome, run: Run, rows: Rows, verdict:
         _, trial, made, where = min(tries, key=lambda each: each[0])
         for each in trial.found:
             verdict(False, f"run {run.number}, lane {lane}: {each}")
-        executed += len(made)
+        # Lanes of workers that were never asked have journals of trials on copies alone.
+        never_asked = config.mode == "async" and not len(mine)
+        executed = None if executed is None or never_asked else executed + len(made)
         placed.append((where, made))
     if len(rows):
         _bookkeeping(config, rows, verdict)
         _policy(config, run, rows, verdict)
-        _flags(config, run, rows, verdict)
+        _flags(config, outcome, rows, verdict)
     _ledger(config, outcome, run, rows, executed, verdict)
     if run.error is None and not verdict.found:
         _order(config, outcome, run, placed, verdict)
@@ -309,8 +371,12 @@ def _policy(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> No
     if policy.recurrent or policy.habit in ("keeps", "keeps td") or not chosen.any():
         return
     mine = rows.take(np.flatnonzero(chosen))
+    if policy.network:
+        _network(config, run, mine, verdict)
+        return
     numbers = numbers_of([mine[key] for key in config.policy_keys])
-    wanted = acted(config.env.lane.action_space(), numbers)
+    masks = mine["action_mask",] if config.env.lane.masked else None
+    wanted = acted(config.env.lane.action_space(), numbers, masks)
     action = mine[config.own_column("action")]
     verdict.rows(equal(action, wanted), mine, "the policy does not act so on this observation")
     for name in extra:
@@ -320,11 +386,29 @@ def _policy(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> No
             verdict.rows(equal(mine[key], told), mine, f"the policy did not write this {key}")
 
 
+def _network(config: Configuration, run: Run, mine: Rows, verdict: Verdict) -> None:
+    """Actions are those of the network as it is; some rows may have been carried over a change."""
+    space, keys, policy = config.env.lane.action_space(), config.policy_keys, config.policy
+    assert policy is not None
+    action = mine["action",]
+    old = equal(action, wanted_after(policy.change, space, keys, mine.columns, changed=False))
+    if not run.changed:
+        verdict.rows(old, mine, "the network does not act so on this observation")
+        return
+    new = equal(action, wanted_after(policy.change, space, keys, mine.columns, changed=True))
+    verdict.rows(old | new, mine, "neither the network as it was nor as it is acts so")
+    late = mine.batch >= config.phase_after
+    verdict.rows(old | late, mine, "acted so before the change")
+    over = int((late & ~new).sum())
+    verdict(over < config.env.lanes, f"{over} rows are chosen by what the policy was before")
+
+
 def _versions(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
     """0, and 1 behind an update; what was carried then was chosen before."""
     version = rows["collector", "policy_version"]
     if run.updated_at is None:
-        verdict.rows(version <= 0, rows, "policy_version")
+        right = (version == run.first_version) | (version == -1)
+        verdict.rows(right, rows, f"policy_version is not {run.first_version}")
         return
     late = np.arange(len(rows)) >= run.updated_at
     verdict.rows((version == 1) <= late, rows, "a version that was not there yet")
@@ -341,7 +425,8 @@ def _random_frames(
 ) -> None:
     if config.policy is None or outcome.error is not None:
         return
-    groups = [[each] for each in whole] if config.phase == "append" else [whole]
+    alone = config.phase in ("append", "in turn")
+    groups = [[each] for each in whole] if alone else [whole]
     for group in groups:
         count = sum(map(len, group))
         random = sum(
@@ -351,7 +436,7 @@ def _random_frames(
         verdict(random == wanted, f"{random} random frames, {wanted} were asked for")
 
 
-def _flags(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> None:
+def _flags(config: Configuration, outcome: Outcome, rows: Rows, verdict: Verdict) -> None:
     """Self-resets are reported in time; agents' flags and transforms' columns follow the rows."""
     env = config.env
     # Of episodes of one step nothing tells a first observation from a final one.
@@ -362,9 +447,18 @@ def _flags(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> Non
         done = rows["next", "done"].reshape(-1)
         late = int(done[~last].sum())
         verdict(late < SELF_RESETS_SEEN + env.lanes, f"{late} lost finals before the last batch")
-    for name in ("done", "terminated", "truncated") if env.lane.agents else ():
+    apart = env.lane.agents and not env.lane.joins
+    for name in ("done", "terminated", "truncated") if apart else ():
         same = rows["next", "agents", name].reshape(len(rows), -1) == rows["next", name]
         verdict.rows(same.all(-1), rows, f"{name} of the agents")
+    if "norm" in env.transforms and not config.uses_files:
+        for lead in ((), ("next",)):
+            right = was_told(outcome.told, rows[*lead, "observation"], rows[*lead, "relative"])
+            verdict.rows(right, rows, f"{lead} relative is not what the transform made of it")
+        apart_statistics = config.workers > 1
+        verdict(not apart_statistics, "workers have statistics apart, and none said so")
+    if env.lane.spoil == "nothing legal":
+        verdict.rows(rows["action_mask",].any(-1), rows, "an action where nothing is legal")
     if may_skip(config):
         return
     step = rows["collector", "step"]
@@ -387,7 +481,7 @@ def _ledger(
     outcome: Outcome,
     run: Run,
     rows: Rows,
-    executed: int,
+    executed: int | None,
     verdict: Verdict,
 ) -> None:
     counts = run.counts
@@ -402,11 +496,18 @@ def _ledger(
     if run.error is not None or run.number or config.env.lane.spoil:
         return
     verdict(counts["stored"] == len(rows), f"stored {counts['stored']}, there are {len(rows)}")
-    verdict(counts["executed"] == executed, f"executed {counts['executed']}, not {executed}")
+    if run.ended_by_interrupt:  # the step under way may have been half done
+        return
+    right = executed is None or counts["executed"] == executed
+    verdict(right, f"executed {counts['executed']}, not {executed}")
     complete = int(rows["next", "done"].sum()) if len(rows) else 0
+    if config.env.lane.joins:
+        living = int(rows["agents", "mask"].sum()) if len(rows) else 0
+        got = counts["agent_transitions"]
+        verdict(got == living, f"{got} agent transitions, there are {living}")
     got = counts["episodes_complete"]
     verdict(got == complete, f"{got} complete episodes, there are {complete}")
-    if config.total_episodes is not None and config.phase == "":
+    if config.total_episodes is not None and config.phase in ("", "interrupt", "change"):
         verdict(complete == config.total_episodes, f"{complete} episodes")
 
 

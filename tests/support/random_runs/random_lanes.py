@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +23,22 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from random_spaces import ACTIONS, Array, Leaves, action_sum, drawn, space_of_observation
+from random_running import Told
+from random_spaces import (
+    ACTIONS,
+    Array,
+    Leaves,
+    action_sum,
+    drawn,
+    is_legal,
+    parts_of_mask,
+    space_of_observation,
+)
 
 Reuse = Literal["", "same", "one key", "view", "double", "ring"]
 SelfReset = Literal["", "once", "twice"]
-Spoil = Literal["", "nan", "range", "dtype", "shape", "raise", "raise in reset"]
+Spoil = Literal["", "nan", "range", "dtype", "shape", "raise", "raise in reset", "nothing legal"]
+Form = Literal["", "array of one", "array of none", "numpy", "half", "whole"]
 
 
 class Injected(Exception):
@@ -50,6 +60,7 @@ class Event:
     truncated: bool = False
 
 
+_TOLD: dict[str, Told] = defaultdict(dict)
 _HERE: dict[str, list[tuple[int, int, list[Event]]]] = defaultdict(list)
 
 
@@ -81,9 +92,15 @@ class World:
             for key, each in found.items()
         }
 
+    @property
+    def told(self) -> Told:
+        """What the transforms of this process made of observations."""
+        return _TOLD[self.token]
+
     def forget(self) -> None:
         """Drop what is kept in this process."""
         _HERE.pop(self.token, None)
+        _TOLD.pop(self.token, None)
 
 
 def _read(path: Path) -> list[Event]:
@@ -123,6 +140,8 @@ class LaneKind:
     action: str = "discrete"
     masked: bool = False
     """The observation holds a mask of legal actions, nothing being legal at the end."""
+    mask_extra: int = 0
+    """The mask has so many values more than the action."""
     lengths: tuple[tuple[int, ...], ...] = ((5,),)
     """Of the episodes of each lane, in turn."""
     ends: Literal["terminated", "truncated", "mixed", "both"] = "terminated"
@@ -136,12 +155,16 @@ class LaneKind:
     spoil_at: int = 0
     """The step (or reset) of that lane, counted over all episodes."""
     agents: int = 0
+    joins: bool = False
+    """The agents join and leave."""
+    form: Form = ""
+    """How rewards and flags are given."""
 
     def observation_space(self) -> gym.Space[Any]:
         """Of one lane."""
         if self.agents:
             return Box(-100, 100, (self.agents, 2), np.float32)
-        mask = int(self.action_space().n) if self.masked else 0  # type: ignore[attr-defined]
+        mask = sum(parts_of_mask(self.action_space())) + self.mask_extra if self.masked else 0
         return space_of_observation(self.observation, self.names, mask)
 
     def action_space(self) -> gym.Space[Any]:
@@ -162,6 +185,7 @@ class Lane(gym.Env[Any, Any]):
         self.lengths = kind.lengths[lane % len(kind.lengths)]
         self.episode, self.at, self.steps, self.resets = -1, 0, 0, 0
         self.salt, self.over = 0, True
+        self.mask: Array = np.zeros(0)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin the next episode."""
@@ -174,6 +198,9 @@ class Lane(gym.Env[Any, Any]):
         """Execute one action."""
         assert not self.over, f"lane {self.lane}: a step behind the end of an episode"
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        if self.kind.masked and not self.kind.mask_extra and self.mask.any():
+            legal = is_legal(self.action_space, action, self.mask)
+            assert legal, f"lane {self.lane}: {action!r} is not legal by {self.mask}"
         reward = 1 + (31 * self.lane + 7 * self.episode + self.at) % 97 + action_sum(action)
         self.at += 1
         self.steps += 1
@@ -204,8 +231,12 @@ class Lane(gym.Env[Any, Any]):
         value = drawn(self.observation_space, rng)
         if self.kind.masked:
             mask = rng.integers(2, size=value["action_mask"].shape).astype(np.bool_)
-            mask[rng.integers(len(mask))] = True
-            value["action_mask"] = mask & (not self.over)
+            first = 0
+            for count in parts_of_mask(self.action_space):
+                mask[first + rng.integers(count)] = True
+                first += count
+            none = self.over or (self._spoilt("nothing legal") and self.at > 0)
+            self.mask = value["action_mask"] = mask & (not none)
         return value
 
     def _infos(self) -> dict[str, Any]:
@@ -253,14 +284,6 @@ def _absent(name: str, lane: Lane) -> bool:
     if name == "won":
         return not lane.over
     return name == "now and then" and lane.at % 3 != 1
-
-
-def digest(parts: list[Array]) -> int:
-    """A number of the bytes of arrays."""
-    found = 0
-    for part in parts:
-        found = zlib.crc32(np.ascontiguousarray(part).tobytes(), found)
-    return found
 
 
 def is_discrete(kind: LaneKind) -> bool:

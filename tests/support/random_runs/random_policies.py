@@ -13,10 +13,11 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from tensordict.nn import TensorDictSequential as Sequential
 from torch import nn
-from torchrl.modules import GRUModule
+from torchrl.modules import GRUModule, LSTMModule
 
-from random_lanes import Injected, LaneKind, digest
-from random_spaces import Array, Key, acted
+from random_lanes import Injected, LaneKind
+from random_networks import network_policy
+from random_spaces import Key, acted, numbers_of
 
 Habit = Literal[
     "", "new", "select", "writes", "fills", "replaces", "deletes", "keeps", "keeps td", "raises"
@@ -38,12 +39,19 @@ class PolicyKind:
     """Columns that it writes."""
     module: bool = True
     recurrent: bool = False
+    lstm: bool = False
+    """The recurrent one is an LSTM."""
+    network: bool = False
+    """A `TensorDictModule` around a network of tensors."""
+    change: str = ""
+    """What becomes of it in the phase "change" (`random_networks.CHANGES`)."""
 
     def clean(self) -> PolicyKind:
         """The same policy, without any effect on what it is given."""
         if self.habit in ("keeps", "keeps td"):
             return PolicyKind("keeps", self.since, self.memory, True, self.extra)
-        return PolicyKind(extra=self.extra, recurrent=self.recurrent)
+        kept = {"recurrent": self.recurrent, "lstm": self.lstm, "network": self.network}
+        return PolicyKind(extra=self.extra, **kept)
 
 
 class ActsByBytes(TensorDictModuleBase):
@@ -52,6 +60,7 @@ class ActsByBytes(TensorDictModuleBase):
     def __init__(self, kind: PolicyKind, lane: LaneKind, keys: tuple[Key, ...]) -> None:
         super().__init__()
         self.kind, self.space, self.keys = kind, lane.action_space(), keys
+        self.masked = lane.masked
         self.action_key: Key = ("agents", "action") if lane.agents else ("action",)
         self.in_keys = list(keys)
         self.out_keys = [self.action_key, *map(_extra_key, kind.extra)]
@@ -67,7 +76,10 @@ class ActsByBytes(TensorDictModuleBase):
             raise Injected(f"call {self.calls} of the policy")
         seen = self._seen(td)
         numbers = numbers_of([np.asarray(each) for each in seen], len(lanes))
-        action = torch.from_numpy(acted(self.space, numbers))
+        masks = np.array(td.get("action_mask")) if self.masked else None
+        if masks is not None and not lanes:
+            masks = masks[None]
+        action = torch.from_numpy(acted(self.space, numbers, masks))
         out = TensorDict({}, lanes) if kind.habit == "new" else td
         if kind.copies and kind.habit != "new":
             out = td.copy()
@@ -108,14 +120,6 @@ class ActsByBytes(TensorDictModuleBase):
         return out
 
 
-def numbers_of(columns: list[Array], lead: int = 1) -> Any:
-    """A number for each row of these columns ``[row, ...]``; without rows, for the only one."""
-    if not lead:
-        columns = [column[None] for column in columns]
-    rows = len(columns[0])
-    return np.array([digest([column[row] for column in columns]) for row in range(rows)], np.uint64)
-
-
 def extra_of(numbers: Any, name: str) -> torch.Tensor:
     """A column that is written beside the action ``[row, 2]``."""
     dtype = torch.float64 if name == "deep" else torch.int32
@@ -136,17 +140,22 @@ class _Argmax(nn.Module):
         return hidden[..., : self.count].argmax(-1)
 
 
-def _recurrent(space: gym.Space[Any], size: int) -> Sequential:
-    assert isinstance(space, gym.spaces.Discrete)
+def recurrent_module(size: int, *, lstm: bool) -> Any:
+    """The recurrent part of a policy, always of the same weights."""
     torch.manual_seed(1)
-    gru = GRUModule(
+    states = ["state", "cell"] if lstm else ["state"]
+    return (LSTMModule if lstm else GRUModule)(
         input_size=size,
         hidden_size=4,
-        in_keys=["observation", "state"],
-        out_keys=["hid", ("next", "state")],
+        in_keys=["observation", *states],
+        out_keys=["hid", *(("next", name) for name in states)],
     )
+
+
+def _recurrent(space: gym.Space[Any], size: int, *, lstm: bool) -> Sequential:
+    assert isinstance(space, gym.spaces.Discrete)
     choose = TensorDictModule(_Argmax(int(space.n)), in_keys=["hid"], out_keys=["action"])
-    return Sequential(gru, choose)
+    return Sequential(recurrent_module(size, lstm=lstm), choose)
 
 
 def make_policy(kind: PolicyKind | None, lane: LaneKind, keys: tuple[Key, ...]) -> Any:
@@ -154,6 +163,9 @@ def make_policy(kind: PolicyKind | None, lane: LaneKind, keys: tuple[Key, ...]) 
     if kind is None:
         return None
     if kind.recurrent:
-        return _recurrent(lane.action_space(), int(np.prod(lane.observation_space().shape)))
+        size = int(np.prod(lane.observation_space().shape))
+        return _recurrent(lane.action_space(), size, lstm=kind.lstm)
+    if kind.network:
+        return network_policy(lane.action_space(), keys)
     policy = ActsByBytes(kind, lane, keys)
     return policy if kind.module else policy.forward

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from random_configurations import DECLARED, Configuration
+from random_herds import HerdRows
 from random_lanes import Event
 from random_spaces import Array, Key
 
@@ -26,6 +27,8 @@ class Made:
     """It is the first after a reset."""
     step: int
     """Steps since that reset."""
+    episode: int
+    """Resets before that one."""
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Verdict:
 
     def __call__(self, right: Any, what: str) -> bool:
         """Note ``what`` unless it is ``right``."""
-        if not right and len(self.found) < MOST:
+        if not right and len(self.found) < MOST and what not in self.found:
             self.found.append(what)
         return bool(right)
 
@@ -68,13 +71,13 @@ class Verdict:
 
 def made_by(events: list[Event]) -> Iterator[Made]:
     before: Event | None = None
-    start, step = True, 0
+    start, step, episode = True, 0, -1
     for number, event in enumerate(events):
         if event.action is None:
-            start, step = True, 0
+            start, step, episode = True, 0, episode + 1
         else:
             assert before is not None
-            yield Made(number, before, event, start, step)
+            yield Made(number, before, event, start, step, episode)
             start, step = False, step + 1
         before = event
 
@@ -109,7 +112,7 @@ def compare_lane(
     config: Configuration, rows: Rows, made: list[Made], verdict: Verdict, lane: int
 ) -> list[int]:
     """Compare the rows of one lane with a journal; returns which transition each one is."""
-    where = _align(config, rows, made, verdict)
+    where = _align(config, rows, made, verdict, lane)
     if len(where) < len(rows):
         rows = rows.take(np.arange(len(where)))
     own = [made[at] for at in where]
@@ -118,9 +121,13 @@ def compare_lane(
     valid = rows.columns.get(("collector", "next_valid"), np.ones(len(rows), np.bool_))
     ended = np.array([ends_of(config, each)[2] for each in own])
     kind = config.env.lane
+    herd = _herd(config, own, lane) if kind.joins else None
     for key in own[0].after.obs:
         before = np.stack([each.before.obs[key] for each in own])
         after = np.stack([each.after.obs[key] for each in own])
+        if herd is not None:
+            before = before * herd.seen_before[..., None]
+            after = after * herd.seen_after[..., None]
         column = config.column(key)
         verdict.rows(equal(rows[column], before), rows, f"{column} is not what was returned")
         right = equal(rows["next", *column], after) | ~valid
@@ -128,20 +135,43 @@ def compare_lane(
         if not _may_lose_finals(config, rows, ended, valid):
             verdict.rows(right, rows, f"next {column} at an end is not the final one")
     action = np.stack([np.asarray(each.after.action) for each in own])
-    verdict.rows(equal(rows[config.own_column("action")], action), rows, "another action")
+    column = rows[config.own_column("action")]
+    if herd is not None:
+        column = column * herd.before  # what others were given is ignored
+    verdict.rows(equal(column, action), rows, "another action")
     reward = np.array([each.after.reward for each in own])[:, None]
     if kind.agents:
-        reward = (reward * np.arange(1, kind.agents + 1))[..., None]
+        reward = reward * np.arange(1, kind.agents + 1)
+        reward = (reward if herd is None else reward * herd.before)[..., None]
     column = rows["next", *config.own_column("reward")]
     verdict.rows(equal(column, reward), rows, "another reward")
     flags = np.array([ends_of(config, each) for each in own])
     for number, name in enumerate(("terminated", "truncated", "done")):
         verdict.rows(equal(rows["next", name], flags[:, number : number + 1]), rows, name)
+    if herd is not None:
+        _agents(rows, herd, flags, verdict)
     if config.info_keys:
         _infos(config, rows, own, verdict)
     _numbers(rows, where, own, lane, verdict)
     _valid(config, rows, ended, valid, verdict)
     return where
+
+
+def _herd(config: Configuration, own: list[Made], lane: int) -> HerdRows:
+    steps = [(each.episode, each.step, ends_of(config, each)[2]) for each in own]
+    return HerdRows(config.env.lane.agents, lane, steps)
+
+
+def _agents(rows: Rows, herd: HerdRows, flags: Array, verdict: Verdict) -> None:
+    """Masks and flags of agents that join and leave."""
+    for key, wanted in (
+        (("agents", "mask"), herd.before),
+        (("next", "agents", "mask"), herd.after),
+    ):
+        verdict.rows((rows[key] == wanted).all(-1), rows, f"{key} is not who lives")
+    for name, wanted in herd.flags(flags[:, 0], flags[:, 1]).items():
+        got = rows["next", "agents", name][..., 0]
+        verdict.rows((got == wanted).all(-1), rows, f"{name} of the agents")
 
 
 def ends_of(config: Configuration, made: Made) -> tuple[bool, bool, bool]:
@@ -151,7 +181,9 @@ def ends_of(config: Configuration, made: Made) -> tuple[bool, bool, bool]:
     return terminated, truncated, terminated or truncated
 
 
-def _align(config: Configuration, rows: Rows, made: list[Made], verdict: Verdict) -> list[int]:
+def _align(
+    config: Configuration, rows: Rows, made: list[Made], verdict: Verdict, lane: int
+) -> list[int]:
     """The transition that each row is: the one after the last row's, unless some were skipped."""
     keys = [config.column(key) for key in (made[0].before.obs if made else ())]
     where: list[int] = []
@@ -159,7 +191,7 @@ def _align(config: Configuration, rows: Rows, made: list[Made], verdict: Verdict
     for row in range(len(rows)):
         at += 1
         if may_skip(config):
-            while at < len(made) and not _looks_like(config, rows, row, made[at], keys):
+            while at < len(made) and not _looks_like(config, rows, row, made[at], keys, lane):
                 at += 1
         if at >= len(made):
             verdict(False, f"row {row} of the lane was never made ({len(made)} transitions were)")
@@ -168,7 +200,13 @@ def _align(config: Configuration, rows: Rows, made: list[Made], verdict: Verdict
     return where
 
 
-def _looks_like(config: Configuration, rows: Rows, row: int, made: Made, keys: list[Key]) -> bool:
+def _looks_like(
+    config: Configuration, rows: Rows, row: int, made: Made, keys: list[Key], lane: int
+) -> bool:
+    if config.env.lane.joins:
+        (value,) = made.before.obs.values()
+        seen = _herd(config, [made], lane).seen_before[0][:, None]
+        return bool((rows[keys[0]][row] == value * seen).all())
     reward = float(rows["next", *config.own_column("reward")][row].reshape(-1)[0])
     if reward != np.float32(made.after.reward):
         return False

@@ -17,12 +17,17 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.storage import MemmapStorage, ZarrStorage, open_storage
+from tallyroll.collector.errors import StateError
+from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 
 from random_configurations import Configuration
 from random_environments import close, make_env
+from random_interrupts import CAUGHT, interrupted
 from random_lanes import Event, World
+from random_meddling import Meddler
+from random_networks import CHANGES
 from random_policies import make_policy
+from random_running import Told
 from worker_kit import QUICK, in_threads, shares, start
 
 RING = 32
@@ -40,6 +45,13 @@ class Run:
     counts: dict[str, int] = field(default_factory=dict)
     updated_at: int | None = None
     """Rows that were there when the policy got new weights."""
+    changed: bool = False
+    """The policy was changed."""
+    first_version: int = 0
+    """Of the policy's weights, when it began."""
+    interrupted: bool = False
+    ended_by_interrupt: bool = False
+    """It did not go on, and said how to."""
 
     @property
     def rows(self) -> int:
@@ -57,6 +69,12 @@ class Outcome:
     """What the storages hold, one for each."""
     paths: list[Path]
     buffer: TensorDictBase | None = None
+    told: Told = field(default_factory=dict)
+    """What the transforms made of observations."""
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """Of collectors in turn: the run of each batch, and its rows."""
+    found: list[str] = field(default_factory=list)
+    """What was seen to be wrong under way."""
 
     @property
     def error(self) -> BaseException | None:
@@ -103,6 +121,9 @@ class _Runner:
         self.buffer: ReplayBuffer | None = None
         self.to_close: list[Any] = []
         self.runs: list[Run] = []
+        self.policy: Any = None
+        self.turns: list[tuple[int, int]] = []
+        self.found: list[str] = []
 
     def outcome(self) -> Outcome:
         try:
@@ -119,13 +140,22 @@ class _Runner:
         memory = None
         if self.buffer is not None and len(self.buffer):
             memory = self.buffer.storage.get(slice(0, len(self.buffer))).clone()
-        return Outcome(self.runs, self.world.read(), stored, self.paths, memory)
+        seen = self.world.read(), stored, self.paths, memory
+        return Outcome(self.runs, *seen, self.world.told, self.turns, self.found)
 
     # --- phases -----------------------------------------------------------------------------------
 
     def _phases(self) -> None:
         config = self.config
         phase, after = config.phase, config.phase_after
+        if phase == "in turn":
+            self._in_turn()
+            return
+        if phase == "interrupt":
+            self._run(0, config.seed)
+            if self.runs[-1].ended_by_interrupt and config.sink in ("memmap", "h5", "zarr"):
+                self._run(1, None, resume=True)
+            return
         if phase not in ("resume", "state", "append"):
             self._run(0, config.seed)
             return
@@ -156,7 +186,7 @@ class _Runner:
         **sink: bool,
     ) -> None:
         """Collect: to the end, or until so many batches came."""
-        run = Run(number)
+        run = Run(number, first_version=int(self.config.updates and number > 0))
         self.runs.append(run)
         collector: Collector | None = None
         storage: Any = None
@@ -180,11 +210,38 @@ class _Runner:
 
     def _iterate(self, run: Run, collector: Collector, leave: int) -> None:
         config = self.config
-        for batch in collector:
-            collector.ledger.check()
+        if config.phase != "interrupt" or run.number:
+            self._batches(run, collector, leave)
+            return
+        try:
+            with interrupted(config.interrupt, config.interrupt_at):
+                self._batches(run, collector, leave)
+        except CAUGHT:
+            run.interrupted = True
+        if run.interrupted:
+            try:
+                self._batches(run, collector, leave)
+            except StateError as error:
+                if "resume" not in str(error):
+                    raise
+                run.ended_by_interrupt = True
+
+    def _batches(self, run: Run, collector: Collector, leave: int) -> None:
+        config = self.config
+        meddler = Meddler(config.meddles, self.storage, config.number)
+        self.to_close.append(meddler)
+        collects = config.collects and not run.number
+        for batch in self._by_calls(collector) if collects else collector:
             run.batches.append(batch)
             run.copies.append(batch.clone())
+            collector.ledger.check()
+            if config.meddles:
+                held = torch.cat([restored(each) for each in run.copies])
+                meddler(batch, held if len(meddler.found) < 3 else None)
+                self.found += meddler.found
             if len(run.batches) == leave:
+                if config.updates and not run.number:
+                    collector.update_policy_weights_()
                 break
             if len(run.batches) == config.phase_after:
                 if config.phase == "stop":
@@ -194,8 +251,70 @@ class _Runner:
                     run.updated_at = run.rows
                 elif config.phase == "seed":
                     collector.set_seed(config.seed // 2)
+                elif config.phase == "change" and config.policy is not None:
+                    CHANGES[config.policy.change](self.policy, config.policy_keys)
+                    run.changed = True
+
+    def _by_calls(self, collector: Collector) -> Iterator[TensorDictBase]:
+        """What calls of `collect` stored, as batches; some of them are batches."""
+        config, rng = self.config, np.random.default_rng([29, self.config.number])
+        lanes, frames = config.env.lanes, config.frames_per_batch
+        while True:
+            got = collector.collect(int(rng.choice([lanes, lanes, 1, frames, rng.integers(1, 30)])))
+            if len(self.storage) > self.read:
+                rows = self.storage.get(slice(self.read, len(self.storage))).clone()
+                self.read = len(self.storage)
+                yield as_yielded(rows)
+            if not got:
+                return
+
+    def _in_turn(self) -> None:
+        """Two collectors on one storage, by turns that are drawn."""
+        config, rng = self.config, np.random.default_rng([23, self.config.number])
+        self.runs += [Run(0), Run(1)]
+        storage, collectors = self._storage(config.sink, 2), []
+        try:
+            for run in self.runs:
+                made = self._collector(run.number, seed=config.seed + run.number, storage=storage)
+                collectors.append(made)
+            left = {run.number: iter(made) for run, made in zip(self.runs, collectors, strict=True)}
+            while left:
+                run = self.runs[int(rng.choice(list(left)))]
+                batch = next(left[run.number], None)
+                if batch is None:
+                    del left[run.number]
+                    continue
+                run.batches.append(batch)
+                run.copies.append(batch.clone())
+                self.turns.append((run.number, count_of(batch)))
+        except Exception as error:  # noqa: BLE001  it is judged
+            self.runs[-1].error = error
+        finally:
+            for run, made in zip(self.runs, collectors, strict=False):
+                made.shutdown()
+                run.counts = made.ledger.counts()
+            storage.close()
 
     # --- what a collector is made of --------------------------------------------------------------
+
+    storage: Any = None
+    """The object that the collector got, where it got one."""
+    read = 0
+    """Rows of it that were read."""
+
+    def _storage(self, sink: str, runs: int = 1) -> Any:
+        """A storage that is open."""
+        path = self.folder / "data1"
+        if sink == "h5":
+            capacity = max(1, runs * (self.config.total_frames or 2000))
+            self.storage = H5Storage(path.with_suffix(".h5"), capacity=capacity)
+        elif sink == "zarr":
+            self.storage = ZarrStorage(path.with_suffix(".zarr"))
+        else:
+            self.storage = MemmapStorage(path, max_size=RING if sink == "ring" else None)
+        if self.storage.path not in self.paths:
+            self.paths.append(self.storage.path)
+        return self.storage
 
     def _sinks(
         self, *, resume: bool = False, append: bool = False, another: bool = False
@@ -205,6 +324,8 @@ class _Runner:
         path = self.folder / f"data{2 if another else 1}{suffix}"
         if sink == "":
             return {}
+        if (self.config.meddles or self.config.collects) and not resume:
+            return {"storage": self._storage(sink)}
         buffer = None
         if sink in ("buffer", "memory and disk"):
             buffer = ReplayBuffer(storage=LazyTensorStorage(2000))
@@ -228,7 +349,7 @@ class _Runner:
 
     def _collector(self, number: int, **given: Any) -> Collector:
         config = self.config
-        policy = make_policy(config.policy, config.env.lane, config.policy_keys)
+        self.policy = policy = make_policy(config.policy, config.env.lane, config.policy_keys)
         options: dict[str, Any] = {
             name: getattr(config, name)
             for name in (
@@ -282,3 +403,29 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
     if np.array_equal(order, np.arange(len(order))):
         return rows
     return rows[torch.from_numpy(order)]
+
+
+def restored(batch: TensorDictBase) -> TensorDictBase:
+    """Rows as they are stored."""
+    rows = flat(batch)
+    cut = rows["collector", "cut"]
+    stored = rows.exclude(("collector", "cut")).clone()
+    for key in [key for key in stored.keys(True, True) if key[0] == "next" and key[-1] == "done"]:
+        done = stored[key]
+        if len(key) > 2:  # an agent may have ended where its lane goes on
+            stored[key] = stored[*key[:-1], "terminated"] | stored[*key[:-1], "truncated"]
+        else:
+            stored[key] = done & ~cut.reshape(-1, *[1] * (done.ndim - 1))
+    return stored
+
+
+def as_yielded(stored: TensorDictBase) -> TensorDictBase:
+    """Rows as a batch of them would be yielded."""
+    rows = flat(stored)
+    last = torch.ones(len(rows), dtype=torch.bool)
+    last[:-1] = rows["collector", "traj_ids"][1:] != rows["collector", "traj_ids"][:-1]
+    ended = (rows["next", "terminated"] | rows["next", "truncated"]).reshape(len(rows))
+    for key in [key for key in rows.keys(True, True) if key[0] == "next" and key[-1] == "done"]:
+        rows[key] = rows[key] | last.reshape(-1, *[1] * (rows[key].ndim - 1))
+    rows["collector", "cut"] = last & ~ended
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
@@ -75,6 +76,17 @@ PLAIN = tuple(name for name in OBSERVATIONS if "tuple" not in name and name not 
 """What TorchRL's own wrapper takes."""
 FLOAT_VECTORS = ("float32", "unbounded")
 
+RARE: dict[str, Callable[[], Space[Any]]] = {
+    "uint16 image": partial(Box, 0, 2**16 - 1, (4, 3), np.uint16),
+    "uint32": partial(Box, 0, 2**32 - 1, (2,), np.uint32),
+    "uint64": partial(Box, 0, 2**64 - 1, (2,), np.uint64),
+    "float16 scalar": partial(Box, -10, 10, (), np.float16),
+    "one of one": partial(Box, -10, 10, (1, 1), np.float32),
+    "no values": partial(Box, -1, 1, (0,), np.float32),
+}
+"""Spaces that some columns can hold, and others may be refused for."""
+REFUSABLE = ("uint32", "uint64", "no values")
+
 COLLIDING = ("action", "next", "collector", "reward", "done", "terminated", "truncated", "")
 TAKEN = ("step_count", "is_init", "episode_reward", "told", "tick", "action_mask", "_step", "mask")
 """Names that something else in the run may want."""
@@ -144,10 +156,45 @@ def _walk(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
         yield key, value
 
 
-def acted(space: Space[Any], numbers: npt.NDArray[np.uint64]) -> Array:
-    """An action for each of ``numbers`` ``[lane]``, a function of the number alone."""
-    each = [drawn(space, np.random.default_rng(int(number))) for number in numbers]
+def acted(space: Space[Any], numbers: npt.NDArray[np.uint64], masks: Array | None = None) -> Array:
+    """An action for each of ``numbers`` ``[lane]``, a function of the number alone.
+
+    It is legal by ``masks`` ``[lane, value]``, where there are some.
+    """
+    rngs = [np.random.default_rng(int(number)) for number in numbers]
+    if masks is None:
+        each = [drawn(space, rng) for rng in rngs]
+    else:
+        each = [legal(space, mask, rng) for mask, rng in zip(masks, rngs, strict=True)]
     return np.stack([np.asarray(value) for value in each])
+
+
+def parts_of_mask(space: Space[Any]) -> list[int]:
+    """How many values each part of a masked action has."""
+    if isinstance(space, Discrete):
+        return [int(space.n)]
+    assert isinstance(space, MultiDiscrete)
+    return [int(n) for n in space.nvec]
+
+
+def legal(space: Space[Any], mask: Array, rng: np.random.Generator) -> Any:
+    """A value of ``space`` that ``mask`` allows."""
+    starts = np.atleast_1d(space.start)  # type: ignore[attr-defined]
+    found, first = [], 0
+    for n, start in zip(parts_of_mask(space), starts, strict=True):
+        allowed = np.flatnonzero(mask[first : first + n])
+        found.append(start + (rng.choice(allowed) if len(allowed) else 0))
+        first += n
+    if isinstance(space, Discrete):
+        return np.int64(found[0])
+    return np.array(found, space.dtype)
+
+
+def is_legal(space: Space[Any], action: Any, mask: Array) -> bool:
+    """``mask`` allows every part of ``action``."""
+    values = np.atleast_1d(action) - np.atleast_1d(space.start)  # type: ignore[attr-defined]
+    firsts = np.cumsum([0, *parts_of_mask(space)[:-1]])
+    return bool(mask[firsts + values].all())
 
 
 def action_sum(action: Any) -> float:
@@ -157,8 +204,24 @@ def action_sum(action: Any) -> float:
 
 def space_of_observation(name: str, names: tuple[str, ...] = (), mask: int = 0) -> Space[Any]:
     """The space called ``name``; ``names`` make it a Dict, ``mask`` adds an action mask to it."""
-    space = named(*names) if names else OBSERVATIONS[name]()
+    space = named(*names) if names else {**OBSERVATIONS, **RARE}[name]()
     if mask:
         parts = dict(space.items()) if isinstance(space, Dict) else {"observation": space}
         return Dict({**parts, "action_mask": spaces.Box(0, 1, (mask,), np.bool_)})
     return space
+
+
+def digest(parts: list[Array]) -> int:
+    """A number of the bytes of arrays."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(np.ascontiguousarray(part).tobytes(), found)
+    return found
+
+
+def numbers_of(columns: list[Array], lead: int = 1) -> Any:
+    """A number for each row of these columns ``[row, ...]``; without rows, for the only one."""
+    if not lead:
+        columns = [column[None] for column in columns]
+    rows = len(columns[0])
+    return np.array([digest([column[row] for column in columns]) for row in range(rows)], np.uint64)

@@ -1,0 +1,171 @@
+"""Slices, trajectories and n-step returns of a storage against a model that goes row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import SliceSampler, TensorDictReplayBuffer
+
+from tallyroll.storage import TrajectorySliceSampler, n_step, open_storage
+from tallyroll.storage.errors import NoSlices
+
+Key = tuple[str, ...]
+
+
+class Model:
+    """Rows by trajectory, in plain Python."""
+
+    def __init__(self, rows: TensorDictBase) -> None:
+        self.rows = rows
+        self.ids = rows["collector", "traj_ids"].tolist()
+        self.steps = rows["collector", "step"].tolist()
+        self.at = {pair: row for row, pair in enumerate(zip(self.ids, self.steps, strict=True))}
+        flags = rows["next", "terminated"] | rows["next", "truncated"]
+        self.ended = flags.reshape(len(rows)).tolist()
+
+    def following(self, row: int) -> int | None:
+        """The row of the next step, where there is one."""
+        if self.ended[row]:
+            return None
+        return self.at.get((self.ids[row], self.steps[row] + 1))
+
+    def chain(self, row: int, n: int) -> list[int]:
+        """Up to ``n`` rows from ``row`` on."""
+        found = [row]
+        while len(found) < n and (following := self.following(found[-1])) is not None:
+            found.append(following)
+        return found
+
+    def starts(self, length: int) -> int:
+        """How many slices of that length there are."""
+        return sum(len(self.chain(row, length)) == length for row in range(len(self.ids)))
+
+
+def wrong_in_reading(source: Path, stored: TensorDictBase, number: int) -> list[str]:
+    """What is wrong with what is read of ``source``, whose rows in their order are ``stored``."""
+    if not len(stored):
+        return []
+    rng, model, found = np.random.default_rng([19, number]), Model(stored), []
+    with open_storage(source) as storage:
+        order = storage.index_of(np.array(storage.span, np.int64))
+        found += _n_steps(storage, model, order, rng)
+        found += _trajectories(storage, model, rng)
+        found += _slices(storage, model, rng)
+        if not storage.ring:
+            found += _samplers(storage, model, rng)
+    return found
+
+
+def rewards_of(rows: TensorDictBase) -> list[Key]:
+    """Every reward."""
+    keys = [key for key in rows.keys(True, True) if isinstance(key, tuple)]
+    return [key for key in keys if key[0] == "next" and key[-1] == "reward"]
+
+
+def _n_steps(storage: Any, model: Model, order: Any, rng: np.random.Generator) -> list[str]:
+    rewards = rewards_of(model.rows)
+    n, gamma = int(rng.integers(1, 6)), float(rng.choice([1.0, 0.9, 0.5]))
+    some = rng.integers(len(model.ids), size=12)
+    given = {} if ("next", "reward") in rewards else {"reward_key": rewards[0]}
+    try:
+        found = n_step(storage, order[some], n=n, gamma=gamma, **given)
+    except TypeError as error:
+        return [f"n_step: {error}"]
+    wrong = []
+    for place, row in enumerate(some.tolist()):
+        chain = model.chain(row, n)
+        if int(found["steps_to_next_obs"][place]) != len(chain):
+            return [f"n_step: {found['steps_to_next_obs'][place]} steps, not {len(chain)}"]
+        for key, leaf in model.rows.items(True, True):
+            own = key if isinstance(key, tuple) else (key,)
+            mine = found[own][place]
+            if own in rewards:
+                weights = [gamma**k for k in range(len(chain))]
+                sums = sum(w * leaf[r].double() for w, r in zip(weights, chain, strict=True))
+                right = torch.allclose(mine.double(), torch.as_tensor(sums), rtol=1e-6)
+            else:
+                last = own[0] == "next" or own == ("collector", "next_valid")
+                right = _same(mine, leaf[chain[-1] if last else row])
+            if not right:
+                wrong.append(f"n_step: another {own}")
+    return sorted(set(wrong))
+
+
+def _trajectories(storage: Any, model: Model, rng: np.random.Generator) -> list[str]:
+    wrong = []
+    if sorted(storage.trajectories.ids.tolist()) != sorted(set(model.ids)):
+        return [f"trajectories: ids {storage.trajectories.ids.tolist()[:9]}"]
+    for id in rng.choice(sorted(set(model.ids)), 3).tolist():
+        rows = [row for row, each in enumerate(model.ids) if each == id]
+        rows.sort(key=model.steps.__getitem__)
+        mine = storage.trajectories[id]
+        if len(mine) != len(rows):
+            return [f"trajectory {id}: {len(mine)} rows, not {len(rows)}"]
+        wrong += [
+            f"trajectory {id}: another {key}"
+            for key, leaf in model.rows.items(True, True)
+            if not _same(mine[key], leaf[rows])
+        ]
+    return wrong
+
+
+def _slices(storage: Any, model: Model, rng: np.random.Generator) -> list[str]:
+    length = int(rng.integers(1, 6))
+    try:
+        drawn = storage.trajectories.sample_slices(5, length)
+    except NoSlices:
+        return [f"no slices of {length}"] if model.starts(length) else []
+    return _wrong_slices("sample_slices", drawn, model)
+
+
+def _samplers(storage: Any, model: Model, rng: np.random.Generator) -> list[str]:
+    length = int(rng.integers(1, 6))
+    if not model.starts(length):
+        return []
+    own = TensorDictReplayBuffer(
+        storage=storage, sampler=TrajectorySliceSampler(length), batch_size=4 * length
+    )
+    wrong = _wrong_slices("TrajectorySliceSampler", own.sample().reshape(4, length), model)
+    theirs = SliceSampler(slice_len=length, traj_key=("collector", "traj_ids"))
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=theirs, batch_size=4 * length)
+    try:
+        drawn = buffer.sample().reshape(4, length)
+    except RuntimeError:  # of rows in the order of batches, some have no piece that is so long
+        return wrong
+    return wrong + _wrong_slices("SliceSampler", drawn, model, marks=False)
+
+
+def _wrong_slices(
+    what: str, drawn: TensorDictBase, model: Model, *, marks: bool = True
+) -> list[str]:
+    """Each slice is a chain of the model, and its last row is done."""
+    for each in drawn.unbind(0):
+        first = int(each["collector", "traj_ids"][0]), int(each["collector", "step"][0])
+        if first not in model.at:
+            return [f"{what}: no row has the id and step {first}"]
+        chain = model.chain(model.at[first], len(each))
+        if len(chain) != len(each):
+            return [f"{what}: a slice of {len(each)} rows where {len(chain)} follow one another"]
+        for key, leaf in model.rows.items(True, True):
+            wanted = leaf[chain]
+            name = key if isinstance(key, str) else key[-1]
+            if name == "done" or (name == "truncated" and not marks):
+                wanted, mine = wanted[:-1], each[key][:-1]
+            elif name == "is_init":
+                wanted, mine = wanted[1:], each[key][1:]
+            else:
+                mine = each[key]
+            if not _same(mine, wanted):
+                return [f"{what}: another {key}"]
+        if marks and not bool(each["next", "done"][-1].all()):
+            return [f"{what}: the last row is not done"]
+    return []
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    mine, wanted = one.contiguous().numpy(), other.contiguous().numpy()
+    return mine.dtype == wanted.dtype and mine.tobytes() == wanted.tobytes()

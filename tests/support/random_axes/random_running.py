@@ -1,0 +1,62 @@
+"""A transform with statistics that each observation changes, and a journal of what it returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import Unbounded
+from torchrl.envs.transforms import ObservationTransform
+
+from random_spaces import Array, digest
+
+Told = dict[int, list[Array]]
+"""What each observation became, by its bytes."""
+
+
+class Running(ObservationTransform):
+    """Writes how far an observation is from the mean of all that came so far.
+
+    Args:
+        told: the journal.
+    """
+
+    def __init__(self, told: Told) -> None:
+        super().__init__(in_keys=["observation"], out_keys=["relative"])
+        self.told = told
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        """The distance."""
+        self.count += obs.shape[:-1].numel()
+        self.total += obs.double().mean(-1).sum()
+        relative = (obs.double() - self.total / self.count).float()
+        rows = zip(_rows(obs), _rows(relative), strict=True)
+        for seen, became in rows:
+            self.told.setdefault(digest([seen]), []).append(became.copy())
+        return relative
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> Any:
+        return self._call(tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Any) -> Any:
+        """With the column that it writes."""
+        shape = observation_spec["observation"].shape
+        observation_spec["relative"] = Unbounded(shape, dtype=torch.float32)
+        return observation_spec
+
+
+def _rows(values: torch.Tensor) -> Array:
+    return np.asarray(values.detach()).reshape(-1, values.shape[-1])
+
+
+def was_told(told: Told, seen: Array, relative: Array) -> Array:
+    """Which rows ``relative`` are what the transform made of the rows ``seen``."""
+    right = [
+        any(np.array_equal(each, became) for each in told.get(digest([one]), []))
+        for one, became in zip(seen, relative, strict=True)
+    ]
+    return np.array(right, np.bool_)

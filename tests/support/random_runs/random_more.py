@@ -1,0 +1,280 @@
+"""Axes that are added to the configuration of a number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import random_spaces as sp
+from random_configurations import Configuration
+from random_drawing import Draw, configuration
+from random_environments import EnvKind
+from random_lanes import LaneKind
+from random_meddling import MEDDLES
+from random_networks import CHANGES
+from random_policies import PolicyKind
+
+PHASES_OF_CALLS = ("", "stop", "weights", "seed", "change", "interrupt")
+ON_DISK = ("memmap", "h5", "zarr", "ring")
+
+
+def extended(number: int) -> Configuration:
+    """The configuration of that number, with up to three axes more."""
+    draw = Draw(number, 13)
+    config = configuration(number)
+    for axis in draw.some(AXES, 3):
+        config = axis(draw, config)
+    return _consistent(config)
+
+
+def _consistent(config: Configuration) -> Configuration:
+    """Without what other axes left no sense in."""
+    policy, phase = config.policy, config.phase
+    no_weights = policy is None or not policy.module or config.mode == "async"
+    no_network = policy is None or not policy.network
+    if (phase == "weights" and no_weights) or (phase == "change" and no_network):
+        phase = ""
+    if config.total_frames == -1 and phase != "stop":
+        config = replace(config, total_frames=60)
+    return replace(
+        config,
+        phase=phase,
+        interrupt=config.interrupt if phase == "interrupt" else "",
+        updates=config.updates and phase in ("resume", "state") and not no_weights,
+    )
+
+
+def _plain_env(draw: Draw, config: Configuration, system: str) -> Configuration:
+    """An environment without habits, in the place of the one there is."""
+    env = EnvKind(
+        LaneKind(
+            lengths=tuple(
+                tuple(draw.number(1, 9) for _ in range(3)) for _ in range(draw.number(1, 3))
+            ),
+            ends=draw.one("terminated", "truncated", "mixed"),
+        ),
+        draw.number(1, 4),
+        system,  # type: ignore[arg-type]
+        draw.one("Disabled", "NextStep", "SameStep"),
+    )
+    surplus = "carry" if config.surplus == "never_step" else config.surplus
+    return replace(
+        config,
+        env=env,
+        policy=None,
+        info_keys=False,
+        settled=False,
+        reset_slots="mask",
+        surplus=surplus,
+        max_frames_per_traj=None,
+        yield_large=True,
+        workers=min(config.workers, env.lanes),
+    )
+
+
+def _agents(draw: Draw, config: Configuration) -> Configuration:
+    """Agents that join and leave."""
+    config = _plain_env(draw, config, "pettingzoo")
+    lane = replace(config.env.lane, agents=draw.number(1, 4), joins=True)
+    policy = draw.one(None, PolicyKind(), PolicyKind("writes", extra=("told",)))
+    return replace(
+        config,
+        env=replace(config.env, lane=lane, mode="Disabled"),
+        policy=policy,
+        sink="memmap" if config.sink == "buffer" else config.sink,
+    )
+
+
+def _masks(draw: Draw, config: Configuration) -> Configuration:
+    """Masks of actions of every kind, some of them wrong."""
+    config = _plain_env(draw, config, draw.one("sync", "sync", "torch"))
+    names = ("discrete", "discrete from 5", "discrete from -2", "multidiscrete from 1")
+    lane = replace(config.env.lane, masked=True, action=draw.of((*names, "multidiscrete")))
+    if draw.chance(10):
+        lane = replace(lane, mask_extra=draw.one(-1, 1))
+    elif draw.chance(15):
+        lane = replace(
+            lane,
+            spoil="nothing legal",
+            spoil_lane=draw.number(0, config.env.lanes - 1),
+            spoil_at=draw.number(1, 12),
+        )
+    policy = draw.one(None, PolicyKind(), PolicyKind("new", extra=("told",)))
+    return replace(config, env=replace(config.env, lane=lane), policy=policy)
+
+
+def _rare(draw: Draw, config: Configuration) -> Configuration:
+    """Spaces and forms of values that are rare."""
+    config = _plain_env(draw, config, draw.one("sync", "sync", "torch"))
+    form = draw.one("", "array of one", "array of none", "numpy", "half", "whole")
+    lane = replace(
+        config.env.lane,
+        observation=draw.of(["float32", *sp.RARE]),
+        form=form if config.env.is_vector else "",
+    )
+    policy = draw.one(None, PolicyKind())
+    return replace(config, env=replace(config.env, lane=lane), policy=policy)
+
+
+def _statistics(draw: Draw, config: Configuration) -> Configuration:
+    """A transform with statistics."""
+    env = config.env
+    if env.lane.observation not in sp.FLOAT_VECTORS or env.system == "native":
+        config = _plain_env(draw, config, draw.one("sync", "torch", "one"))
+        env = config.env
+    apart = env.system in ("parallel", "async") or env.lane.agents or env.lane.masked
+    if apart or env.lane.names or config.info_keys or "norm" in env.transforms:
+        return config
+    if env.is_vector and not env.adapter:
+        env = replace(env, adapter=draw.one("mask", "avoid"))
+    env = replace(env, transforms=(*env.transforms, "norm"))
+    return replace(config, env=env, workers=0 if env.flat else config.workers)
+
+
+def _network(draw: Draw, config: Configuration) -> Configuration:
+    """A network that is changed under way."""
+    config = _plain_env(draw, config, draw.one("sync", "sync", "torch"))
+    change = draw.of(list(CHANGES))
+    lane = config.env.lane
+    if change == "in keys":
+        lane = replace(lane, names=("first", "second"))
+    return replace(
+        config,
+        env=replace(config.env, lane=lane),
+        policy=PolicyKind(network=True, change=change),
+        phase="change",
+        phase_after=draw.number(1, 3),
+        frames_per_batch=min(config.frames_per_batch, 20),
+        workers=0,
+        meddles=(),
+    )
+
+
+def _recurrent(draw: Draw, config: Configuration) -> Configuration:
+    """A recurrent policy, in every layout."""
+    config = _plain_env(draw, config, draw.one("sync", "torch", "one"))
+    lanes = 1 if config.env.flat else config.env.lanes
+    return replace(
+        config,
+        env=replace(config.env, lanes=lanes),
+        workers=0 if config.env.flat else config.workers,
+        policy=PolicyKind(recurrent=True, lstm=draw.chance(50)),
+    )
+
+
+def _interrupt(draw: Draw, config: Configuration) -> Configuration:
+    """A signal, and the loop goes on."""
+    processes = config.workers and not config.threads
+    if processes or config.env.system in ("parallel", "async") or config.env.lane.spoil:
+        return config
+    if config.policy is not None and config.policy.habit == "raises":
+        return config
+    return replace(
+        config,
+        phase="interrupt",
+        interrupt=draw.one("ctrl-c", "term", "user"),
+        interrupt_at=draw.number(1, draw.one(30, 300, 2000)),
+        frames_per_batch=min(config.frames_per_batch, 20),
+        total_frames=None if config.total_episodes else max(40, config.total_frames or 0),
+        meddles=(),
+    )
+
+
+def _in_turn(draw: Draw, config: Configuration) -> Configuration:
+    """Two collectors on one storage."""
+    if config.workers and not config.threads:
+        config = replace(config, workers=0)
+    return replace(
+        config,
+        phase="in turn",
+        collects=False,
+        updates=False,
+        given="factory",
+        sink=draw.one("memmap", "memmap", "zarr", "h5") if config.total_frames else "memmap",
+        frames_per_batch=min(config.frames_per_batch, 20),
+        total_frames=None if config.total_episodes else max(20, config.total_frames or 0),
+        meddles=(),
+    )
+
+
+def _meddling(draw: Draw, config: Configuration) -> Configuration:
+    """Writes in place to what was yielded and read."""
+    config = _on_disk(draw, config)
+    if config.phase not in ("", "stop", "weights", "seed"):
+        config = replace(config, phase="")
+    ways = draw.some(MEDDLES, 4)
+    return replace(
+        config,
+        meddles=ways,
+        collects=False,
+        frames_per_batch=min(config.frames_per_batch, 20),
+        yield_large=True,
+    )
+
+
+def _copy(draw: Draw, config: Configuration) -> Configuration:
+    """The rows go to another storage."""
+    return replace(
+        _on_disk(draw, config),
+        copy=draw.one("memmap", "h5", "zarr", "larger ring"),
+        copy_by=draw.one("all", "all", "slice", "numbers", "twice"),
+    )
+
+
+def _reads(draw: Draw, config: Configuration) -> Configuration:
+    """Slices, trajectories and n-step returns."""
+    return replace(_on_disk(draw, config), reads=True)
+
+
+def _calls(draw: Draw, config: Configuration) -> Configuration:
+    """Rows are asked for by number."""
+    config = _on_disk(draw, config)
+    if config.sink not in ("memmap", "h5", "zarr") or config.phase not in PHASES_OF_CALLS:
+        return config
+    return replace(config, collects=True, layout="rows", meddles=())
+
+
+def _updates(draw: Draw, config: Configuration) -> Configuration:
+    """New weights, and then the run is left and resumed."""
+    if config.policy is None or not config.policy.module or config.mode == "async":
+        return config
+    if config.env.system == "parallel" or config.total_frames is None:
+        return config
+    sink = config.sink if config.sink in ("memmap", "h5", "zarr") else "memmap"
+    return replace(
+        config,
+        phase=draw.one("resume", "state"),
+        sink=sink,
+        given="factory",
+        updates=True,
+        collects=False,
+        meddles=(),
+        frames_per_batch=min(config.frames_per_batch, 20),
+    )
+
+
+def _on_disk(draw: Draw, config: Configuration) -> Configuration:
+    if config.sink in ON_DISK or config.phase not in ("", "weights", "seed", "change"):
+        return config
+    sink = draw.of(["memmap", "h5", "zarr", "ring"])
+    if config.total_frames is None and sink == "h5":
+        sink = "memmap"
+    if sink == "ring":
+        config = replace(config, frames_per_batch=min(config.frames_per_batch, 16))
+    return replace(config, sink=sink)
+
+
+AXES = (
+    _agents,
+    _masks,
+    _rare,
+    _statistics,
+    _network,
+    _recurrent,
+    _interrupt,
+    _in_turn,
+    _meddling,
+    _copy,
+    _reads,
+    _calls,
+    _updates,
+)
