@@ -34,6 +34,13 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
                 "leave it out, and pass policy_device or storing_device"
             )
         env = env.to(device)
+    base = system_of(env)
+    if options.reset_at_each_iter and base is not None and base.system.forgets_resets:
+        raise EnvironmentRefused(
+            f"reset_at_each_iter: {base.kind} may reset lanes that ended once more after a reset, "
+            "in a step whose action it ignores; make the vector with autoreset disabled, or with "
+            "shared_memory=True"
+        )
     env = with_recurrent_states(env, policy)
     if isinstance(policy, nn.Module):
         # Those of its modules that explore within a range of actions, and were given none.

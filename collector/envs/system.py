@@ -130,6 +130,8 @@ class System(ABC):
     """What the driver has to do meanwhile; it touches nothing of the system's. None: nothing.
 
     It is set for steps that fill a slab, and only where there may be something to do."""
+    forgets_resets: bool = False
+    """A lane that ended, and was reset since, may reset itself once more in the next step."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
 

@@ -20,6 +20,7 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.arrays import as_flags, as_tensor, whole
 from tallyroll.collector.envs.system import Mask, Step, System, require_consistent
 from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.random_actions import block_draw
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import (
@@ -71,6 +72,13 @@ class Hand:
 
     def _values(self, values: Sequence[Any]) -> Values:
         return [as_tensor(each, torch.device("cpu")).numpy() for each in values]
+
+    def reset(self, lanes: Mask | None) -> None:
+        """Reset the lanes of a mask, or all."""
+        self.system.reset(lanes, None)
+        everyone = np.ones(self.d.lanes, np.bool_)
+        self._redraw(everyone if lanes is None else lanes)
+        self.pending[everyone if lanes is None else lanes] = False
 
     def step(self, action: Values) -> tuple[Step, Values, Mask]:
         """Step all lanes.
@@ -278,6 +286,46 @@ class SystemContract:
                 "is the step after an end a reset slot?"
             )
         self.close(one.system, other.system)
+
+    def test_a_lane_that_was_reset_executes_its_next_action(self) -> None:
+        """With ``resets="mask"``: no lane that ended and was reset resets itself once more."""
+        self._require_executed_after_resets("mask")
+
+    def test_lanes_that_were_all_reset_execute_their_next_actions(self) -> None:
+        """The same, where all lanes are reset; a system that cannot do that after ends refuses."""
+        self._require_executed_after_resets("all")
+
+    def _require_executed_after_resets(self, how: str) -> None:
+        """Two instances that are reset after ends, and act differently in the step that follows."""
+        one, other = self.hand(), self.hand()
+        whole, possible = how == "all", one.d.resets
+        if not self.repeatable or possible == "none" or (possible == "all" and not whole):
+            return self.close(one.system, other.system)
+        differs, ends = False, 0
+        after_end = np.zeros(one.d.lanes, np.bool_)
+        others = self.actions(one.system, self.steps, seed=1)
+        for action, another in zip(self.actions(one.system, self.steps), others, strict=True):
+            changed = [value.copy() for value in action]
+            for value, new in zip(changed, another, strict=True):
+                value[after_end] = new[after_end]
+            out, after, _ = one.step(action)
+            after_other = other.step(changed)[1]
+            if any(not np.array_equal(a, b) for a, b in zip(after, after_other, strict=True)):
+                differs = True
+                break
+            after_end = as_flags(out.terminated) | as_flags(out.truncated)
+            ends += int(after_end.sum())
+            if after_end.any():
+                try:
+                    one.reset(None if whole else after_end)
+                    other.reset(None if whole else after_end)
+                except EnvironmentRefused:
+                    return self.close(one.system, other.system)
+        assert differs or ends < 5 or not self._acts(one), (
+            f"the actions that followed {ends} ends and resets had no effect: does the system "
+            "reset such lanes once more?"
+        )
+        return self.close(one.system, other.system)
 
     def _acts(self, hand: Hand) -> bool:
         """Actions change what this system returns at all."""

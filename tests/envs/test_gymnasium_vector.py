@@ -12,10 +12,11 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.async_vector_env import _async_worker
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, Unbounded
 from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
 
-from tallyroll.collector import GymnasiumVectorEnv
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.gymnasium.vector import autoreset_mode
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
@@ -227,3 +228,87 @@ def test_an_instance_is_not_closed_when_its_collector_is_gone() -> None:
         collect(vector, frames_per_batch=9, total_frames=9, max_frames_per_traj=limit)
         gc.collect()
         assert not vector.closed
+
+
+# --- workers that reset a lane once more ----------------------------------------------------------
+
+
+class Counting(gym.Env):
+    """Observes episode and step; episodes last 2, 3 or 4 steps."""
+
+    observation_space = spaces.Box(-1, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+    episode = -1
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.episode, self.at = self.episode + 1, 0
+        return np.array([self.episode, 0], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        over = self.at >= 2 + self.episode % 3
+        return np.array([self.episode, self.at], np.float32), 1.0, over, False, {}
+
+
+def unshared(mode: AutoresetMode = AutoresetMode.NEXT_STEP, **more: Any) -> AsyncVectorEnv:
+    arguments = {"shared_memory": False, "context": "fork", "autoreset_mode": mode, **more}
+    return AsyncVectorEnv([Counting] * 2, **arguments)
+
+
+def check_counting(env: Any, frames: int = 48, **more: Any) -> None:
+    with SyncCollector(
+        env, None, frames_per_batch=4, total_frames=frames, seed=0, **more
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    before, after = rows["observation"], rows["next", "observation"]
+    assert torch.equal(after[:, 0], before[:, 0]), "no row leads from one episode to the next"
+    assert torch.equal(after[:, 1], before[:, 1] + 1)
+    assert (rows["next", "reward"] == 1).all()
+
+
+FORGETS = "may reset a lane whose episode ended once more after a reset; .*DISABLED or SAME_STEP"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("slots", ["mask", "avoid"])
+@pytest.mark.parametrize("more", [{}, {"max_frames_per_traj": 2}, {"reset_at_each_iter": True}])
+def test_workers_without_shared_memory(mode: AutoresetMode, slots: Any, more: Any) -> None:
+    """In NEXT_STEP they forget resets, so that what resets lanes beside them is refused."""
+    vector = unshared(mode)
+    try:
+        forgets = mode is AutoresetMode.NEXT_STEP and (slots == "avoid" or bool(more))
+        if not forgets:
+            check_counting(GymnasiumVectorEnv(vector, reset_slots=slots), **more)
+            return
+        said = (
+            "resets lanes by mask" if "max_frames_per_traj" in more else "reset_at_each_iter: Asy"
+        )
+        with pytest.raises(EnvironmentRefused, match=FORGETS if slots == "avoid" else said):
+            check_counting(GymnasiumVectorEnv(vector, reset_slots=slots), **more)
+    finally:
+        vector.close()
+
+
+def test_a_vector_that_forgets_resets_is_not_collected_from_again() -> None:
+    vector = unshared()
+    try:
+        check_counting(vector, 4)  # with the last of which both lanes end
+        with pytest.raises(EnvironmentRefused, match=FORGETS):
+            check_counting(GymnasiumVectorEnv(vector), 4)
+    finally:
+        vector.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_worker_function_may_forget_resets(shared: bool) -> None:
+    """Unless it is said that it honours them."""
+    vector = unshared(worker=_async_worker, shared_memory=shared)
+    try:
+        with pytest.raises(EnvironmentRefused, match=FORGETS):
+            GymnasiumVectorEnv(vector, reset_slots="avoid")
+        if shared:
+            check_counting(GymnasiumVectorEnv(vector, reset_slots="avoid", reset_masks=True))
+        else:
+            check_counting(GymnasiumVectorEnv(vector), 20)
+    finally:
+        vector.close()

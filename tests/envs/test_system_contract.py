@@ -179,6 +179,37 @@ class Undead(Groups):
         return (self.toy.state[:, 2:3] + np.arange(self.sizes[group])) % 2 == 0
 
 
+class ForgetsResets(WithResetSlots):
+    """Resets a lane whose episode ended once more, though it was reset meanwhile."""
+
+    rest: ClassVar[dict[str, Any]] = {"at_end": "reset_slot", "resets": "mask"}
+
+    def reset(self, lanes: Any, seeds: Any, **options: Any) -> list[Any]:
+        over = self.over.copy()
+        seen = super().reset(lanes, seeds)
+        self.over |= over
+        return seen
+
+
+class ForgetsWholeResets(ForgetsResets):
+    rest: ClassVar[dict[str, Any]] = {"at_end": "reset_slot", "resets": "all"}
+
+
+class ForgetsResetsOfEnds(ForgetsResets):
+    """As Gymnasium's, where lanes are reset by mask right after their ends."""
+
+    rest: ClassVar[dict[str, Any]] = {"at_end": "final"}
+
+    def advance(self, lane: int, action: int) -> Any:
+        if self.over[lane]:
+            self.start(lane)
+            return 0.0, False, False
+        return super().advance(lane, action)
+
+    def finished(self, reward: Any, flags: Any, skipped: Any) -> Any:
+        return Toy.finished(self, reward, flags, skipped)
+
+
 class WaitsForItself(Toy):
     waits = True
 
@@ -186,6 +217,11 @@ class WaitsForItself(Toy):
 @pytest.mark.parametrize(
     ("kind", "test"),
     [
+        (ForgetsResets, "test_a_lane_that_was_reset_executes_its_next_action"),
+        (ForgetsResets, "test_lanes_that_were_all_reset_execute_their_next_actions"),
+        (ForgetsWholeResets, "test_lanes_that_were_all_reset_execute_their_next_actions"),
+        (ForgetsResetsOfEnds, "test_a_lane_that_was_reset_executes_its_next_action"),
+        (ForgetsResetsOfEnds, "test_only_a_reset_slot_ignores_its_action"),
         (WaitsForItself, "test_the_driver_works_while_a_step_is_computed"),
         (ResetsItself, "test_a_final_observation_is_not_the_next_first_one"),
         (SkipsUnsaid, "test_only_a_reset_slot_ignores_its_action"),

@@ -212,6 +212,8 @@ def told(column: torch.Tensor) -> list[str]:
 )
 @each_way
 def test_a_string_is_a_column_of_bytes(cls: Any, mode: AutoresetMode, slots: Any) -> None:
+    if cls is not SyncVectorEnv and slots == "avoid" and mode is AutoresetMode.NEXT_STEP:
+        return  # is refused
     make = partial(cls, [Speaking] * 3, autoreset_mode=mode)
     rows = run(make, reset_slots=slots, total_frames=30)
     assert rows["said"].dtype is torch.uint8

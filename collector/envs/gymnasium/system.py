@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import gymnasium
 import numpy as np
@@ -52,11 +53,32 @@ _REFUSED = {
     "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; pass the vector itself "
     "to the collector, which finds that out, or the PettingZoo environment",
 }
+_FORGETS = (
+    "an AsyncVectorEnv in NEXT_STEP mode with shared_memory=False, or with a worker function of "
+    "your own, may reset a lane whose episode ended once more after a reset; make it with "
+    "autoreset_mode=AutoresetMode.DISABLED or SAME_STEP, or with shared_memory=True "
+    "(reset_masks=True says that your own worker honours resets)"
+)
+_ended: WeakKeyDictionary[VectorEnv, Mask] = WeakKeyDictionary()
+"""Lanes that ended in the last step, of vectors that forget resets."""
+_NO_LANE = np.zeros(0, np.bool_)
 _AT_END: dict[AutoresetMode, AtEnd] = {
     AutoresetMode.DISABLED: "final",
     AutoresetMode.NEXT_STEP: "reset_slot",
     AutoresetMode.SAME_STEP: "first",
 }
+
+
+def _forgets_resets(env: VectorEnv, mode: AutoresetMode, reset_masks: bool | None) -> bool:
+    """A lane that ended, and was reset since, may reset itself once more in the next step.
+
+    So does the worker of Gymnasium's `AsyncVectorEnv` without shared memory, from 1.1 to 1.4 at
+    least. Another worker may, unless ``reset_masks`` says that it honours resets.
+    """
+    base = env.unwrapped
+    if not isinstance(base, AsyncVectorEnv) or mode is not AutoresetMode.NEXT_STEP:
+        return False
+    return not reset_masks if base.worker is not None else not base.shared_memory
 
 
 class GymnasiumSystem(System):
@@ -100,7 +122,8 @@ class GymnasiumSystem(System):
         self._by_mask = self._takes_seeds if reset_masks is None else reset_masks
         wrappers = list(_wrappers(env))
         self._whole = any(isinstance(each, NormalizeObservation) for each in wrappers)
-        self._by_mask = self._by_mask and not self._whole
+        self.forgets_resets = _forgets_resets(env, self.autoreset, reset_masks)
+        self._by_mask = self._by_mask and not (self._whole or self.forgets_resets)
         self._stateful = [(each, name) for each in wrappers for name in states_of_lanes(each)]
         if any(isinstance(each, DictInfoToList) for each in wrappers) and (
             infos or self.autoreset is AutoresetMode.SAME_STEP
@@ -115,6 +138,8 @@ class GymnasiumSystem(System):
                 "a lane whose episode ended could not be restarted alone; use SyncVectorEnv, or "
                 'pass reset_masks=True if it honours options["reset_mask"]'
             )
+        if reset_slots == "avoid" and self.forgets_resets:
+            raise EnvironmentRefused(_FORGETS)
         if reset_slots == "avoid" and not self._by_mask:
             raise EnvironmentRefused(
                 f'reset_slots="avoid" resets lanes by mask, which {self.describe()["type"]} '
@@ -134,7 +159,8 @@ class GymnasiumSystem(System):
         ):
             raise EnvironmentRefused(
                 "AsyncVectorEnv never reads strings from shared memory again, so each would be "
-                "that of its first moment; pass shared_memory=False"
+                "that of its first moment; pass shared_memory=False, and "
+                "autoreset_mode=AutoresetMode.DISABLED"
             )
         self._action = action_leaf(env.single_action_space, self._lanes)
         self._rewards = rewards_of(env)
@@ -232,6 +258,8 @@ class GymnasiumSystem(System):
         return self._with_infos(obs, partial(self.infos.write_reset, info=info, lanes=lanes))
 
     def _reset_all(self, seeds: Sequence[int] | None, options: Any) -> list[Any]:
+        if self.forgets_resets and _ended.get(self.env.unwrapped, _NO_LANE).any():
+            raise EnvironmentRefused(_FORGETS)
         seed = None if seeds is None else self._seed(seeds)
         obs, info = self.env.reset(seed=seed, options=options)
         self._refuse_shared()
@@ -272,6 +300,8 @@ class GymnasiumSystem(System):
         if self._in_turn is not None and self._in_turn.are_alone:
             return self._in_turn.step(action[0], self._target(self._in_turn))
         obs, reward, terminated, truncated, info = self.env.step(action[0])
+        if self.forgets_resets:
+            _ended[self.env.unwrapped] = np.logical_or(terminated, truncated)
         if self._anew and self._own is None:  # it puts the next ones elsewhere
             setattr(self.env, OBSERVATIONS, np.empty_like(obs))
         if self._one_of_many:
