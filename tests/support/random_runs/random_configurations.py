@@ -69,6 +69,8 @@ class Configuration:
     """Rows are asked for by `collect(n)`, and read from the storage."""
     updates: bool = False
     """The policy gets new weights before the run is left that is resumed."""
+    notes: bool = False
+    """A user writes attributes beside ours."""
     reads: bool = False
     """Slices, trajectories and n-step returns are compared with a model."""
 
@@ -158,6 +160,8 @@ def refusals(config: Configuration) -> list[str]:
         "spaces that no column holds": lane.observation in sp.REFUSABLE,
         "rewards and flags of a shape": lane.form == "array of one",
         "a mask of another length": lane.mask_extra != 0,
+        "episodes end where the next begins": lane.dull in ("zeros", "all equal")
+        and not config.settled,
         "statistics apart": "norm" in env.transforms and config.workers > 1,
         # What resets itself may return its first observation twice.
         "a reused array in SAME_STEP": bool(lane.reuse or lane.self_reset) and same_step,

@@ -18,6 +18,7 @@ from random_configurations import Configuration, refusals
 from random_copies import wrong_in_copy
 from random_lanes import Injected
 from random_networks import wanted_after
+from random_notes import wrong_with_notes
 from random_policies import extra_of
 from random_reading import wrong_in_reading
 from random_recurrence import wrong_in_recurrence
@@ -74,6 +75,9 @@ def _other_uses(config: Configuration, outcome: Outcome, verdict: Verdict) -> No
             continue
         if config.reads:
             for each in wrong_in_reading(path, stored, config.number):
+                verdict(False, each)
+        if config.notes:
+            for each in wrong_with_notes(path, stored):
                 verdict(False, each)
         if config.copy:
             place = path.parent / f"copy of {path.stem}"

@@ -38,6 +38,7 @@ from random_spaces import (
 Reuse = Literal["", "same", "one key", "view", "double", "ring"]
 SelfReset = Literal["", "once", "twice"]
 Spoil = Literal["", "nan", "range", "dtype", "shape", "raise", "raise in reset", "nothing legal"]
+Dull = Literal["", "zeros", "goal at 0", "all equal"]
 Form = Literal["", "array of one", "array of none", "numpy", "half", "whole"]
 
 
@@ -157,6 +158,8 @@ class LaneKind:
     agents: int = 0
     joins: bool = False
     """The agents join and leave."""
+    dull: Dull = ""
+    """Rewards are 0, and so are all observations, or final ones; or all observations are equal."""
     form: Form = ""
     """How rewards and flags are given."""
 
@@ -202,6 +205,7 @@ class Lane(gym.Env[Any, Any]):
             legal = is_legal(self.action_space, action, self.mask)
             assert legal, f"lane {self.lane}: {action!r} is not legal by {self.mask}"
         reward = 1 + (31 * self.lane + 7 * self.episode + self.at) % 97 + action_sum(action)
+        reward = 0 if self.kind.dull else reward
         self.at += 1
         self.steps += 1
         self.over = self.at >= self.lengths[self.episode % len(self.lengths)]
@@ -228,7 +232,11 @@ class Lane(gym.Env[Any, Any]):
 
     def _observation(self) -> Any:
         rng = np.random.default_rng([self.run, self.lane, self.episode, self.at, self.salt])
+        if self.kind.dull == "all equal":
+            rng = np.random.default_rng(0)
         value = drawn(self.observation_space, rng)
+        if self.kind.dull == "zeros" or (self.kind.dull == "goal at 0" and self.over):
+            value = np.zeros_like(value)
         if self.kind.masked:
             mask = rng.integers(2, size=value["action_mask"].shape).astype(np.bool_)
             first = 0

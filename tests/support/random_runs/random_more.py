@@ -115,6 +115,22 @@ def _rare(draw: Draw, config: Configuration) -> Configuration:
     return replace(config, env=replace(config.env, lane=lane), policy=policy)
 
 
+def _dull(draw: Draw, config: Configuration) -> Configuration:
+    """Observations and rewards that hardly tell rows apart."""
+    config = _plain_env(draw, config, draw.one("sync", "torch"))
+    lane = replace(config.env.lane, dull=draw.one("zeros", "goal at 0", "all equal"))
+    if draw.chance(40):
+        lane = replace(lane, lengths=((1,),))
+    return replace(
+        config,
+        env=replace(config.env, lane=lane),
+        settled=draw.chance(60),
+        # Rows of what was skipped could not be found again.
+        surplus="carry",
+        phase="" if config.phase == "seed" else config.phase,
+    )
+
+
 def _statistics(draw: Draw, config: Configuration) -> Configuration:
     """A transform with statistics."""
     env = config.env
@@ -225,6 +241,11 @@ def _reads(draw: Draw, config: Configuration) -> Configuration:
     return replace(_on_disk(draw, config), reads=True)
 
 
+def _notes(draw: Draw, config: Configuration) -> Configuration:
+    """Attributes of a user's own."""
+    return replace(_on_disk(draw, config), notes=True)
+
+
 def _calls(draw: Draw, config: Configuration) -> Configuration:
     """Rows are asked for by number."""
     config = _on_disk(draw, config)
@@ -267,6 +288,7 @@ AXES = (
     _agents,
     _masks,
     _rare,
+    _dull,
     _statistics,
     _network,
     _recurrent,
@@ -275,6 +297,7 @@ AXES = (
     _meddling,
     _copy,
     _reads,
+    _notes,
     _calls,
     _updates,
 )
