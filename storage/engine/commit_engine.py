@@ -423,7 +423,8 @@ class Engine:
         if self.ring and count > self.ring:
             raise BatchTooLong(
                 f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
-                "that the first of them would be lost. Nothing was written; write fewer at a time."
+                "that the first of them would be lost. Nothing was written; write fewer at a time, "
+                f"or the last {self.ring} of them."
             )
         if self._slots(stop) > self.room:
             self._make_room(self._slots(stop))
@@ -517,10 +518,21 @@ class Engine:
         if not self.ring:
             return self.gather(index, only)
         if self._follows:
-            return self._take_checked(index, only)
+            return self._take_checked(index, only)[0]
         with self._mutex:  # no append of another thread
             slots = slots_at(index, *self._counts(), self.ring, self._header.floor)
             return self.gather(slots, only)
+
+    def take_numbered(
+        self, index: np.ndarray, only: Places | None = None
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """As `take`, of a ring, with the numbers of the rows [*index.shape]."""
+        if self._follows:
+            return self._take_checked(index, only)
+        with self._mutex:
+            head, reserve = self._counts()
+            slots = slots_at(index, head, reserve, self.ring, self._header.floor)
+            return self.gather(slots, only), rows_in(slots, head, self.ring)
 
     def gather(
         self, slots: np.ndarray | Sequence[np.ndarray], only: Places | None = None
@@ -548,7 +560,9 @@ class Engine:
             pool = self._pools[only] = BufferPool([(c.numpy_dtype, c.shape) for c in columns])
         return pool
 
-    def _take_checked(self, index: np.ndarray, only: Places | None) -> list[np.ndarray]:
+    def _take_checked(
+        self, index: np.ndarray, only: Places | None
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         """Copy, look again, and copy once more what was overwritten meanwhile."""
         flat = index.reshape(-1)
         slots = self._slots_in_time(flat)
@@ -568,7 +582,8 @@ class Engine:
             rows[torn] = rows_in(slots[torn], self._header.head, self.ring)
             for column, out in zip(columns, found, strict=True):
                 out[torn] = column[slots[torn]]
-        return [array.reshape(*index.shape, *array.shape[1:]) for array in found]
+        shaped = [array.reshape(*index.shape, *array.shape[1:]) for array in found]
+        return shaped, rows.reshape(index.shape)
 
     def _slots_in_time(self, index: np.ndarray) -> np.ndarray:
         """Slots of rows that may be few for a moment, while the writer overwrites the oldest."""

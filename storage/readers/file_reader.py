@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.slot_order import in_all_slots, remember
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 
@@ -268,8 +270,16 @@ class FileReader(RowReader):
             if (first := engine.first_shown(span)) is not None:
                 slots = slice(first + where.start, first + where.stop, where.step)
                 arrays = engine.private(slots, only)
-                return nest(arrays, (len(arrays[0]),))
+                rows = nest(arrays, (len(arrays[0]),))
+                if span.start > engine.floor:  # it began again
+                    remember(rows, partial(in_all_slots, slots, span.start, self.ring))
+                return rows
             where = np.arange(where.start, where.stop, where.step)
+            if self.ring:
+                arrays, numbers = engine.take_numbered(where, only)
+                rows = nest(arrays, where.shape)
+                remember(rows, partial(np.asarray, numbers))
+                return rows
         if isinstance(where, int):
             return nest(engine.take(np.array([where]), only), (1,))[0]
         return nest(engine.take(where, only), where.shape)

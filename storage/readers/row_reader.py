@@ -355,6 +355,21 @@ class RowReader(ABC):
                 if time.monotonic() > deadline:
                     raise self.overrun(f"these {rows.size}") from error
 
+    def in_order(self, keys: Keys | None = None) -> TensorDict:
+        """All rows that are there, the oldest first, without those that are overwritten meanwhile.
+
+        Raises:
+            ColumnsMissing: a column that is not there.
+        """
+        if not self.ring:
+            return self.get(slice(None), keys)
+        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
+        span = self.span
+        chosen = self.keys if only is None else [self.keys[place] for place in only]
+        arrays = self.copies(np.arange(span.start, span.stop), chosen)
+        gone = min(max(0, self.span.start - span.start), len(span))
+        return nest([array[gone:] for array in arrays], (len(span) - gone,))
+
     def overrun(self, what: str) -> Overrun:
         """The error for rows that are overwritten before they are read."""
         return Overrun(

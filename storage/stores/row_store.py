@@ -288,6 +288,16 @@ class RowStore:
         """
         return self.reader.get(index, keys)
 
+    def in_order(self, keys: Keys | None = None) -> TensorDict:
+        """All rows that are there, the oldest first, batch size [rows]: of a ring, copied.
+
+        ``get`` gives those of a ring slot by slot, as they are indexed. ``keys`` as in `get`.
+
+        Raises:
+            ColumnsMissing: a column that is not there.
+        """
+        return self.reader.in_order(keys)
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.head} rows"
         return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {state})"

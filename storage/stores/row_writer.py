@@ -41,6 +41,7 @@ from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
 from tallyroll.storage.rows.nesting import array_of, leaves, require_rows
 from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.rows.slot_order import oldest_first
 from tallyroll.storage.trajectories.id_checks import IdChecks, Ids, renumbered
 from tallyroll.storage.trajectories.index import says_whose
 
@@ -303,7 +304,10 @@ class RowWriter:
         ids: Ids = "fresh",
     ) -> range:
         """Append and commit; ``without`` names a column that may be there and is left out."""
-        reader = self.reader
+        reader, kind = self.reader, type(rows)
+        tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
+        if tensors:
+            rows = oldest_first(rows)
         with self.turn:
             if ids != "fresh":
                 self.require_no_run()
@@ -314,9 +318,7 @@ class RowWriter:
                 rows = self._renumbered(rows)
             if reader.ring:
                 reader.trajectory_index.make_way(reader, rows)
-            engine, span, kind = reader.engine, None, type(rows)
-            tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
-            watch = None
+            engine, span, watch = reader.engine, None, None
             if engine is not None and ids != "fresh":
                 watch = self._id_checks
             if tensors and engine is not None:
@@ -336,7 +338,7 @@ class RowWriter:
 
         Whatever is refused is refused before the first piece is written.
         """
-        reader = self.reader
+        reader, rows = self.reader, oldest_first(rows)
         with self.turn:
             arrays = self._arrays(rows, without)
             reader.running().check(arrays, None if ids == "fresh" else self._id_checks)

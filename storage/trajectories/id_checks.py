@@ -152,6 +152,12 @@ class IdChecks:
             at = int(falls.argmax())
             self._refuse(f"step {steps[at + 1]} follows step {steps[at]} in trajectory {ids[at]}")
         begun = ids.take(runs.at)
+        back = (begun[1:] < begun[:-1]) & (runs.lane[1:] == runs.lane[:-1])
+        if back.any():
+            at = int(back.argmax())
+            self._refuse(
+                f"in lane {runs.lane[at]} trajectory {begun[at + 1]} follows trajectory {begun[at]}"
+            )
         ordered = np.sort(begun)
         if (twice := ordered[1:] == ordered[:-1]).any():
             id = int(ordered[1:][twice][0])
@@ -165,8 +171,9 @@ class IdChecks:
     def _refuse(self, why: str) -> NoReturn:
         raise TrajectoryIdTaken(
             f"these rows cannot be those of trajectories: {why}. Nothing was written to "
-            f"{self._path}; within a lane one trajectory follows the other, and its steps "
-            "rise. Renumber the rows."
+            f"{self._path}; within a lane one trajectory follows the other, and ids and steps "
+            "rise. Give the rows in the order in which they were made, as ring.in_order() gives "
+            "those of a ring, with ids that rise."
         )
 
     def settle(self, head: int) -> None:
@@ -203,7 +210,11 @@ class IdChecks:
         """
         episodes = self._counted()
         last, current = episodes.last_row(id), episodes.last_id(lane)
-        if last is None or last < self._reader.span.start or self._replaces_all:
+        if self._replaces_all:
+            return
+        if last is None or last < self._reader.span.start:
+            if opens:
+                self._require_later(id, lane, current, row)
             return
         why = self._why_not(last, step, lane)
         if why is None and current != id:
@@ -215,6 +226,17 @@ class IdChecks:
                 f"trajectory {id} is stored in {self._path} already, and row {row} of these, its "
                 f"step {step} in lane {lane}, does not go on from there: {why}. Nothing was "
                 'written. Give ids that are new, or let extend(..., ids="renumber") give these '
+                "trajectories numbers behind the stored ones."
+            )
+
+    def _require_later(self, id: int, lane: int, current: int, row: int) -> None:
+        """Refuse an id that is new, and smaller than that of its lane's last stored row."""
+        last = self._counted().last_row(current) if current > id else None
+        if last is not None and last >= self._reader.span.start:
+            raise TrajectoryIdTaken(
+                f"row {row} of these is of trajectory {id}, and its lane {lane} is in trajectory "
+                f"{current} of {self._path} already: within a lane ids rise. Nothing was written. "
+                'Give ids that are larger, or let extend(..., ids="renumber") give these '
                 "trajectories numbers behind the stored ones."
             )
 

@@ -99,6 +99,15 @@ class Model:
                 before = [row for row in [*there, *rows[: rows.index(mine[0])]] if row[2] == lane]
                 if done or its_lane != lane or step != last + 1 or before[-1] != theirs[-1]:
                     return True
+        return self.falls(there, rows)
+
+    def falls(self, there: list[Row], rows: list[Row]) -> bool:
+        """Whether a lane has a smaller id behind a larger one."""
+        for lane in {row[2] for row in rows}:
+            mine = [row[0] for row in rows if row[2] == lane]
+            before = [row[0] for row in there if row[2] == lane][-1:]
+            if any(a > b for a, b in itertools.pairwise([*before, *mine])):
+                return True
         return False
 
     def clashes(self, rows: list[Row]) -> bool:
@@ -215,7 +224,7 @@ THREE: list[Row] = [(4, 0, 1, False), (4, 1, 1, False), (7, 0, 0, True)]
         ([(7, 1, 0, False)], "it ended there"),
         ([(4, 2, 1, False), (4, 2, 1, False)], "step 2 follows step 2 in trajectory 4"),
         ([(8, 0, 2, False), (4, 1, 1, False)], "row 1 of these"),
-        ([(9, 0, 1, False), (4, 2, 1, False)], "lane is in another trajectory before"),
+        ([(9, 0, 1, False), (4, 2, 1, False)], "in lane 1 trajectory 4 follows trajectory 9"),
         ([(9, 0, 1, False), (9, 0, 2, False)], "trajectory 9 is of lanes 1 and 2"),
         ([(9, 0, 1, False), (9, 0, 1, False)], "step 0 follows step 0 in trajectory 9"),
         ([(9, 0, -1, False)], "of lane -1, and lanes are numbered from 0"),
@@ -230,6 +239,19 @@ def test_why_rows_are_refused(tmp_path: Path, kind: str, rows: list[Row], why: s
                 storage.extend(given)
         assert stored(storage) == THREE
         assert storage.extend(batch(rows), ids="fresh") == range(3, 3 + len(rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_that_falls_within_its_lane_is_refused(tmp_path: Path, kind: str) -> None:
+    """New as it may be: `verify` calls such rows unsound."""
+    with KINDS[kind](tmp_path / "rows") as storage:
+        storage.extend(batch(THREE))
+        for given in ([(5, 0, 0, False)], [(8, 0, 2, False), (5, 0, 0, False)]):
+            with pytest.raises(TrajectoryIdTaken, match=r"lane 0 is in trajectory 7 .* ids rise"):
+                storage.extend(batch(given))
+        storage.extend(batch([(5, 0, 2, False)]))  # another lane
+        storage.extend(batch([(5, 0, 0, False)]), ids="renumber")
+        assert stored(storage)[3:] == [(5, 0, 2, False), (8, 0, 0, False)]
 
 
 def test_a_lane_that_went_on_does_not_come_back(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""Slices of a ring, slot by slot, and the order in which their rows were written.
+
+Where a ring began again the newest rows stand before the oldest. What indexes it wants them so,
+and what appends them wants the oldest first: so such a slice says which rows it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+Numbers: TypeAlias = Callable[[], np.ndarray]
+"""Gives the numbers of rows, [rows]."""
+
+_NUMBERS: Final = "_tallyroll_row_numbers"
+
+
+def in_all_slots(slots: slice, first: int, ring: int) -> np.ndarray:
+    """The numbers of the rows in slots of a ring of which all hold rows, ``first`` the oldest."""
+    return first + (np.arange(ring)[slots] - first) % ring
+
+
+def remember(rows: TensorDictBase, numbers: Numbers) -> None:
+    """Let ``rows`` [n] say their numbers. What is made of them does not."""
+    vars(rows)[_NUMBERS] = numbers
+
+
+def oldest_first(rows: TensorDictBase) -> TensorDictBase:
+    """The rows [n, ...] in the order of their numbers, where they say these."""
+    told = vars(rows).get(_NUMBERS)
+    if told is None:
+        return rows
+    numbers = told()
+    if (numbers[1:] >= numbers[:-1]).all():
+        return rows
+    return rows[torch.from_numpy(np.argsort(numbers, kind="stable"))]
