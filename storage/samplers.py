@@ -12,9 +12,13 @@ from tallyroll.storage.errors import SlotsMayChange
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories.mapping import check_positive, done_keys, draw, slice_marks
-
-_IS_INIT: Key = ("is_init",)
+from tallyroll.storage.trajectories.mapping import (
+    check_positive,
+    done_keys,
+    draw,
+    init_keys,
+    slice_marks,
+)
 
 
 class TrajectorySliceSampler(Sampler):
@@ -34,8 +38,9 @@ class TrajectorySliceSampler(Sampler):
     A sample is flat, slice after slice. At the last row of a slice ``("next", "done")``, and that
     of each group of agents, is True, so that TorchRL's value estimators stop there and
     bootstrap, and ``("collector", "cut")`` where the trajectory goes on; terminated and truncated
-    stay as they are. If there is a column ``"is_init"``, it is True at the first row of a slice,
-    where recurrent modules start anew. Random numbers come from the buffer's ``generator``.
+    stay as they are. Columns ``"is_init"``, at the root and of groups, are True at the first row of
+    a slice: recurrent modules in recurrent mode begin there, from the state that is stored. Random
+    numbers come from the buffer's ``generator``.
 
     Args:
         slice_len: rows a slice; batch sizes are multiples of it.
@@ -69,10 +74,10 @@ class TrajectorySliceSampler(Sampler):
         keys = done_keys(reader.schema)
         dones = dict(zip(keys, reader.copies(rows, keys), strict=True))
         info: dict[Key, Any] = {**slice_marks(dones, num_slices, self.slice_len)}
-        if _IS_INIT in reader.keys:
-            is_init = reader.column(_IS_INIT).take(rows)
-            is_init[:: self.slice_len] = True
-            info[_IS_INIT] = torch.from_numpy(is_init)
+        inits = init_keys(reader.schema)
+        for key, begins in zip(inits, reader.copies(rows, inits), strict=True):
+            begins[:: self.slice_len] = True
+            info[key] = torch.from_numpy(begins)
         return info
 
     def _check(self, storage: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.cuts import own_flags, with_cuts, without_cuts
+from tallyroll.collector.batches.cuts import own_flags, with_beginnings, with_cuts, without_cuts
 from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.layouts import by_lane, split_trajectories
 from tallyroll.collector.batches.plain_slots import PlainSlots
@@ -563,9 +563,15 @@ class Assembly:
             rows = {key: rows[key] for key in self._source.no_rows}
         return rows, {}
 
+    @property
+    def _inits(self) -> tuple[Key, ...]:
+        """Marked where a trajectory's rows begin; TorchRL's collectors mark none."""
+        return self._source.plan.inits if self._torchrl is None else ()
+
     def _as_batch(self, rows: Rows) -> TensorDictBase:
         device = self._options.storing_device
         marked = with_cuts(rows, self._source.plan.dones, marks=self._torchrl is None)
+        marked = with_beginnings(marked, self._inits)
         return as_tensordict(marked, device, self._source.behind)
 
     def _as_small_batch(self, part: SlabPart) -> TensorDictBase:
@@ -578,6 +584,7 @@ class Assembly:
                 source.plan.dones,
                 source.behind,
                 marks=self._torchrl is None,
+                inits=self._inits,
             )
             self._small[part.table] = batches
         batch, device = batches.batch(part), self._options.storing_device
@@ -588,7 +595,7 @@ class Assembly:
     ) -> TensorDictBase:
         torchrl = self._torchrl
         marked = self._source.plan.dones if torchrl is None else torchrl.marked
-        own = own_flags(rows, marked) if self._writer.stores else None
+        own = own_flags(rows, marked, self._inits) if self._writer.stores else []
         batch = self._as_batch(rows)
         if torchrl is not None:
             batch = torchrl(batch, flags)

@@ -1,9 +1,12 @@
-"""Marks of the ends of trajectories in yielded batches; stored rows have none. Pure.
+"""Marks of the ends and beginnings of trajectories in batches; stored rows have none. Pure.
 
 Value estimators step through time by ``done``: by the one at the root, or by that of a group of
 agents. So each of them is True at the last row that a batch has of a trajectory. At the root that
 is also where the environment says so, or where the trajectory is cut. A group may be told less:
 where the root ended it (by a time limit of all agents), its own flag may be False.
+
+Recurrent modules carry a state through the rows of a batch, and begin from the state that is stored
+beside a row where ``is_init`` is True. So that is True at the first row of a trajectory too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,16 +24,17 @@ Rows = dict[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """The environment's own flags in the last rows of trajectories, below the root.
+    """The environment's own flags in rows where a batch has others.
 
-    ``traj_ids`` and ``step`` are those of all rows ``[row]``, ``at`` the last rows ``[end]``.
+    ``traj_ids`` and ``step`` are those of all rows ``[row]``, ``at`` the rows that differ
+    ``[mark]``.
     """
 
     traj_ids: NDArray[np.int64]
     step: NDArray[np.int64]
     at: NDArray[np.intp]
     flags: Mapping[Key, torch.Tensor]
-    """``[end, ...]``, by key."""
+    """``[mark, ...]``, by key."""
 
     def put_into(self, rows: Rows) -> None:
         """Replace the flags of those rows, wherever they stand in ``rows`` ``[row]``.
@@ -65,8 +69,8 @@ class OwnFlags:
             return self.at
         raise ArgumentError(
             "postproc: expected each row's collector/traj_ids and collector/step kept, got others, "
-            "so that the done flags of agents cannot be stored as the environment gave them; keep "
-            "these two columns"
+            f"so that {', '.join(map(spell, self.flags))} cannot be stored as the environment gave "
+            "them; keep these two columns"
         )
 
 
@@ -83,6 +87,11 @@ def last_rows(rows: Rows) -> NDArray[np.bool_]:
     return last
 
 
+def first_rows(rows: Rows) -> NDArray[np.bool_]:
+    """``[row]``: no row of the same trajectory comes before."""
+    return np.roll(last_rows(rows), 1)
+
+
 def with_cuts(rows: Rows, dones: Sequence[Key] = (), *, marks: bool = True) -> Rows:
     """Mark ``cut``, and every done where a trajectory's rows end, as yielded batches have it.
 
@@ -91,23 +100,34 @@ def with_cuts(rows: Rows, dones: Sequence[Key] = (), *, marks: bool = True) -> R
     last = torch.from_numpy(last_rows(rows))
     marked = {**rows, CUT: last & ~rows[DONE].reshape(-1).cpu()}
     for key in (DONE, *dones) if marks else ():
-        done = rows[key]
-        marked[key] = done | last.to(done.device).view(-1, *(1 for _ in done.shape[1:]))
+        marked[key] = _or(rows[key], last)
     return marked
 
 
-def own_flags(rows: Rows, dones: Sequence[Key]) -> OwnFlags | None:
-    """A copy of what :func:`with_cuts` hides below the root; None where there is nothing."""
-    if not dones:
-        return None
-    at = np.flatnonzero(last_rows(rows))
+def with_beginnings(rows: Rows, inits: Sequence[Key]) -> Rows:
+    """Mark every one of ``inits`` where a trajectory's rows begin."""
+    first = torch.from_numpy(first_rows(rows)) if inits else None
+    return {**rows, **{key: _or(rows[key], first) for key in inits if key in rows}}
+
+
+def _or(flag: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return flag | rows.to(flag.device).view(-1, *(1 for _ in flag.shape[1:]))
+
+
+def own_flags(rows: Rows, dones: Sequence[Key], inits: Sequence[Key]) -> list[OwnFlags]:
+    """Copies of what a batch has otherwise, but for the done of the root."""
+    marked = (last_rows, dones), (first_rows, inits)
+    return [_own(rows, np.flatnonzero(find(rows)), keys) for find, keys in marked if keys]
+
+
+def _own(rows: Rows, at: NDArray[np.intp], keys: Sequence[Key]) -> OwnFlags:
     index = torch.from_numpy(at)
-    flags = {key: rows[key].index_select(0, index.to(rows[key].device)) for key in dones}
+    flags = {key: rows[key].index_select(0, index.to(rows[key].device)) for key in keys}
     return OwnFlags(rows[TRAJ_IDS].numpy().copy(), rows[STEP].numpy().copy(), at, flags)
 
 
-def without_cuts(rows: Mapping[Key, torch.Tensor], own: OwnFlags | None = None) -> Rows:
-    """Restore the environment's own done, and drop columns that describe the batch.
+def without_cuts(rows: Mapping[Key, torch.Tensor], own: Sequence[OwnFlags] = ()) -> Rows:
+    """Restore the environment's own flags, and drop columns that describe the batch.
 
     Raises:
         ArgumentError: rows that a postproc changed so that ``own`` has no place in them.
@@ -115,6 +135,6 @@ def without_cuts(rows: Mapping[Key, torch.Tensor], own: OwnFlags | None = None) 
     cut = rows[CUT].reshape(-1, 1)
     kept = {key: column for key, column in rows.items() if key != CUT}
     kept[DONE] = rows[DONE] & ~cut.to(rows[DONE].device)
-    if own is not None:
-        own.put_into(kept)
+    for each in own:
+        each.put_into(kept)
     return kept

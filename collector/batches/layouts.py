@@ -1,5 +1,6 @@
 """Rows as trajectories: padded with a mask, as a list, or as offsets."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -17,8 +18,10 @@ from tallyroll.storage.rows.keys import (
     MASK,
     STEP,
     TRAJ_IDS,
+    Key,
     as_key,
     is_done,
+    is_init,
     spell,
 )
 
@@ -58,7 +61,8 @@ def split_trajectories(
     Within a trajectory rows are ordered by ``("collector", "step")`` where it is there, else as
     they come. At its last row ``("next", "done")``, and every bool ``"done"`` below it, is True,
     and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so that
-    value estimators stop there.
+    value estimators stop there. At its first row every bool ``"is_init"`` is True, where recurrent
+    modules begin from the state that is stored there.
 
     Raises:
         ArgumentError: there are no trajectory ids.
@@ -73,6 +77,7 @@ def split_trajectories(
     begin = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
     lengths = np.diff(begin, append=len(ids))
     ordered = _mark_ends(_in_order(flat, order), begin + lengths - 1)
+    ordered = _marked(ordered, begin, is_init)
     if out == "padded":
         return padded(ordered, lengths)
     if out == "list":
@@ -140,11 +145,16 @@ def _mark_ends(rows: TensorDictBase, last: NDArray[np.intp]) -> TensorDictBase:
     none = torch.zeros(len(rows), dtype=torch.bool, device=done.device)
     cut = rows.get(CUT, none).clone()
     cut[at] |= ~done.reshape(len(rows), -1).any(-1)[at]
-    for key, leaf in rows.items(True, True):
-        if not isinstance(leaf, torch.Tensor) or not is_done(as_key(key), leaf.dtype):
-            continue
-        done = leaf.clone()
-        done[at.to(done.device)] = True
-        marked.set(key, done)
     marked.set(CUT, cut)
+    return _marked(marked, last, is_done)
+
+
+def _marked(
+    rows: TensorDictBase, at: NDArray[np.intp], which: Callable[[Key, torch.dtype], bool]
+) -> TensorDictBase:
+    """``rows`` where the columns of a kind are True ``at`` some."""
+    marked = rows.copy()
+    for key, leaf in rows.items(True, True):
+        if isinstance(leaf, torch.Tensor) and which(as_key(key), leaf.dtype):
+            marked.set(key, leaf.clone().index_fill_(0, torch.from_numpy(at).to(leaf.device), 1))
     return marked

@@ -23,6 +23,7 @@ class SmallBatches:
         dones: done keys below the root, which are True too where a trajectory's rows end.
         behind: further batch dimensions of nested TensorDicts, parents first.
         marks: done is True there at all.
+        inits: True too where they begin.
     """
 
     def __init__(
@@ -33,17 +34,19 @@ class SmallBatches:
         behind: Shapes,
         *,
         marks: bool = True,
+        inits: Sequence[Key] = (),
     ) -> None:
         self._columns = [table.columns[key] for key in keys]
         self._pool = BufferPool([(each.dtype, each.shape[1:]) for each in self._columns])
         self._done = keys.index(DONE)
         self._marked = [keys.index(key) for key in (DONE, *dones)] if marks else []
+        self._inits = [keys.index(key) for key in inits]
         self._ids = keys.index(TRAJ_IDS)
         dtypes = [torch.from_numpy(each[:0]).dtype for each in self._columns]
         self._nest = Nest([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
 
     def batch(self, part: SlabPart) -> TensorDict:
-        """The rows of ``part`` as a TensorDict ``[row]``, marked as `cuts.with_cuts` does."""
+        """The rows of ``part`` as a TensorDict ``[row]``, marked as in `cuts`."""
         arrays, room = self._pool.room((len(part),))
         self._fill(arrays, room, part)
         ids = arrays[self._ids]
@@ -53,6 +56,9 @@ class SmallBatches:
         for index in self._marked:
             done = arrays[index]
             done |= last.reshape(-1, *(1 for _ in done.shape[1:]))
+        for index in self._inits:
+            init = arrays[index]
+            init |= np.roll(last, 1).reshape(-1, *(1 for _ in init.shape[1:]))
         return self._nest([*arrays, cut], (len(ids),))
 
     def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabPart) -> None:

@@ -12,9 +12,7 @@ from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.policies.trial import for_trial, generators_restored
-from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
-
-IS_INIT = "is_init"
+from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, spell
 
 
 def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.data import Composite
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, InitTracker
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
@@ -35,6 +35,7 @@ from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import (
     COLLECTOR,
     DONE,
+    IS_INIT,
     NEXT,
     NEXT_VALID,
     TERMINATED,
@@ -74,6 +75,8 @@ class SlabPlan:
     """An environment that writes in place has reset slots."""
     marked: bool
     """The environment marks which slots are transitions."""
+    inits: tuple[Key, ...] = ()
+    """Columns that are True where a trajectory begins."""
     arrivals: int = 0
     """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
     flags: tuple[Key, ...] = ()
@@ -167,6 +170,7 @@ def plan_slab(
         lost_finals=options.finals == "lost" or loses_finals(env),
         observed=observed_keys(env, layout, options),
         dones=nested_dones(env),
+        inits=init_columns(env, layout),
         batch_dims=dims,
         in_place=in_place,
         reset_slots=in_place and env.has_reset_slots,
@@ -276,6 +280,17 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
     keys = (as_key(key) for key in env.full_done_spec.keys(True, True))
     ends = ("terminated", "truncated")
     return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)
+
+
+def init_columns(env: EnvBase, layout: SlabColumns) -> tuple[Key, ...]:
+    """Columns that say where a trajectory begins; trackers of ``env`` may have other names."""
+    trackers = (each for each in env.modules() if isinstance(each, InitTracker))
+    names = {IS_INIT, *(each.init_key for each in trackers)}
+    return tuple(
+        key
+        for key, column in layout.items()
+        if key[0] != NEXT and key[-1] in names and column.dtype is torch.bool
+    )
 
 
 def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dict[Key, int]:

@@ -34,7 +34,9 @@ MASK: Final[Key] = (COLLECTOR, "mask")
 RANDOM_VERSION: Final = -1
 """``policy_version`` of a transition whose action was drawn at random."""
 
-COUNTERS: Final = frozenset({"step_count", "is_init", "episode_reward"})
+IS_INIT: Final = "is_init"
+"""Last name of columns that are True where recurrent modules begin from the state of the row."""
+COUNTERS: Final = frozenset({"step_count", IS_INIT, "episode_reward"})
 """Last names of columns in which TorchRL's transforms count along an episode (StepCounter,
 InitTracker, RewardSum): they tell how long it has lasted, and not what was observed."""
 
@@ -60,6 +62,11 @@ def can_be_stored(part: str) -> bool:
     except UnicodeEncodeError:
         return False
     return part not in ("", ".", "..") and "/" not in part and "\0" not in part
+
+
+def is_init(key: Key, dtype: torch.dtype) -> bool:
+    """Whether a column says that a trajectory begins: at the root, or for a group of agents."""
+    return key[0] != NEXT and key[-1] == IS_INIT and dtype is torch.bool
 
 
 def is_done(key: Key, dtype: torch.dtype) -> bool:

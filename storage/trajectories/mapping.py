@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.errors import NoSlices, UnknownTrajectory
-from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done
+from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done, is_init
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 
@@ -168,7 +168,8 @@ class Trajectories(Mapping[int, TensorDict]):
         A slice is ``slice_len`` consecutive steps of one trajectory. At its last row
         ``("next", "done")``, and that of each group of agents, is True, so that value
         estimators stop there, and ``("collector", "cut")`` where the trajectory goes on;
-        terminated and truncated stay as they are. A ring may be written by another process
+        terminated and truncated stay as they are; ``"is_init"`` is True at its first row, from
+        whose stored state recurrent modules begin. A ring may be written by another process
         meanwhile.
 
         Args:
@@ -199,6 +200,8 @@ class Trajectories(Mapping[int, TensorDict]):
         dones = {key: arrays[reader.keys.index(key)] for key in done_keys(reader.schema)}
         if marks := slice_marks(dones, *rows.shape):
             found.set(CUT, marks[CUT].reshape(found.batch_size))
+        for key in init_keys(reader.schema):
+            arrays[reader.keys.index(key)][:, 0] = True
         return found
 
 
@@ -250,6 +253,11 @@ def done_keys(schema: Schema) -> list[Key]:
     if DONE not in schema:
         return []
     return [each.key for each in schema.columns if is_done(each.key, each.dtype)]
+
+
+def init_keys(schema: Schema) -> list[Key]:
+    """Every column that says where recurrent modules begin."""
+    return [each.key for each in schema.columns if is_init(each.key, each.dtype)]
 
 
 def slice_marks(

@@ -22,7 +22,12 @@ from torchrl.envs import EnvBase, SerialEnv
 from torchrl.objectives.value import GAE
 
 from tallyroll.collector import SyncCollector, split_trajectories
-from tallyroll.collector.batches.cuts import own_flags, with_cuts, without_cuts
+from tallyroll.collector.batches.cuts import (
+    own_flags,
+    with_beginnings,
+    with_cuts,
+    without_cuts,
+)
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, verify
 
@@ -341,25 +346,28 @@ def test_marks_are_those_of_a_plain_loop_and_are_taken_back(seed: int) -> None:
     step = np.concatenate([np.arange(n) + int(rng.integers(3)) for n in lengths])
     count = len(ids)
     done = np.append(ids[1:] != ids[:-1], True) & (rng.random(count) < 0.5)
-    nested = ("next", "a", "done")
+    nested, init = ("next", "a", "done"), ("a", "is_init")
     rows = {
         ("next", "done"): torch.from_numpy(done[:, None]),
         nested: torch.from_numpy(rng.random((count, AGENTS, 1)) < 0.3),
+        init: torch.from_numpy(rng.random((count, AGENTS, 1)) < 0.3),
         ("collector", "traj_ids"): torch.from_numpy(ids),
         ("collector", "step"): torch.from_numpy(step),
     }
     before = {key: column.clone() for key, column in rows.items()}
-    marked = with_cuts(rows, [nested])
+    marked = with_beginnings(with_cuts(rows, [nested]), [init])
     for row in range(count):
         last = row + 1 == count or ids[row + 1] != ids[row]
         assert bool(marked["next", "done"][row]) == (bool(done[row]) or last)
         assert bool(marked["collector", "cut"][row]) == (last and not done[row])
         own = rows[nested][row]
         assert torch.equal(marked[nested][row], torch.ones_like(own) if last else own)
+        first, own = row == 0 or ids[row - 1] != ids[row], rows[init][row]
+        assert torch.equal(marked[init][row], torch.ones_like(own) if first else own)
     order = torch.from_numpy(rng.permutation(count))
     for put in (torch.arange(count), order):
         given = {key: column[put] for key, column in marked.items()}
-        again = without_cuts(given, own_flags(rows, [nested]))
+        again = without_cuts(given, own_flags(rows, [nested], [init]))
         assert again.keys() == before.keys()
         for key, column in again.items():
             assert torch.equal(column, before[key][put]), key

@@ -117,11 +117,20 @@ def test_n_steps_of_sampled_slices_know_no_cuts(path: Path) -> None:
 def test_recurrent_modules_start_anew_at_each_slice(path: Path) -> None:
     rows = big().rows()
     rows["is_init"] = (rows["collector", "step"] == 0)[:, None]
+    of_two = rows["is_init"][..., None].expand(-1, 2, 1).clone()
+    rows["agents"] = TensorDict({"is_init": of_two}, [len(rows), 2])
     with MemmapStorage(path) as storage:
         storage.extend(rows)
         batch = buffer_of(storage, 4, 50).sample()
     first = torch.arange(200) % 4 == 0
-    assert (batch["is_init"][:, 0] == first | (batch["collector", "step"] == 0)).all()
+    begins = first | (batch["collector", "step"] == 0)
+    assert (batch["is_init"][:, 0] == begins).all()
+    assert (batch["agents", "is_init"] == begins[:, None, None]).all()
+    drawn = storage.trajectories.sample_slices(3, 2)
+    begins = drawn["collector", "step"] == 0
+    begins[:, 0] = True
+    assert (drawn["is_init"][..., 0] == begins).all()
+    assert (drawn["agents", "is_init"] == begins[..., None, None]).all()
 
 
 def test_advantages_of_slices_are_those_of_each_slice_alone(path: Path) -> None:

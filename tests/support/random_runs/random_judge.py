@@ -154,6 +154,9 @@ def _batch(config: Configuration, batch: TensorDictBase, verdict: Verdict) -> No
     last[:-1] = ids[1:] != ids[:-1]
     verdict(torch.equal(cut, last & ~ended), "cut is not where trajectories go on")
     verdict(torch.equal(done, ended | cut), "done is not where trajectories end or are cut")
+    if "init" in config.env.transforms:
+        begun = rows["is_init"].reshape(len(rows))
+        verdict(torch.equal(begun, last.roll(1)), "is_init is not where trajectories begin")
     _recurrence(config, batch, rows, verdict)
     agents = config.env.lane.agents
     if agents:

@@ -416,6 +416,9 @@ def restored(batch: TensorDictBase) -> TensorDictBase:
             stored[key] = stored[*key[:-1], "terminated"] | stored[*key[:-1], "truncated"]
         else:
             stored[key] = done & ~cut.reshape(-1, *[1] * (done.ndim - 1))
+    if "is_init" in stored.keys():
+        step = stored["collector", "step"]
+        stored["is_init"] = stored["is_init"] & (step == 0).reshape(stored["is_init"].shape)
     return stored
 
 
