@@ -82,7 +82,7 @@ class FinalsWatch:
             return
         if resets.verdict is Verdict.SELF_RESET:
             raise SilentReset(f"{_seen(resets)}. {_WAY_OUT}. {committed()}")
-        if resets.verdict is Verdict.SAME_START and not self._warned:
+        if resets.verdict is Verdict.KNOWN_START and not self._warned:
             self._warned = True
             warnings.warn(f"{_seen(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
 
@@ -113,10 +113,10 @@ _WAY_OUT = (
     'a reset of this task keeps the state, these are right: pass finals="kept"'
 )
 _UNCERTAIN = (
-    "As all first observations are the same, a task that ends where it began looks like this, "
-    "and so does an environment that resets itself within step. If it is such a task, pass "
-    'finals="kept"; if it resets itself, pass finals="lost", or return the final observation from '
-    "step"
+    "As far as was seen, it may be known beforehand where episodes begin: a task that ends where "
+    "the next one begins looks like this, and so does an environment that resets itself within "
+    'step. If it is such a task, pass finals="kept"; if it resets itself, pass finals="lost", or '
+    "return the final observation from step"
 )
 
 

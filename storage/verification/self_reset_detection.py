@@ -3,13 +3,25 @@
 An environment that resets itself inside the step at which an episode ends, without saying so,
 returns the first observation of the next episode where the final one belongs. Its rows show it:
 the final observation is bit for bit the observation with which the lane's next trajectory begins.
-That alone is no proof. In a bandit all observations are equal, and a task may end where it began.
-So three comparisons are counted:
+That alone is no proof. In a bandit all observations are equal, and a task may end where it began,
+or where the next episode begins. So these are counted:
 
-- finals that equal the first observation that follows them in their lane;
+- finals that equal the first observation that follows them in their lane: less than 9 of 10, and
+  the environment does not reset itself;
 - of these ends the telling ones, whose trajectory began with another observation than the one
-  that follows: only a self-reset knows beforehand with which observation that will be;
-- observations in mid-trajectory that equal the first one of their own trajectory.
+  that follows: of them less than 9 of 10, and it does not;
+- how surprising the telling ones are. One is a surprise if the observation that follows was not
+  the first of a trajectory before, or if after the last trajectory that began alike another one
+  followed; it is worth the logarithm of how seldom that observation follows, in bits. The first
+  two ends of a lane are none, for it may have places of its own. A task that goes to and fro
+  between two docks, or is home at every end, knows where the next episode begins. Only a
+  self-reset knows what is drawn: `BITS` are proof, whatever lies between the ends;
+- observations in mid-trajectory that equal the first one of their own trajectory. Where nothing is
+  a surprise, and less than 1 of 10 does, the environment may reset itself: a warning.
+
+It cannot be told whether environments reset themselves whose episodes have one step, nor whether
+those do that always begin alike, nor by the rows of a task whose reset keeps the state, or that
+visits eight or more places in turn: these look like self-resets, and ``finals="kept"`` says it.
 
 An observation is compared as one number, a `digest` of its bytes: equal observations have equal
 digests, and different ones differ but for one chance in about 2**60. So NaN equals the same NaN.
@@ -18,7 +30,7 @@ digests, and different ones differ but for one chance in about 2**60. So NaN equ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -32,6 +44,11 @@ LEAST = 16
 """Ends, and four times the observations in mid-trajectory, before anything is said."""
 MOST_INNER = 1024
 """Observations in mid-trajectory that are compared in all, or `LEAST` a lane where that is more."""
+BITS = 1.5 * LEAST
+"""Of surprise, that an environment knew beforehand where its next episodes begin. By chance that
+is seen once in ``2 ** BITS`` runs."""
+_FREE = 2
+"""Ends of every lane that are no surprise."""
 _INNER_AN_END = 16
 _INNER_A_LOOK = 256
 _PATIENCE = 256
@@ -46,7 +63,7 @@ class Verdict(Enum):
 
     UNDECIDED = "undecided"
     FINE = "fine"
-    SAME_START = "finals equal the first observation that follows, and every trajectory's own"
+    KNOWN_START = "finals equal the first observation that follows, which may be known beforehand"
     SELF_RESET = "finals are the first observations of the next episode"
 
 
@@ -64,21 +81,59 @@ class Seen:
     """Observations in mid-trajectory."""
     inner_equal: int = 0
     """Of these, equal to the first observation of their own trajectory."""
+    bits: float = 0.0
+    """The surprise of the telling ends that are equal."""
 
 
 def judge(seen: Seen, least: int = LEAST) -> Verdict:
     """Say what ``seen`` shows, once it holds ``least`` ends and a quarter as many inner ones."""
     if seen.ends < least:
         return Verdict.UNDECIDED
-    if 10 * seen.equal < 9 * seen.ends:
+    if not _agree(seen):
         return Verdict.FINE
     if 4 * seen.inner < least:  # episodes of one step, as a bandit's: so may anything look
         return Verdict.UNDECIDED
-    if 10 * seen.inner_equal >= seen.inner:
-        return Verdict.FINE
-    if not seen.telling:
-        return Verdict.SAME_START
-    return Verdict.SELF_RESET if 10 * seen.telling_equal >= 9 * seen.telling else Verdict.FINE
+    if seen.bits >= BITS * least / LEAST:
+        return Verdict.SELF_RESET
+    if 10 * seen.inner_equal < seen.inner:
+        return Verdict.KNOWN_START
+    return Verdict.UNDECIDED if seen.telling else Verdict.FINE
+
+
+def _agree(seen: Seen) -> bool:
+    """Nearly all finals, and of the telling ones, equal the first observation that follows."""
+    return 10 * seen.equal >= 9 * seen.ends and 10 * seen.telling_equal >= 9 * seen.telling
+
+
+def surprise(lane: np.ndarray, own: np.ndarray, following: np.ndarray, told: np.ndarray) -> float:
+    """The bits by which the ends that ``told`` [n] surprise.
+
+    Args:
+        lane: of the ends [n], in turn.
+        own: digests [n] of the first observations of the trajectories that ended.
+        following: those of the first observations that follow.
+        told: bool [n], the telling ends whose final observation is the one that follows.
+    """
+    _, which, counts = np.unique(following, return_inverse=True, return_counts=True)
+    begun = np.stack([own, following], axis=1).reshape(-1)
+    _, first = np.unique(begun, return_index=True)
+    new = np.zeros(len(begun), np.bool_)
+    new[first] = True
+    order = np.argsort(own, kind="stable")
+    alike = own[order][1:] == own[order][:-1]
+    other = np.zeros(len(own), np.bool_)
+    other[order[1:]] = alike & (following[order][1:] != following[order][:-1])
+    bits = np.log2(len(own) / counts)[which]
+    return float(bits[told & (new[1::2] | other) & (_earlier(lane) >= _FREE)].sum())
+
+
+def _earlier(lane: np.ndarray) -> np.ndarray:
+    """How many entries of the same lane come before each of ``lane`` [n]."""
+    order = np.argsort(lane, kind="stable")
+    first = np.searchsorted(lane[order], lane[order])
+    found = np.empty(len(lane), np.int64)
+    found[order] = np.arange(len(lane)) - first
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +188,9 @@ class SelfResets:
         """Of the last row of every lane, [lanes] each."""
         self._counts = np.zeros((4, 2, lanes), np.int64)
         """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
+        self._ends = np.zeros((5, 0), np.uint64)
+        """Kind, lane, digests of its own first observation and of the one that follows, and
+        whether it is telling and equal, of every end whose own first is known: [5, ends]."""
         self._inner = np.zeros((2, lanes), np.int64)
         """Observations in mid-trajectory and equal ones: [2, lane]."""
         self._quota = _INNER_AN_END
@@ -154,7 +212,8 @@ class SelfResets:
         seen = self.seen
         agree = seen.equal == seen.ends and seen.telling_equal == seen.telling >= 2
         undecided = self.verdict is Verdict.UNDECIDED
-        return undecided and agree and judge(seen, least=4) is Verdict.SELF_RESET
+        told = judge(seen, least=4) in (Verdict.SELF_RESET, Verdict.KNOWN_START)
+        return undecided and agree and told
 
     def look(self, rows: Ends) -> None:
         """Compare ``rows``, which follow those of the call before.
@@ -231,6 +290,9 @@ class SelfResets:
             self._counts, (slice(None), equal, telling, telling & equal), strict=True
         ):
             counts += np.bincount(flat[which], minlength=2 * self.lanes).reshape(2, self.lanes)
+        told = (ends["kind"], lane, ends["first"], following, telling & equal)
+        seen = np.stack([each.astype(np.uint64) for each in told])[:, ends["known"]]
+        self._ends = np.concatenate([self._ends, seen], axis=1)
         self._quota = min(
             self._quota + _INNER_AN_END * len(lane),
             max(MOST_INNER, LEAST * self.lanes) - int(self._inner[0].sum()),
@@ -240,7 +302,7 @@ class SelfResets:
 
     def _judge(self) -> None:
         of_lanes, inner = self._counts.sum(axis=1), self._inner
-        every = _seen(of_lanes.sum(axis=1), inner.sum(axis=1))
+        every = self._seen(of_lanes.sum(axis=1), inner.sum(axis=1))
         verdict, self.seen = judge(every), every
         if verdict is not Verdict.FINE:
             left_alone = every.ends >= self._most and verdict is not Verdict.SELF_RESET
@@ -249,9 +311,12 @@ class SelfResets:
         # Environments, and kinds of ends, may differ: one lane in many, or every end but those
         # of a time limit.
         open_questions = bool((of_lanes[0] == 0).any())
-        suspects = [_seen(self._counts[:, kind].sum(axis=1), inner.sum(axis=1)) for kind in (0, 1)]
+        suspects = [
+            self._seen(self._counts[:, kind].sum(axis=1), inner.sum(axis=1), 0, kind)
+            for kind in (0, 1)
+        ]
         for lane in np.flatnonzero((10 * of_lanes[1] >= 9 * of_lanes[0]) & (of_lanes[0] > 0)):
-            suspects.append(_seen(of_lanes[:, lane], inner[:, lane]))
+            suspects.append(self._seen(of_lanes[:, lane], inner[:, lane], 1, lane))
         for suspect in suspects:
             if not suspect.ends:
                 continue
@@ -259,11 +324,23 @@ class SelfResets:
             if verdict is Verdict.SELF_RESET:
                 self.verdict, self.seen = verdict, suspect
                 return
-            open_questions |= (
-                verdict is Verdict.UNDECIDED and 10 * suspect.equal >= 9 * suspect.ends
+            open_questions |= verdict in (Verdict.UNDECIDED, Verdict.KNOWN_START) and (
+                10 * suspect.equal >= 9 * suspect.ends
             )
         if not open_questions or every.ends >= self._most:
             self.verdict = Verdict.FINE
+
+    def _seen(
+        self, ends: np.ndarray, inner: np.ndarray, row: int = 0, value: int | None = None
+    ) -> Seen:
+        """The counts [4] and [2], with the surprise of the ends that have ``value`` in a row."""
+        seen = Seen(*map(int, (*ends, *inner)))
+        if not seen.telling or not _agree(seen):
+            return seen
+        chosen = self._ends
+        if value is not None:
+            chosen = chosen[:, chosen[row] == np.uint64(value)]
+        return replace(seen, bits=surprise(chosen[1], chosen[2], chosen[3], chosen[4] > 0))
 
 
 def _around_ends(order: LaneOrder, ended: np.ndarray, begins: np.ndarray) -> LaneOrder:
@@ -274,10 +351,6 @@ def _around_ends(order: LaneOrder, ended: np.ndarray, begins: np.ndarray) -> Lan
     kept[:-1] |= begun[1:]
     kept[order.last] = True
     return LaneOrder.of(order.at[kept], order.lane[kept])
-
-
-def _seen(ends: np.ndarray, inner: np.ndarray) -> Seen:
-    return Seen(*map(int, (*ends, *inner)))
 
 
 @lru_cache(maxsize=64)

@@ -43,6 +43,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "SerialEnv of GymWrapper": serial,
     "DISABLED vector": vector,
     "images": partial(vector, side=40),
+    "standing still at first": partial(vector, length=6, still=1),
     "two lanes of eight": lambda: SelfResettingTorch(8, wrong=2),
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -93,6 +94,17 @@ def loops(lane: int, episode: int, at: int) -> tuple[float, float]:
     return lane, at % 5
 
 
+def docks(lane: int, episode: int, at: int) -> tuple[float, float]:
+    """Goes to and fro between two docks, and is put elsewhere in the beginning."""
+    place = (episode + (at == 5)) % 2 * 10
+    return lane, 50 if episode == at == 0 else place if at in (0, 5) else 20 + at
+
+
+def home(lane: int, episode: int, at: int) -> tuple[float, float]:
+    """As `loops`, but begins elsewhere."""
+    return lane, 50 if episode == at == 0 else at % 5
+
+
 RIGHT: dict[str, tuple[Any, int]] = {
     "a bandit of one step": (lambda lane, episode, at: (0, 0), 1),
     "a bandit of many steps": (lambda lane, episode, at: (0, 0), 6),
@@ -104,6 +116,14 @@ RIGHT: dict[str, tuple[Any, int]] = {
     ),
     "NaN": (lambda lane, episode, at: (np.nan, np.nan), 6),
 }
+
+
+@pytest.mark.parametrize("task", [docks, home])
+def test_episodes_that_end_where_the_next_begins_are_warned_of(task: Any, tmp_path: Path) -> None:
+    """Their first resets alone are elsewhere, in each of the lanes."""
+    with pytest.warns(FinalsWarning, match="known beforehand where episodes begin"):
+        collect(scripted(task, 5, lanes=20), **SMALL, storage=tmp_path / "data")
+    assert verify(tmp_path / "data").sound
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -127,7 +147,7 @@ def test_every_mode_of_a_vector_is_let_pass(mode: AutoresetMode) -> None:
 
 
 def test_a_task_that_ends_where_it_began_is_warned_of_once(tmp_path: Path) -> None:
-    with pytest.warns(FinalsWarning, match="all first observations are the same") as caught:
+    with pytest.warns(FinalsWarning, match="known beforehand where episodes begin") as caught:
         collect(scripted(loops, 5), **SMALL, storage=tmp_path / "data")
     assert len(caught) == 1
     assert verify(tmp_path / "data").sound
@@ -230,9 +250,9 @@ def test_verify_finds_it_in_rows_that_were_stored_before(source: str, tmp_path: 
 def test_verify_joins_a_run_that_was_resumed_often(tmp_path: Path) -> None:
     path = tmp_path / "data"
     with patch.object(FinalsWatch, "look"):
-        for part in range(1, 9):
+        for part in range(1, 15):
             kwargs = {"frames_per_batch": 16, "total_frames": 16 * part}
-            collect(vector(), **kwargs, storage=path, resume=part > 1)
+            collect(vector(first=10 * part), **kwargs, storage=path, resume=part > 1)
     (found,) = verify(path).findings
     assert found.check == "finals"
 

@@ -19,7 +19,8 @@ from oracles import OracleEnv
 class SelfResetting(gym.Env[Any, Any]):
     """Observes lane, episode and step; its step resets at an end, and reset() then does nothing.
 
-    `same_start`: episodes are not observed. `rightly`: it does not reset itself.
+    `same_start`: episodes are not observed. `rightly`: it does not reset itself. `still`: so many
+    steps go by before it moves.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
@@ -32,13 +33,14 @@ class SelfResetting(gym.Env[Any, Any]):
         rightly: bool = False,
         side: int = 0,
         length: int = 3,
+        still: int = 0,
     ) -> None:
         shape = (3, side, side) if side else (3,)
         self.observation_space = spaces.Box(-1e6, 1e6, shape, np.float32)
         self.action_space = spaces.Discrete(2)
         self.lane, self.same_start, self.rightly, self.side = lane, same_start, rightly, side
         self.episode, self.at, self.fresh = -1, 0, False
-        self.length = length
+        self.length, self.still = length, still
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, where step has not done so already."""
@@ -63,7 +65,7 @@ class SelfResetting(gym.Env[Any, Any]):
 
     def _observed(self) -> Any:
         episode = 0 if self.same_start else self.episode
-        numbers = np.array([self.lane, episode, self.at], np.float32)
+        numbers = np.array([self.lane, episode, max(0, self.at - self.still)], np.float32)
         if not self.side:
             return numbers
         return np.ascontiguousarray(
@@ -147,10 +149,10 @@ class Scripted(gym.Env[Any, Any]):
         return np.array(self.observe(self.episode, self.at), np.float32)
 
 
-def vector(lanes: int = 4, **kwargs: Any) -> SyncVectorEnv:
-    """Under a vector whose autoreset is disabled."""
+def vector(lanes: int = 4, first: int = 0, **kwargs: Any) -> SyncVectorEnv:
+    """Under a vector whose autoreset is disabled; lanes are observed from ``first`` on."""
     return SyncVectorEnv(
-        [lambda lane=lane: SelfResetting(lane, **kwargs) for lane in range(lanes)],
+        [lambda lane=lane: SelfResetting(first + lane, **kwargs) for lane in range(lanes)],
         autoreset_mode=AutoresetMode.DISABLED,
     )
 

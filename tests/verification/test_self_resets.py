@@ -21,24 +21,27 @@ from tallyroll.storage.verification.self_reset_detection import (
 
 Row = dict[str, Any]
 FINE, UNDECIDED = Verdict.FINE, Verdict.UNDECIDED
-SAME_START, SELF_RESET = Verdict.SAME_START, Verdict.SELF_RESET
+KNOWN_START, SELF_RESET = Verdict.KNOWN_START, Verdict.SELF_RESET
 
 
 @pytest.mark.parametrize(
     ("seen", "verdict"),
     [
-        (Seen(15, 15, 15, 15, 99, 0), UNDECIDED),
-        (Seen(16, 16, 16, 16, 99, 0), SELF_RESET),
-        (Seen(16, 16, 16, 16, 99, 9), SELF_RESET),
-        (Seen(16, 16, 16, 16, 90, 9), FINE),
-        (Seen(20, 18, 20, 18, 99, 0), SELF_RESET),
-        (Seen(20, 17, 20, 17, 99, 0), FINE),
-        (Seen(16, 16, 0, 0, 99, 0), SAME_START),
-        (Seen(16, 16, 1, 1, 99, 0), SELF_RESET),
+        (Seen(15, 15, 15, 15, 99, 0, 60), UNDECIDED),
+        (Seen(16, 16, 16, 16, 99, 0, 64), SELF_RESET),
+        (Seen(16, 16, 16, 16, 99, 0, 24), SELF_RESET),
+        (Seen(16, 16, 16, 16, 99, 0, 23.9), KNOWN_START),
+        (Seen(16, 16, 16, 16, 90, 9, 23.9), UNDECIDED),
+        (Seen(16, 16, 0, 0, 90, 9), FINE),
+        (Seen(16, 16, 16, 16, 90, 60, 64), SELF_RESET),
+        (Seen(20, 18, 20, 18, 99, 0, 70), SELF_RESET),
+        (Seen(20, 17, 20, 17, 99, 0, 70), FINE),
+        (Seen(16, 16, 0, 0, 99, 0), KNOWN_START),
+        (Seen(16, 16, 1, 1, 99, 0, 4), KNOWN_START),
         (Seen(20, 19, 1, 0, 99, 0), FINE),
-        (Seen(16, 16, 16, 16, 4, 0), SELF_RESET),
-        (Seen(16, 16, 16, 16, 3, 0), UNDECIDED),
-        (Seen(500, 500, 500, 500, 0, 0), UNDECIDED),
+        (Seen(16, 16, 16, 16, 4, 0, 64), SELF_RESET),
+        (Seen(16, 16, 16, 16, 3, 0, 64), UNDECIDED),
+        (Seen(500, 500, 500, 500, 0, 0, 900), UNDECIDED),
         (Seen(16, 0, 16, 0, 0, 0), FINE),
     ],
 )
