@@ -294,7 +294,8 @@ def _in_order_of(run: Run, stored: Rows) -> Rows:
 def _by_turns(stored: Rows, outcome: Outcome, verdict: Verdict) -> list[Rows]:
     """Rows that two runs stored in turn, run by run."""
     owner = [number for number, rows in outcome.turns for _ in range(rows)]
-    owner += [outcome.runs[-1].number] * (len(stored) - len(owner))
+    failed = next((run.number for run in outcome.runs if run.error is not None), 0)
+    owner += [failed] * (len(stored) - len(owner))
     verdict(len(owner) == len(stored), f"{len(stored)} rows are stored, not {len(owner)}")
     of = np.array(owner[: len(stored)], np.int64)
     return [stored.take(np.flatnonzero(of == run.number)) for run in outcome.runs]

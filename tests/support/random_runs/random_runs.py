@@ -79,7 +79,7 @@ class Outcome:
     @property
     def error(self) -> BaseException | None:
         """The one that ended it."""
-        return self.runs[-1].error
+        return next((run.error for run in reversed(self.runs) if run.error is not None), None)
 
 
 def count_of(batch: TensorDictBase) -> int:
@@ -273,6 +273,7 @@ class _Runner:
         config, rng = self.config, np.random.default_rng([23, self.config.number])
         self.runs += [Run(0), Run(1)]
         storage, collectors = self._storage(config.sink, 2), []
+        run = self.runs[0]
         try:
             for run in self.runs:
                 made = self._collector(run.number, seed=config.seed + run.number, storage=storage)
@@ -288,7 +289,7 @@ class _Runner:
                 run.copies.append(batch.clone())
                 self.turns.append((run.number, count_of(batch)))
         except Exception as error:  # noqa: BLE001  it is judged
-            self.runs[-1].error = error
+            run.error = error
         finally:
             for run, made in zip(self.runs, collectors, strict=False):
                 made.shutdown()
