@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import SliceSampler, TensorDictReplayBuffer
 
-from tallyroll.storage import TrajectorySliceSampler, n_step, open_storage
+from tallyroll.storage import StorageError, TrajectorySliceSampler, n_step, open_storage
 from tallyroll.storage.errors import NoSlices
 
 Key = tuple[str, ...]
@@ -40,6 +40,21 @@ class Model:
             found.append(following)
         return found
 
+    def parts(self, key: Key, chain: list[int]) -> list[tuple[tuple[int, ...], list[int]]]:
+        """Where a row's values of a column lie, and the rows of ``chain`` that each of them uses.
+
+        Those of agents go on until the agent ended by itself.
+        """
+        if key[:2] != ("next", "agents"):
+            return [((), chain)]
+        group = self.rows["next", "agents"]
+        ended = (group["terminated"] | group["truncated"])[..., 0]
+        found = []
+        for agent in range(ended.shape[1]):
+            ends = [place for place, row in enumerate(chain) if bool(ended[row, agent])]
+            found.append(((agent,), chain[: ends[0] + 1] if ends else chain))
+        return found
+
     def starts(self, length: int) -> int:
         """How many slices of that length there are."""
         return sum(len(self.chain(row, length)) == length for row in range(len(self.ids)))
@@ -60,20 +75,12 @@ def wrong_in_reading(source: Path, stored: TensorDictBase, number: int) -> list[
     return found
 
 
-def rewards_of(rows: TensorDictBase) -> list[Key]:
-    """Every reward."""
-    keys = [key for key in rows.keys(True, True) if isinstance(key, tuple)]
-    return [key for key in keys if key[0] == "next" and key[-1] == "reward"]
-
-
 def _n_steps(storage: Any, model: Model, order: Any, rng: np.random.Generator) -> list[str]:
-    rewards = rewards_of(model.rows)
     n, gamma = int(rng.integers(1, 6)), float(rng.choice([1.0, 0.9, 0.5]))
     some = rng.integers(len(model.ids), size=12)
-    given = {} if ("next", "reward") in rewards else {"reward_key": rewards[0]}
     try:
-        found = n_step(storage, order[some], n=n, gamma=gamma, **given)
-    except TypeError as error:
+        found = n_step(storage, order[some], n=n, gamma=gamma)
+    except StorageError as error:
         return [f"n_step: {error}"]
     wrong = []
     for place, row in enumerate(some.tolist()):
@@ -82,17 +89,21 @@ def _n_steps(storage: Any, model: Model, order: Any, rng: np.random.Generator) -
             return [f"n_step: {found['steps_to_next_obs'][place]} steps, not {len(chain)}"]
         for key, leaf in model.rows.items(True, True):
             own = key if isinstance(key, tuple) else (key,)
-            mine = found[own][place]
-            if own in rewards:
-                weights = [gamma**k for k in range(len(chain))]
-                sums = sum(w * leaf[r].double() for w, r in zip(weights, chain, strict=True))
-                right = torch.allclose(mine.double(), torch.as_tensor(sums), rtol=1e-6)
-            else:
-                last = own[0] == "next" or own == ("collector", "next_valid")
-                right = _same(mine, leaf[chain[-1] if last else row])
-            if not right:
-                wrong.append(f"n_step: another {own}")
+            for at, used in model.parts(own, chain):
+                mine = found[own][place][at]
+                if not _is_n_step(mine, leaf[used][:, *at] if at else leaf[used], own, gamma):
+                    wrong.append(f"n_step: another {own}")
     return sorted(set(wrong))
+
+
+def _is_n_step(mine: torch.Tensor, values: torch.Tensor, key: Key, gamma: float) -> bool:
+    """``mine`` is what n steps make of the ``values`` of the rows used."""
+    if key[0] == "next" and key[-1] == "reward":
+        weights = gamma ** torch.arange(len(values), dtype=torch.float64)
+        total = (values.double() * weights.reshape(-1, *[1] * (values.ndim - 1))).sum(0)
+        return torch.allclose(mine.double(), total, rtol=1e-6)
+    last = key[0] == "next" or key == ("collector", "next_valid")
+    return _same(mine, values[-1 if last else 0])
 
 
 def _trajectories(storage: Any, model: Model, rng: np.random.Generator) -> list[str]:
