@@ -178,6 +178,11 @@ class MultiprocessCollector(Collector):
                 "lanes that come back in any order fill no slots in step, and workers have no "
                 'episodes of them in turn: pass mode="async" and total_frames, or SyncCollector'
             )
+        if plan.arrivals and self._options.init_random_frames:
+            raise EnvironmentRefused(
+                "init_random_frames: where lanes come back in any order, those of workers are not "
+                "the first ones; leave it out, or use SyncCollector"
+            )
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,

@@ -90,7 +90,8 @@ class SyncCollector(Collector):
             environment is moved, where yielded batches lie. ``device`` stands for those that are
             left out (Gymnasium environments stay on the CPU).
         init_random_frames: exactly that many transitions at the start have random actions
-            (``policy_version`` -1, the policy's other columns 0, a recurrent state as it was).
+            (``policy_version`` -1, the policy's other columns 0, a recurrent state as it was);
+            where lanes come back in any order, those that come back first.
         max_frames_per_traj: a time limit: such trajectories are truncated.
         reset_at_each_iter: every batch starts with a reset of all lanes.
         postproc: applied to the rows of each batch before they are stored and yielded.

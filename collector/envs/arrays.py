@@ -54,6 +54,25 @@ def whole(system: System, lanes: int) -> Step:
     )
 
 
+def reordered(out: Step, order: NDArray[np.intp]) -> Step:
+    """What ``recv`` returned, its rows in ``order``."""
+
+    def rows(value: Array | None) -> Array | None:
+        return None if value is None else np.asarray(value)[order]
+
+    return Step(
+        [rows(value) for value in out.obs],
+        [rows(value) for value in out.reward],
+        rows(out.terminated),
+        rows(out.truncated),
+        None if out.final is None else [rows(value) for value in out.final],
+        rows(out.final_valid),
+        rows(out.lanes),
+        rows(out.skipped),
+        {group: AgentFlags(*map(rows, flags)) for group, flags in out.agents.items()},
+    )
+
+
 def fitting(value: Array, row: NDArray[Any]) -> NDArray[Any]:
     """``value``, of the shape of ``row``: NumPy would spread fewer values over all lanes."""
     if type(value) is np.ndarray and value.shape == row.shape:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.envs.arrays import reordered
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.rollout.lanes import Account, Lanes
@@ -18,22 +19,31 @@ class ArrivingLanes(Lanes):
     """Sends lanes off as soon as an action is chosen for them, and writes down those that arrive.
 
     The slab has a column for each arrival of a slot. A row is complete when its lane comes back:
-    until then what the lane saw, what it did and by which version waits here.
+    until then what the lane saw, what it did and by which version waits here. The first rows are
+    those that came back first. So that random actions at the start of a run are those of the first
+    ones, none that the policy chose comes back before: while random ones are under way, lanes of
+    the policy wait, but for as many as a call needs to return, and in a slot they come last.
 
     Args:
         env: over a system with arrivals.
         slab: the memory, which says of each row whose it is.
         extra: keys that the policy writes beside the action.
         board: where progress is written.
+        by_policy: a policy chooses actions, perhaps after random ones.
     """
 
     env: SystemEnv
 
     def __init__(
-        self, env: SystemEnv, slab: Slab, extra: tuple[Key, ...], board: memoryview
+        self,
+        env: SystemEnv,
+        slab: Slab,
+        extra: tuple[Key, ...],
+        board: memoryview,
+        by_policy: bool,
     ) -> None:
         super().__init__(env, slab)
-        self._board = board
+        self._board, self._by_policy = board, by_policy
         self._keys = env.observation_keys
         self._cursor = slab.cursor(
             env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
@@ -48,6 +58,8 @@ class ArrivingLanes(Lanes):
         self._pending = np.zeros(total, np.bool_)
         """``[lane]``, the next arrival is of a reset slot."""
         self._away = np.zeros(total, np.bool_)
+        self._random_away = 0
+        """Transitions under way whose actions are random."""
         self._ready = np.zeros(0, np.int32)
         """Lanes that an action is to be chosen for, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
@@ -59,12 +71,13 @@ class ArrivingLanes(Lanes):
         for key in self._keys:
             self._waiting[key][:] = first.get(key).numpy()
         self._pending[:] = self._away[:] = False
+        self._random_away = 0
         self._ready = np.arange(len(self._away), dtype=np.int32)
 
     @property
     def random_under_way(self) -> int:
-        """Steps with random actions that have not come back."""
-        return int((self._away & (self._version == RANDOM_VERSION)).sum())
+        """Transitions with random actions that have not come back."""
+        return self._random_away
 
     @property
     def _acting(self) -> NDArray[np.int32]:
@@ -91,8 +104,7 @@ class ArrivingLanes(Lanes):
     def step(self, start: int, stop: int) -> None:
         """Send lanes off slot by slot, and write down those that arrive meanwhile."""
         for at in range(start, stop):
-            self._send(at)
-            self._arrived[at] = not len(self._ready)
+            self._arrived[at] = self._send(at) or not len(self._ready)
             self._executed[at] = False
             if self._arrived[at]:
                 self._receive(at, self.env.system.recv())
@@ -104,21 +116,51 @@ class ArrivingLanes(Lanes):
         """No part can be stepped: which lanes come back is not for us to say."""
         raise AssertionError("lanes that arrive are never stepped in part")
 
-    def _send(self, at: int) -> None:
+    def _send(self, at: int) -> bool:
+        """Send the lanes of slot ``at`` off; whether some of them wait for random ones."""
         acting, self._ready = self._acting, self._ready[self.lanes :]
-        count = len(acting)
+        chosen: slice | NDArray[np.intp] = slice(len(acting))
+        waits = False
+        if self._by_policy:
+            going = self._going(acting, self.slab.version[at, chosen] == RANDOM_VERSION)
+            waits = not going.all()
+            if waits:
+                self._ready = np.concatenate([acting[~going], self._ready])
+                chosen, acting = np.flatnonzero(going), acting[going]
+                if not len(acting):
+                    return True
         for key, waiting in self._waiting.items():
             if key not in self._keys:
-                waiting[acting] = self.slab.array(key)[at, :count]
-        self._version[acting] = self.slab.version[at, :count]
+                waiting[acting] = self.slab.array(key)[at, chosen]
+        self._version[acting] = self.slab.version[at, chosen]
         actions = [self._waiting[key][acting] for key in self.env.action_columns]
         self.env.system.send(actions, acting)
         self._away[acting] = True
+        return waits
+
+    def _going(self, acting: NDArray[np.int32], drawn: Mask) -> Mask:
+        """Those of ``acting`` that go now, ``drawn`` those of them with random actions.
+
+        While random actions are under way, of those of the policy as many go as a call needs: all
+        that are away come back then.
+        """
+        resets = self._pending[acting]
+        self._random_away += int(np.count_nonzero(drawn & ~resets))
+        if not self._random_away:
+            return np.ones_like(drawn)
+        going: Mask = drawn | resets
+        needed = self.lanes - np.count_nonzero(self._away) - np.count_nonzero(going)
+        return going | (np.cumsum(~going) <= needed)
 
     def _receive(self, at: int, out: Step) -> None:
         slab, cursor = self.slab, self._cursor
         lanes = np.asarray(out.lanes, np.int32)
         self._require_away(lanes)
+        if self._random_away:
+            is_random = (self._version[lanes] == RANDOM_VERSION) & ~self._pending[lanes]
+            self._random_away -= int(np.count_nonzero(is_random))
+            order = np.argsort(~is_random, kind="stable")
+            out, lanes = reordered(out, order), lanes[order]
         assert slab.lane is not None
         slab.lane[at] = lanes
         slab.version[at] = self._version[lanes]
@@ -132,7 +174,7 @@ class ArrivingLanes(Lanes):
             self._waiting[key][lanes] = values
         self._pending[lanes] = ended if self.env.has_reset_slots else False
         self._away[lanes] = False
-        self._ready = lanes
+        self._ready = np.concatenate([self._ready, lanes]) if len(self._ready) else lanes
 
     def _require_away(self, lanes: NDArray[np.int32]) -> None:
         known = len(lanes) == self.lanes and lanes.min() >= 0 and lanes.max() < len(self._away)

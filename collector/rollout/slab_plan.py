@@ -216,7 +216,7 @@ def make_driver(
     random = RandomActions(env, rng, run_lanes, slab.first_lane, columns)
     lanes: Lanes
     if plan.arrivals:
-        lanes = ArrivingLanes(env, slab, plan.extra, board)
+        lanes = ArrivingLanes(env, slab, plan.extra, board, by_policy=policy is not None)
     elif plan.in_place:
         lanes = SystemLanes(env, slab, board)
     else:
