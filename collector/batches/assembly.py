@@ -167,8 +167,8 @@ class Assembly:
         self._iterations = 0
         self._under_way = False
         """A batch, or a call of `collect`, that something may have parted."""
-        self.parted = False
-        """A signal's handler raised where nothing is half done."""
+        self.intact = False
+        """What is raised now is raised where nothing is half done."""
         self.busy = self.over = False
         self.lost = False
         """Another collector drives the environment; it stays ``busy``."""
@@ -258,6 +258,7 @@ class Assembly:
         self._writer.require_open()
         if self._under_way:
             return False
+        self._begin_run()
         self._under_way = True
         rollout = self._rollout
         if self._options.reset_at_each_iter and self._iterations:
@@ -267,6 +268,16 @@ class Assembly:
                 self.restart_lanes()
         self._iterations += 1
         return True
+
+    def _begin_run(self) -> None:
+        """Before its first row: the storage is the run's own from here on, and so are the ids."""
+        if self._writer.begun:
+            return
+        self.intact = True  # refused, the run may begin later
+        first_id = self._writer.begin(self.provenance)
+        self.intact = False
+        if first_id is not None:
+            self.state.begin_at(first_id)
 
     def _gather(self, size: int) -> None:
         """Take blocks until ``size`` rows are in hand, or one where a batch is of one worker."""
@@ -287,9 +298,9 @@ class Assembly:
                 rollout.stop()
         if waits():
             self._ledger.balance(rollout.held + self._in_hand)
-            self.parted = True
+            self.intact = True
             call_waiting()
-            self.parted = False
+            self.intact = False
 
     @property
     def _apart(self) -> bool:

@@ -483,7 +483,7 @@ class _Undivided(deferred):
             )
         super().__enter__()
         try:
-            self._assembly.busy, self._assembly.parted = True, False
+            self._assembly.busy, self._assembly.intact = True, False
             keep_for(self._assembly)
             self._assembly.settle()
         except BaseException as error:
@@ -499,7 +499,7 @@ class _Undivided(deferred):
         """End the run where there was an error, and call the handlers."""
         self._assembly.busy = False
         try:
-            if error is not None and not self._assembly.parted:
+            if error is not None and not self._assembly.intact:
                 try:
                     self._assembly.end_by(error)
                 except Exception as again:  # noqa: BLE001  `error` is raised

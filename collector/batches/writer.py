@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -127,8 +128,18 @@ class BatchWriter:
         """:meth:`open` was called."""
         self._behind: Shapes = {}
         self._stored_before = self._next_id = 0
+        self._drawn_at = -1
+        """Rows in the storage when the next id was looked for."""
+        self.begun = self.storage is None
+        """:meth:`begin` was called."""
+        self._entry: Mapping[str, Any] | None = None
+        """Of the run among those of the manifest, which has no rows yet."""
+        self.id_range = -1
+        """Of its ids, where others write to the same TorchRL storage."""
+        self._loaded: Ledger | None = None
+        """Of a state that the run goes on from."""
         if self.storage is not None:
-            self.storage.claim(self)
+            self.storage.claim(self, begins=resume)
 
     def require_room(self, batch: int) -> None:
         """Refuse batches of so many transitions, where a ring is smaller.
@@ -187,14 +198,17 @@ class BatchWriter:
         """One more than the largest trajectory id that was ever stored."""
         ids: Any = None
         if self.storage is not None:
+            self._drawn_at = self.storage.head
             if self.storage.head:
                 ids = self.storage.column(TRAJ_IDS)
             # Of a ring the rows with the largest ids may be gone.
             record = self._last_record()
             self._next_id = max(self._next_id, 0 if record is None else record.next_id)
-        elif self.replay_buffer is not None and len(self.replay_buffer):
-            held = self.replay_buffer.storage.get(slice(0, len(self.replay_buffer)))
-            ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
+        elif self.replay_buffer is not None:
+            self._next_id = max(self._next_id, _own_range(self.replay_buffer, self))
+            if len(self.replay_buffer):
+                held = self.replay_buffer.storage.get(slice(0, len(self.replay_buffer)))
+                ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
         if ids is not None and len(ids):
             self._next_id = max(self._next_id, int(ids.max()) + 1)
         if self._next_id > _MOST_IDS:
@@ -219,18 +233,65 @@ class BatchWriter:
             self._first_row = self._last.first_row
             _same_source(self._last.environment, provenance["environment"])
         try:
-            self._initialise(Schema.of(as_tensordict(rows, None, behind)), provenance)
+            self._make_files(Schema.of(as_tensordict(rows, None, behind)), provenance)
         except InvalidSchema as error:
             error.add_note("tallyroll: rename= gives a column of an environment another name")
             raise
 
-    def _initialise(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
+    def _make_files(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
+        storage = self.storage
+        assert storage is not None
+        self._reserve(schema)
+        if storage.reader.initialised:
+            storage.require_schema(schema)
+            if not storage.has_claimed(self):
+                return
+        self._begin_entry(schema, provenance)
+
+    def _reserve(self, schema: Schema) -> None:
         storage = self.storage
         assert storage is not None
         if self._frames is not None and _fits(storage, schema):
             stored = self._stored_before + storage.head - self._first_row
             storage.reserve(max(1, storage.head + self._frames - stored))
+
+    def begin(self, provenance: Mapping[str, Any]) -> int | None:
+        """Begin the run in the storage, which is its own until it is over.
+
+        Returns:
+            The first id of a trajectory, where it is another than :meth:`next_id` was before.
+
+        Raises:
+            RunUnderWay: another collector's run is not over.
+        """
+        storage, drawn_at = self.storage, self._drawn_at
+        if storage is None:
+            return None
+        held = storage.has_claimed(self)
+        storage.claim(self)
+        noted = held and self._entry is not None and storage.head == drawn_at
+        if self.ready and not noted:
+            self._begin_entry(storage.schema, provenance)
+        self.begun = True
+        return None if storage.head == drawn_at else self.next_id()
+
+    def _begin_entry(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
+        """Note in the manifest at which row the run begins, or goes on."""
+        storage = self.storage
+        assert storage is not None
+        if self._last is None:
+            self._first_row = storage.head
+        if self._loaded is not None:
+            self._stored_before = self._loaded.stored - (storage.head - self._first_row)
+        if self._entry is not None:
+            storage.withdraw_run(self._entry)
+            self._entry = None
+        if storage.reader.initialised and storage.head != self._drawn_at:
+            self._reserve(schema)
         storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
+        self._entry = storage.manifest["runs"][-1]
+        if self._loaded is not None:
+            storage.put_record(self._record(self._loaded, 0))
 
     @property
     def head(self) -> int:
@@ -384,23 +445,23 @@ class BatchWriter:
         """
         if self.storage is None:
             return
-        self._next_id = max(self._next_id, next_id)
-        self.storage.claim(self)
-        first = self._first_row if self.ready else self.storage.head
-        self._stored_before = ledger.stored - (self.storage.head - first)
-        if self.ready:
-            self._initialise(self.storage.schema, provenance)
-            self.storage.put_record(self._record(ledger, 0))
+        self._next_id, self._loaded = max(self._next_id, next_id), ledger
+        if self.ready and self.storage.has_claimed(self):
+            self._begin_entry(self.storage.schema, provenance)
 
     def finish(self, ledger: Ledger, left: int) -> None:
         """Commit the final ledger and bring what other programs read up to date.
+
+        The run is over.
 
         ``left`` transitions were collected and are in no batch.
 
         Raises:
             StorageClosed: it was closed before; the message says what is not stored.
         """
-        if self.storage is not None and self.ready:
+        if self.replay_buffer is not None:
+            _writers.get(self.replay_buffer.storage, weakref.WeakSet()).discard(self)
+        if self.storage is not None and self.ready and self.storage.has_claimed(self):
             if self.storage.closed:
                 raise StorageClosed(
                     f"{self.storage.path} was closed before its collector. Not stored: the final "
@@ -430,6 +491,24 @@ class BatchWriter:
             open_lanes,
             self._next_id,
         )
+
+
+_writers: weakref.WeakKeyDictionary[Storage, weakref.WeakSet[BatchWriter]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Whose runs are not over, by TorchRL's storage, which collectors may fill in turn."""
+_RANGE = 2**40
+"""Ids of a run into one of these beside another's: more than there will be trajectories."""
+
+
+def _own_range(buffer: ReplayBuffer, writer: BatchWriter) -> int:
+    """The first id of a range that none of the others has, which write to ``buffer`` now."""
+    writers = _writers.setdefault(buffer.storage, weakref.WeakSet())
+    writers.add(writer)
+    ranges = [each.id_range for each in writers if each is not writer]
+    if writer.id_range < 0:
+        writer.id_range = 1 + max(ranges, default=-1)
+    return writer.id_range * _RANGE
 
 
 def _opened(path: str | Path, resume: Resume, frames: int | None) -> DiskStorage:

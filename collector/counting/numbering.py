@@ -96,6 +96,10 @@ class LaneState:
             self.length[own],
         )
 
+    def begin_at(self, base: int) -> None:
+        """Before any row: trajectories have ids from ``base`` on, where theirs are lower."""
+        self.traj_id += max(0, base - int((self.traj_id - np.arange(self.lanes)).min()))
+
     @property
     def open(self) -> NDArray[np.bool_]:
         """Lanes in the middle of a trajectory that has rows."""

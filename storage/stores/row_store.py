@@ -240,13 +240,32 @@ class RowStore:
         """
         self.writer.stage_record(payload)
 
-    def claim(self, run: object) -> None:
+    def require_schema(self, schema: Schema) -> None:
+        """Raise `SchemaMismatch` unless rows of ``schema`` fit."""
+        self.writer.require_schema(schema)
+
+    def withdraw_run(self, run: Mapping[str, Any]) -> None:
+        """Take an entry of the manifest's runs back, which has no rows."""
+        self.writer.withdraw_run(run)
+
+    def claim(self, run: object, *, begins: bool = True) -> bool:
         """From here on rows are written with ``ids="fresh"`` alone, until :meth:`release`.
 
         A collector's run numbers its trajectories and counts its rows: others in between would
-        be counted as its own. The claim ends with ``run`` itself, too.
+        be counted as its own. The claim ends with ``run`` itself, too. One that ``begins`` takes
+        it from another that has not; one that does not yet gets it where there is none.
+
+        Returns:
+            Whether it did.
+
+        Raises:
+            RunUnderWay: another run has begun, and is not over.
         """
-        self.writer.claim(run)
+        return self.writer.claim(run, begins=begins)
+
+    def has_claimed(self, run: object) -> bool:
+        """Whether it is the claim of ``run`` that holds."""
+        return self.writer.has_claimed(run)
 
     def release(self, run: object) -> None:
         """End what :meth:`claim` began, unless another run has begun since."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import threading
 import warnings
@@ -80,6 +81,7 @@ class RowWriter:
         """Nobody has to close it: it goes with its process."""
         self._staged: bytes | None = None
         self._run: weakref.ref[object] | None = None
+        self._run_begun = False
         if reader.mode == "create":
             self.files.refuse_existing()
             reader.ring = max_size or 0
@@ -130,13 +132,26 @@ class RowWriter:
             if reader.engine is None:
                 self.create(schema, [run])
                 return
-            reader.engine.require_writer()
-            if different := reader.schema.differences(schema):
-                raise SchemaMismatch(
-                    f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
-                    "was written; make the data fit, or create another storage."
-                )
+            self.require_schema(schema)
             self.write_runs([*reader.runs, run])
+
+    def require_schema(self, schema: Schema) -> None:
+        """As `DiskStorage.require_schema`."""
+        reader = self.reader
+        reader.running().require_writer()
+        if different := reader.schema.differences(schema):
+            raise SchemaMismatch(
+                f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
+                "was written; make the data fit, or create another storage."
+            )
+
+    def withdraw_run(self, run: Mapping[str, Any]) -> None:
+        """As `DiskStorage.withdraw_run`."""
+        with self.turn:
+            runs = list(self.reader.runs)
+            if run in runs:
+                runs.remove(run)
+                self.write_runs(runs)
 
     @told
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
@@ -276,9 +291,30 @@ class RowWriter:
 
     # --- runs -------------------------------------------------------------------------------------
 
-    def claim(self, run: object) -> None:
+    def claim(self, run: object, *, begins: bool = True) -> bool:
         """As `DiskStorage.claim`."""
-        self._run = weakref.ref(run)
+        with self.turn:
+            other = self._other_than(run)
+            if other and self._run_begun and begins:
+                gc.collect()  # one that was dropped may be part of a cycle
+                if self._other_than(run):
+                    raise RunUnderWay(
+                        f"another collector is writing a run to {self.path}: rows of two runs, one "
+                        "between the other, would be counted as either's. Nothing was written. Let "
+                        "that run end, or call that collector's shutdown(), before this one "
+                        "begins; or give it a storage of its own."
+                    )
+            if other and not begins:
+                return False
+            self._run, self._run_begun = weakref.ref(run), begins
+            return True
+
+    def _other_than(self, run: object) -> bool:
+        return self._run is not None and self._run() not in (None, run)
+
+    def has_claimed(self, run: object) -> bool:
+        """As `DiskStorage.has_claimed`."""
+        return self._run is not None and self._run() is run
 
     def release(self, run: object) -> None:
         """As `DiskStorage.release`."""
