@@ -39,12 +39,14 @@ def run_provenance(
     *,
     lanes: int,
     call: Mapping[str, Any],
+    policy_version: int,
 ) -> dict[str, Any]:
     """The entry of a run in a manifest: JSON values.
 
     ``call`` is what of the collector's call is worth keeping. ``lane_seeds`` are those of each
     lane's first reset, none where the environment chose them; they are left out beyond
-    `MOST_SEEDS`, for they follow from the seed.
+    `MOST_SEEDS`, for they follow from the seed. ``policy_version`` is what the run, or what goes
+    on with it, begins with, at the entry's ``first_row``.
     """
     run: dict[str, Any] = {
         "environment": environment,
@@ -52,6 +54,7 @@ def run_provenance(
         "seed": ledger.seed,
         "incarnation": ledger.incarnation,
         "lanes": lanes,
+        "policy_version": policy_version,
         "call": dict(call),
     }
     if ledger.respawned:  # of the incarnations: the others are resumptions

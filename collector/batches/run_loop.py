@@ -105,6 +105,9 @@ class Collector(ABC):
                 f"the run to be continued has the seed {self.ledger.seed}, got {seed}; leave it out"
             )
         self.ledger.versions = versions()
+        if self._policy is not None:
+            # Weights that a run goes on with may be others than those it ended with.
+            self._policy.version = max(self._policy.version, self._writer.last_version() + 1)
         self._gate = None
         if self._options.total_episodes is not None:
             self._gate = EpisodeBudget(self._options.total_episodes, lanes)
@@ -180,7 +183,7 @@ class Collector(ABC):
             self.ledger,
             LaneState.fresh(self.lanes, self._writer.next_id()),
             ranges,
-            self._provenance(self._lane_seeds),
+            self._provenance(self._lane_seeds, policy_version=self.policy_version),
             count_random=self._policy is not None,
             torchrl=torchrl,
             ahead=ahead,
@@ -326,7 +329,12 @@ class Collector(ABC):
 
     @property
     def policy_version(self) -> int:
-        """Number of updates of the policy's weights; -1 if actions are random."""
+        """Number of updates of the policy's weights; -1 if actions are random.
+
+        With ``resume=True`` it is one more than the largest that the run stored: no number names
+        two sets of weights. A state that is loaded says which it has. Another run in a storage
+        begins with 0.
+        """
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
     def update_policy_weights_(self, weights: Weights = None) -> None:
@@ -456,7 +464,9 @@ class Collector(ABC):
         self._rng.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes(ledger)
-        self._assembly.provenance = self._provenance(self._lane_seeds)
+        self._assembly.provenance = self._provenance(
+            self._lane_seeds, policy_version=self.policy_version
+        )
         self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
         self._assembly.over = self._budget.remaining(ledger.stored) == 0
 

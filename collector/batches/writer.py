@@ -37,7 +37,13 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.run_record import RunRecord, record_bytes
 from tallyroll.storage.rows.batch_dims import Shapes
-from tallyroll.storage.rows.keys import DONE, TRAJ_IDS, Key
+from tallyroll.storage.rows.keys import (
+    DONE,
+    POLICY_VERSION,
+    RANDOM_VERSION,
+    TRAJ_IDS,
+    Key,
+)
 from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.storages import DiskStorage, storage_class
 
@@ -194,6 +200,16 @@ class BatchWriter:
         record = None if self.storage is None else RunRecord.parse(self.storage.record)
         return record if record is not None and record.is_whole else None
 
+    def last_version(self) -> int:
+        """The largest policy version of the run to be continued; -1 where there is none."""
+        storage, last = self.storage, self._last
+        if storage is None or last is None:
+            return RANDOM_VERSION
+        span = range(max(last.first_row, storage.span.start), storage.span.stop)
+        versions = storage.column(POLICY_VERSION)
+        own = versions[storage.slots_of(np.asarray(span)) if storage.ring else slice(*_ends(span))]
+        return int(own.max()) if len(own) else RANDOM_VERSION
+
     def next_id(self) -> int:
         """One more than the largest trajectory id that was ever stored."""
         ids: Any = None
@@ -290,8 +306,13 @@ class BatchWriter:
             self._reserve(schema)
         storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
         self._entry = storage.manifest["runs"][-1]
-        if self._loaded is not None:
-            storage.put_record(self._record(self._loaded, 0))
+        ledger, record = self._loaded, self._last_record()
+        fresh = ledger is None and self._last is None
+        if fresh and record is not None and record.first_row == self._first_row:
+            # A run had begun here that has no rows: what it counted is not this one's.
+            ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])
+        if ledger is not None:
+            storage.put_record(self._record(ledger, 0))
 
     @property
     def head(self) -> int:
@@ -509,6 +530,10 @@ def _own_range(buffer: ReplayBuffer, writer: BatchWriter) -> int:
     if writer.id_range < 0:
         writer.id_range = 1 + max(ranges, default=-1)
     return writer.id_range * _RANGE
+
+
+def _ends(span: range) -> tuple[int, int]:
+    return span.start, max(span.start, span.stop)
 
 
 def _opened(path: str | Path, resume: Resume, frames: int | None) -> DiskStorage:

@@ -92,10 +92,11 @@ def _runs(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
     for entry in entries:
         run = {**entry, "first_row": _whole(entry, "first_row_of_run", entry["first_row"])}
         run.pop("first_row_of_run", None)
+        at: list[int] = []
         if runs and runs[-1]["first_row"] == run["first_row"] and _whole(run, "incarnation") > 0:
-            runs.pop()
+            at = [*runs.pop()["resumed_at"], entry["first_row"]]
         resumed = max(0, _whole(run, "incarnation") - _whole(run, "respawned"))
-        runs.append({**run, "resumed": resumed})
+        runs.append({**run, "resumed": resumed, "resumed_at": at})
     ends = [run["first_row"] for run in runs[1:]] + [span.stop]
     for run, end in zip(runs, ends, strict=True):
         run["rows"] = len(range(max(run["first_row"], span.start), min(end, span.stop)))
@@ -230,11 +231,17 @@ def _run_line(run: Mapping[str, Any]) -> str:
         f"{run.get('lanes', '?')} lanes"
         + (f" in {workers} {call.get('mode', '')} workers" if workers else ""),
         f"seed {run.get('seed', '?')}",
-        f"resumed {times(run['resumed'])}" if run["resumed"] else None,
+        _resumed(run) if run["resumed"] else None,
         *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
         f"policy {asked.get('policy') or 'random'}",
     ]
     return ", ".join(str(each) for each in parts if each is not None)
+
+
+def _resumed(run: dict[str, Any]) -> str:
+    at = [f"{row:,}" for row in run["resumed_at"][-3:]]
+    more = "…, " if len(run["resumed_at"]) > len(at) else ""
+    return f"resumed {times(run['resumed'])}" + (f" (at row {more}{', '.join(at)})" if at else "")
 
 
 def _cell(value: Any) -> str:

@@ -199,3 +199,13 @@ def test_a_buffer_of_torchrl_s_that_two_fill_in_turn() -> None:
     assert len(set(zip(ids.tolist(), steps.tolist(), strict=True))) == len(ids) == 110
     for number in ids.unique():
         assert len(torch.unique(rows[LANE].reshape(-1)[ids == number])) == 1
+
+
+def test_a_run_without_rows_is_not_taken_for_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with MemmapStorage(path) as storage:
+        for seed in (5, 6):
+            collector(2, storage=storage, seed=seed).shutdown()
+        with collector(2, storage=storage, seed=6, resume=True) as again:
+            assert sum(map(len, again)) == 40
+    assert_ids_are_unique(path)

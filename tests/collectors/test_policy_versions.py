@@ -1,0 +1,91 @@
+"""The version of a policy's weights goes on where a run does, and no number names two of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.torchrl import Collector as Named
+from tallyroll.storage import MemmapStorage, open_storage, verify
+
+from worker_kit import DISABLED, LANES, NEXT, Versioned, alone, factory, in_threads, spread
+
+KINDS = {
+    "alone": partial(alone, DISABLED),
+    "reset slots": partial(alone, NEXT),
+    "sync": partial(spread, DISABLED, 2, mode="sync"),
+    "async": partial(spread, DISABLED, 2, mode="async"),
+}
+
+
+def collect(make: Any, path: Any, frames: int, updates: int, **kwargs: Any) -> Collector:
+    """A run that updates its weights between batches."""
+    given = {"frames_per_batch": 2 * LANES, "total_frames": frames, "storage": path, **kwargs}
+    collector: Collector = make(Versioned().set_to(1), **given)
+    with collector:
+        for index, _ in enumerate(collector):
+            if index < updates:
+                collector.update_policy_weights_()
+    return collector
+
+
+def versions_of(path: Path) -> list[list[int]]:
+    """Of the rows of each entry among the runs of the manifest, in their order."""
+    with open_storage(path) as storage:
+        versions = storage.get(slice(None))["collector", "policy_version"].numpy()
+        runs = storage.manifest["runs"]
+        starts = [run["first_row"] for run in runs]
+        for run, own in zip(runs, np.split(versions, starts[1:]), strict=True):
+            known = own[own >= 0]
+            assert not len(known) or run["policy_version"] <= known.min()
+    return [np.unique(own).tolist() for own in np.split(versions, starts[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_where_the_run_does(kind: str, tmp_path: Path) -> None:
+    path, make = tmp_path / "rows", KINDS[kind]
+    with in_threads():
+        collect(make, path, 40, 2)
+        collect(make, path, 80, 1, resume=True)
+        collect(make, path, 120, 0, resume=True)
+        first, second, third = versions_of(path)
+        assert first[0] == 0
+        assert second[0] == first[-1] + 1
+        assert third[0] == second[-1] + 1
+        if kind != "async":
+            assert (first, second, third) == ([0, 1, 2], [3, 4], [5])
+        with MemmapStorage(path, mode="append") as storage:
+            collect(make, storage, 20, 1)
+    assert versions_of(path)[-1][0] == 0  # another run
+    assert verify(path).sound
+
+
+@pytest.mark.parametrize("way", ["buffer", "named", "ring", "drawn", "killed"])
+def test_it_goes_on_in_other_ways(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    more: dict[str, Any] = {"drawn": {"init_random_frames": 35}}.get(way, {})
+    size = {"max_size": 20} if way == "ring" else {}
+    with MemmapStorage(path, **size) as storage:
+        collect(KINDS["alone"], storage, 40, 3, **more)
+    with MemmapStorage(path, mode="append") as storage:
+        given: dict[str, Any] = {"frames_per_batch": 2 * LANES, "total_frames": 80, "resume": True}
+        given["storage"] = storage
+        if way == "buffer":
+            given["replay_buffer"] = ReplayBuffer(storage=given.pop("storage"), batch_size=4)
+        make: Any = KINDS["alone"]
+        if way == "named":
+            make = partial(Named, factory(DISABLED, 0, LANES))
+        with make(Versioned().set_to(1), **given) as collector:
+            assert collector.policy_version == 4
+            if way == "killed":  # before it had a row, and again
+                assert storage.manifest["runs"][-1]["policy_version"] == 4
+            next(iter(collector))
+        rows = storage.get(storage.index_of(np.arange(40, 40 + 2 * LANES)))
+        assert set(rows["collector", "policy_version"].tolist()) == {4}
+        assert storage.manifest["runs"][-1]["first_row"] == 40
