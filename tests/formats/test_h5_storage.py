@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
@@ -27,6 +27,7 @@ from tallyroll.storage import (
     StorageFull,
     StorageLocked,
     open_storage,
+    verify,
 )
 from tallyroll.storage.errors import (
     CapacityMissing,
@@ -298,15 +299,90 @@ def test_files_that_others_added_are_not_lost(five: Path) -> None:
         assert file.attrs["rows"] == 6
 
 
-def test_attributes_that_others_moved_are_not_written_to(five: Path) -> None:
+THEIRS: dict[str, Any] = {
+    "mean": np.arange(4.0),
+    "unit": "m/s",
+    "names": np.array(["left", "right"], object),
+    "nothing": h5py.Empty("f4"),
+    "flag": np.bool_(True),
+}
+
+
+def give(file: h5py.File, count: int = 0) -> None:
+    """Attributes of another program, to the file, a group and a dataset of ours."""
+    for node in (file, file["next"], file["observation"]):
+        for name, value in THEIRS.items():
+            if isinstance(value, np.ndarray) and value.dtype == object:
+                node.attrs.create(name, value, dtype=h5py.string_dtype())
+            else:
+                node.attrs[name] = value
+    for number in range(count):
+        file.attrs[f"note {number}"] = "x" * 100
+
+
+def assert_theirs(path: Path) -> None:
+    with h5py.File(path) as file:
+        for node in (file, file["next"], file["observation"]):
+            for name, value in THEIRS.items():
+                found = node.attrs[name]
+                if name == "nothing":
+                    assert isinstance(found, h5py.Empty)
+                else:
+                    assert np.array_equal(found, value), name
+
+
+@pytest.mark.parametrize("count", [0, 1, 50, 600])
+def test_attributes_of_others_are_kept(path: Path, count: int) -> None:
+    """However many there are, and so wherever they move ours."""
+    with H5Storage(path, capacity=10) as storage:
+        storage.extend(named(0, 5))
+    with h5py.File(path, "r+") as file:
+        give(file, count)
+    assert verify(path).sound
+    with open_storage(path, "append") as storage:
+        storage.extend(named(5, 1))
+    assert_theirs(path)
+    assert verify(path).sound
+    with open_storage(path, "append", capacity=100) as storage:
+        storage.extend(named(6, 40))
+    assert_theirs(path)
+    with open_storage(path, "append") as storage:
+        storage.finalize()
+    assert_theirs(path)
+    report = verify(path)
+    assert (report.rows, report.findings, report.notes) == (46, (), ())
+    with h5py.File(path) as file:
+        assert file.attrs["rows"] == 46
+        assert sum(name.startswith("note") for name in file.attrs) == count
+        assert json.loads(file.attrs["provenance"])
+
+
+def named(start: int, count: int) -> dict[tuple[str, ...], np.ndarray]:
+    numbers = np.arange(start, start + count, dtype=np.float32)[:, None]
+    return {("observation",): numbers, ("next", "observation"): numbers + 1}
+
+
+def test_an_attribute_that_refers_to_the_file_is_not_lost(five: Path) -> None:
     with h5py.File(five, "r+") as file:
-        del file.attrs["rows"]
+        file.attrs["origin"] = file.ref
+    open_storage(five, "append").close()
+    before = files_of(five)
+    with pytest.raises(ForeignContent, match="its attribute origin cannot be copied"):
+        open_storage(five, "append", capacity=100)
+    assert files_of(five) == before
+
+
+@pytest.mark.parametrize("name", ["rows", "provenance"])
+def test_attributes_of_ours_that_others_removed_are_missed(five: Path, name: str) -> None:
+    with h5py.File(five, "r+") as file:
+        del file.attrs[name]
         for number in range(50):
             file.attrs[f"note {number}"] = "x" * 100
     with open_storage(five) as reader:
         assert_rows(reader, 5)
+    assert not verify(five).sound
     before = files_of(five)
-    with pytest.raises(CorruptStorage, match=r"the attribute rows in .* is not where it was"):
+    with pytest.raises(CorruptStorage, match=r"attributes rows and provenance in .* are not where"):
         open_storage(five, "append")
     assert files_of(five) == before
 
