@@ -22,7 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tallyroll.storage import CorruptStorage, Schema, StorageFull, ZarrStorage, open_storage
+from tallyroll.storage import (
+    CorruptStorage,
+    Schema,
+    StorageFull,
+    ZarrStorage,
+    open_storage,
+    verify,
+)
 from tallyroll.storage.errors import (
     DirectoryNotEmpty,
     InvalidSchema,
@@ -32,6 +39,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.formats.mapping import PAGE_NBYTES, Region
 from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
+from tallyroll.storage.rows.dtypes import TORCH
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.storages import DiskStorage
@@ -227,6 +235,26 @@ def test_attributes_that_others_added_stay(five: Path) -> None:
     assert root.attrs["license"] == "CC0"
     assert root.attrs["rows"] == 8
     assert dict(root["next/id"].attrs) == {"unit": "steps"}
+
+
+def test_attributes_that_others_added_are_sound(path: Path) -> None:
+    """Of whatever dtype the array is: zarr-python writes all of its metadata anew."""
+    columns = {("next", dtype.name): np.ones((5, 2), dtype) for dtype in TORCH}
+    with ZarrStorage(path) as storage:
+        storage.extend(columns)
+    root = zarr.open_group(path, mode="r+")
+    root.attrs["obs_mean"] = [1.0, 2.0]
+    for key in columns:
+        root["/".join(key)].attrs["unit"] = "m"
+    report = verify(path)
+    assert (report.findings, report.notes) == ((), ())
+    with ZarrStorage(path, mode="append") as storage:
+        storage.extend(columns)
+        storage.finalize()
+    assert verify(path).sound
+    root = zarr.open_group(path, mode="r")
+    assert root.attrs["obs_mean"] == [1.0, 2.0]
+    assert all(root["/".join(key)].attrs["unit"] == "m" for key in columns)
 
 
 def test_zarrs_metadata_is_written_anew_where_it_was_damaged(five: Path) -> None:
