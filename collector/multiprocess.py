@@ -28,6 +28,7 @@ from tallyroll.collector.options import (
     ResetSlots,
     Surplus,
     Validate,
+    at_most,
     one_of,
     or_none,
     positive,
@@ -51,6 +52,7 @@ from tallyroll.collector.workers.supervision_options import OnDeath, Supervision
 
 Factory = Callable[[], EnvBase | VectorEnv]
 Mode = Literal["sync", "async"]
+_MOST_WORKERS = 2**16
 _SEGMENTS = 2
 """In async mode a worker fills one while the other is read."""
 
@@ -330,7 +332,7 @@ def _per_worker(create: Any, workers: int | None, options: Options) -> list[tupl
         raise ArgumentError(
             f"num_workers: expected {len(create)}, as many as there are factories, got {workers}"
         )
-    count = positive("num_workers", len(create) if listed else workers)
+    count = at_most(_MOST_WORKERS)("num_workers", len(create) if listed else workers)
     if not isinstance(create, str):
         require_id_options(options)
         return [(each, None) for each in (create if listed else [create] * count)]

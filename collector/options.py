@@ -50,6 +50,17 @@ def positive(name: str, value: Any) -> int:
     return number
 
 
+def at_most(most: int) -> Check:
+    """A check of integers above 0 and no larger than ``most``."""
+
+    def check(name: str, value: Any) -> int:
+        if (number := positive(name, value)) > most:
+            raise ArgumentError(f"{name}: expected at most {most:,}, got {number:,}")
+        return number
+
+    return check
+
+
 def not_negative(name: str, value: Any) -> int:
     """``value`` as an integer of at least 0."""
     number = _integer(name, value)
@@ -107,7 +118,24 @@ def _function(name: str, value: Any) -> Any:
 def _keywords(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name}: expected keywords by name, got {value!r}")
+    if is_deeper(value, _MOST_DEPTH):
+        raise ArgumentError(
+            f"{name}: expected values that are nested at most {_MOST_DEPTH} deep, for they are "
+            "written to the manifest; pass a factory that has them"
+        )
     return dict(value)
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether mappings and lists in ``value`` are nested deeper than ``most``."""
+    level = [value]
+    for _ in range(most):
+        inner = (each.values() if isinstance(each, Mapping) else each for each in level)
+        below = (each for some in inner for each in some if isinstance(each, _NESTING))
+        level = [*{id(each): each for each in below}.values()]  # it may hold itself
+        if not level:
+            return False
+    return True
 
 
 def _infos(name: str, value: Any) -> tuple[Info, ...]:
@@ -118,6 +146,10 @@ def _rename(name: str, value: Any) -> dict[Any, Key]:
     return {} if value is None else checked_rename(value)
 
 
+_NESTING = (Mapping, list, tuple)
+_MOST_DEPTH = 64
+MOST_LANES = 2**20
+"""A run's, as a manifest is read back."""
 Count = Annotated[int | None, or_none(positive)]
 Device = Annotated[torch.device | None, or_none(_device)]
 
@@ -134,7 +166,7 @@ class Options:
     total_frames: Annotated[int | None, or_none(_frames)]
     """None: no limit of frames."""
     total_episodes: Count
-    num_envs: Count
+    num_envs: Annotated[int | None, or_none(at_most(MOST_LANES))]
     env_kwargs: Annotated[dict[str, Any] | None, or_none(_keywords)]
     seed: Annotated[int | None, or_none(not_negative)]
     layout: Layout

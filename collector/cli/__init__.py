@@ -15,6 +15,7 @@ from tallyroll.collector.cli.output import (
     emit,
     reopen_closed,
     say,
+    shortened,
     visible_warnings,
 )
 from tallyroll.collector.cli.parser import make_parser
@@ -58,15 +59,27 @@ def _say_error(error: Exception, show_traceback: bool) -> None:
         # Of a policy that cannot be loaded, its own: the line below says the rest.
         cause = error.__cause__ if isinstance(error, CommandError) else None
         say("".join(traceback.format_exception(cause or error)).rstrip(), lines=True)
-    elif foreign:
+    elif foreign and not _lacks_memory(error):
         say(foreign_traceback(error).rstrip(), lines=True)
     text = f"{type(error).__name__}: {error}" if foreign else str(error)
+    if _lacks_memory(error):
+        text = (
+            f"there is not enough memory ({text}); give a smaller --num-envs, --frames-per-batch "
+            "or --workers"
+        )
     # A worker's traceback and details have lines of their own; other messages are one line.
     lines = isinstance(error, WorkerError)
     if isinstance(error, WorkerError) and error.worker_traceback:
         text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
     command = error.command if isinstance(error, CommandError) else ""
-    say(f"tallyroll: error: {text.strip()}", below=command, lines=lines)
+    said = text.strip() if lines else shortened(text.strip())
+    say(f"tallyroll: error: {said}", below=command, lines=lines)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether Python, NumPy or torch found no memory."""
+    by_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return by_torch or isinstance(error, MemoryError)
 
 
 def foreign_traceback(error: Exception) -> str:

@@ -135,7 +135,7 @@ class CollectRun:
         if policy is not None and plan.policy is None:
             raise CommandError(
                 f"--resume: the run was made with a policy ({policy}), which its manifest cannot "
-                "name; give it with --policy module:attr"
+                "name; give it with --policy"
             )
         if policy is None and plan.policy is not None:
             raise CommandError(

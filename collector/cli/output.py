@@ -6,14 +6,16 @@ that make one line look like two.
 """
 
 import contextlib
+import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tallyroll.collector.errors import CollectorError
 
+_MOST_LETTERS = 2000
 _NOT_SHOWN = (
     "(the command is not shown: a name in it holds control characters; put it together yourself, "
     "from names that you know)"
@@ -47,6 +49,18 @@ def visible(text: str, *, lines: bool = False) -> str:
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+def shortened(text: str) -> str:
+    """``text`` without its middle, where it is as long as values that are given by mistake."""
+    most = _MOST_LETTERS // 2
+    return text if len(text) <= 2 * most else f"{text[:most]} … {text[-most:]}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that there is not: the nearest one, if any is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def pasteable(command: str) -> str:

@@ -4,10 +4,11 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
-from tallyroll.collector.cli.output import emit, visible
+from tallyroll.collector.cli.output import did_you_mean, emit, shortened, visible
 
 _ABOUT = """\
 Collect exactly N true transitions from reinforcement-learning environments into a replay
@@ -108,6 +109,9 @@ _CHECKS = (
 )
 
 
+_MOST_DIGITS = 20
+
+
 class _Parser(argparse.ArgumentParser):
     """Of the command, or of one of its commands."""
 
@@ -119,9 +123,27 @@ class _Parser(argparse.ArgumentParser):
         """Show it on stdout; argparse's own, by the version, drops or passes on a failure."""
         emit(self.format_help())
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options first, by the command whose options they are not.
+
+        argparse looks at what is missing first, and names them with the usage of all commands.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            self._refuse_unknown(words[: words.index("--")] if "--" in words else words)
+        return super().parse_known_args(words, namespace)
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        known = self._option_string_actions
+        for word in words:
+            name = word.partition("=")[0]
+            if not name.startswith("--") or " " in name or name in known:
+                continue
+            self.error(f"there is no option {name}{did_you_mean(name, known)}")
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with words that may be names of files."""
-        super().error(visible(message))
+        super().error(shortened(visible(message)))
 
 
 class _Version(argparse.Action):
@@ -142,8 +164,10 @@ def _integer(text: str) -> int:
     """A whole number: 1000, 1_000 or 1e3."""
     try:
         number = Decimal(text)
-        if number.is_finite() and abs(number) < 2**63 and number == int(number):
-            return int(number)
+        # Its size first: to write 1e999999999 out takes hours.
+        whole = number.is_finite() and number.adjusted() < _MOST_DIGITS and int(number)
+        if whole is not False and abs(whole) < 2**63 and number == whole:
+            return whole
     except InvalidOperation:
         pass
     raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
@@ -182,6 +206,10 @@ def _mapping(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from error
+    except RecursionError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected JSON that is not nested as deep as {text!r}"
+        ) from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
             f"expected a JSON object like '{{\"a\": 1}}', got {text!r}"
@@ -248,9 +276,10 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--seed": (_count, "S",
         "seed: the same one gives the same data (default: drawn, and recorded)"),
     "--policy": (str, "MODULE:ATTR",
-        "a TensorDictModule or a callable from TensorDict to TensorDict. A class, or a "
-        "function that needs no arguments, is called once to make the policy. Modules of the "
-        "current directory can be imported (default: random actions)"),
+        "a TensorDictModule or a callable from TensorDict to TensorDict, of a module or of a "
+        "file (FILE.py:ATTR). A class, or a function that needs no arguments, is called once to "
+        "make the policy. Modules of the current directory can be imported (default: random "
+        "actions)"),
     "--env-kwargs": (_mapping, "JSON", "arguments for gymnasium.make, or for the system's own"),
     "--max-frames-per-traj": (_positive, "M", "truncate episodes after M transitions"),
     "--frame-skip": (_frame_skip, "T",

@@ -11,11 +11,16 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import cloudpickle
+
 from tallyroll.collector.batches.resume import opened_or_created
-from tallyroll.collector.cli.output import CommandError, pasteable
+from tallyroll.collector.cli.output import CommandError, did_you_mean, pasteable
+from tallyroll.collector.options import MOST_LANES
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
@@ -113,7 +118,6 @@ def part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_MOST_LANES = 2**20
 _MAY_BE_0 = ("seed", "workers", "respawns")
 _KINDS = {
     name: tuple(get_origin(each) or each for each in get_args(hint))
@@ -130,7 +134,7 @@ def _may_be(name: str, value: Any) -> bool:
         return value.isprintable()  # else it would come back in errors of those who get it
     if isinstance(value, list):
         return all(isinstance(each, str) for each in value)
-    most = _MOST_LANES if name == "num_envs" else 2**63
+    most = MOST_LANES + 1 if name == "num_envs" else 2**63
     return not isinstance(value, int) or (0 if name in _MAY_BE_0 else 1) <= value < most
 
 
@@ -193,7 +197,7 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
 
 
 def load_policy(spec: str | None) -> PolicyFn | None:
-    """The policy that ``module:attr`` names.
+    """The policy that ``module:attr`` or ``file.py:attr`` names.
 
     A class, or a function that needs no arguments, is called once to make it.
 
@@ -202,14 +206,16 @@ def load_policy(spec: str | None) -> PolicyFn | None:
     """
     if spec is None:
         return None
-    name, _, path = spec.partition(":")
+    name, _, path = spec.rpartition(":")
     if not name or not path:
-        raise CommandError(f"--policy: expected module:attr, got {spec!r}")
-    module = imported(name, f"--policy {spec}")
+        raise CommandError(f"--policy: expected module:attr or file.py:attr, got {spec!r}")
+    from_file = name.endswith(".py")
+    module = _loaded(name, spec) if from_file else imported(name, f"--policy {spec}")
     try:
         policy = attrgetter(path)(module)
     except AttributeError as error:
-        raise CommandError(f"--policy {spec}: {error}") from error
+        near = did_you_mean(path, [each for each in vars(module) if not each.startswith("_")])
+        raise CommandError(f"--policy {spec}: {error}{near}") from error
     if _is_factory(policy):
         with _named(f"--policy {spec}: calling {path}"):
             policy = policy()
@@ -233,6 +239,30 @@ def imported(name: str, wanted: str) -> Any:
         sys.path.insert(0, os.getcwd())
     with _named(f"{wanted}: importing {name}"):
         return importlib.import_module(name)
+
+
+def _loaded(name: str, spec: str) -> ModuleType:
+    """The module in the file of that name, which can import modules beside it as a script can.
+
+    It has a name of its own, which no other module has, and travels to workers by value.
+
+    Raises:
+        CommandError: there is no such file, or running it failed.
+    """
+    path = os.path.abspath(os.path.expanduser(name))
+    if not os.path.isfile(path):
+        raise CommandError(f"--policy {spec}: expected a Python file, and {path} is none")
+    if (folder := os.path.dirname(path)) not in sys.path:
+        sys.path.append(folder)  # last: a random.py in it is not the library's
+    called = f"policy_file_{os.path.basename(path).removesuffix('.py')}"
+    found = spec_from_file_location(called, path)
+    assert found is not None
+    assert found.loader is not None
+    module = sys.modules[called] = module_from_spec(found)
+    with _named(f"--policy {spec}: running {name}"):
+        found.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
 
 
 @contextlib.contextmanager

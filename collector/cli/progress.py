@@ -15,6 +15,7 @@ BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
 """Between lines: for logs, where a bar's control codes are noise."""
 _RATE_SECONDS = 60.0
+_MOST_SECONDS = 10**9
 
 
 class Display:
@@ -49,7 +50,7 @@ class Display:
         self._next = now + self._seconds
         self._bar.update(self._task.id, completed=done, total=total)
         left = self._task.time_remaining
-        clock = "-:--:--" if left is None else str(timedelta(seconds=left))
+        clock = "-:--:--" if left is None or left > _MOST_SECONDS else f"{timedelta(seconds=left)}"
         counts = self._number(done), self._number(total)
         if not self._bar.disable:
             shown = " ".join(["/".join(counts), *details(), clock])

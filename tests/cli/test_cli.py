@@ -25,6 +25,7 @@ from tensordict import TensorDict
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.cli.output import CommandError
+from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
@@ -295,7 +296,17 @@ ERRORS = {
     "CartPole-v1 --frames 5 --env-kwargs '{\"nope\": 1}'": "gymnasium cannot make 'CartPole-v1' "
     "with {'nope': 1}: CartPoleEnv.__init__() got an unexpected keyword argument 'nope'",
     "CartPole-v1 --frames 5 --info-keys nope": "info key 'nope' is in no info",
-    "CartPole-v1 --frames 5 --policy agent": "--policy: expected module:attr, got 'agent'",
+    "CartPole-v1 --frames 5 --policy agent": "--policy: expected module:attr or file.py:attr, got "
+    "'agent'",
+    "CartPole-v1 --frames 5 --policy no.py:act": "--policy no.py:act: expected a Python file, and ",
+    "os:b:c --frames 5": "gymnasium cannot make 'os:b:c'",
+    "CartPole-v1 --frames 5 --num-envs 1e18": "num_envs: expected at most 1,048,576, got 1,000,000",
+    "CartPole-v1 --frames 5 --workers 65_537": "num_workers: expected at most 65,536, got 65,537",
+    "CartPole-v1 --frames 5 --env-kwargs '{\"max_episode_steps\":0}'": "gymnasium cannot make "
+    "'CartPole-v1' with {'max_episode_steps': 0}: ",
+    f"CartPole-v1 --frames 5 --env-kwargs '{{\"a\":{100 * '['}{100 * ']'}}}'": "env_kwargs: "
+    "expected values that are nested at most 64 deep",
+    "CartPole-v1 --frames 5 --info-keys x:float32[99999999999999]": "there is not enough memory",
     "CartPole-v1 --frames 5 --policy no_agent:act": "--policy no_agent:act: importing no_agent "
     "failed: ModuleNotFoundError: No module named 'no_agent' (--traceback shows where)",
     "CartPole-v1 --frames 5 --policy agent:nope": "--policy agent:nope: module 'agent' has no "
@@ -455,6 +466,62 @@ def test_a_traceback_is_shown_on_request(
     monkeypatch.setenv("TALLYROLL_TRACEBACK", "1")
     assert tallyroll(*cartpole(), "--policy", "no_agent:x") == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+MISTYPED = {
+    "collect CartPole-v1 --fames 3 --ot x": "collect: error: there is no option --fames; did you "
+    "mean --frames?",
+    "collect CartPole-v1 --frames 3 --zzz=4 --out x": "collect: error: there is no option --zzz",
+    "verify --jsn x": "verify: error: there is no option --jsn; did you mean --json?",
+    "collect CartPole-v1 --out x --frames 1e999999999": "expected a whole number below 2**63",
+    "collect CartPole-v1 --out x --frames 1e-999999999": "expected a whole number below 2**63",
+    "collect CartPole-v1 --out x --frames " + 9000 * "9": "expected a whole number below 2**63",
+    "collect CartPole-v1 --out x --frames 3 --env-kwargs " + 99999 * "[": "not nested as deep",
+}
+
+
+@pytest.mark.parametrize("words", MISTYPED, ids=range(len(MISTYPED)))
+def test_what_is_mistyped_shows_the_usage_of_its_command(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        tallyroll(*words.split())
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: tallyroll {words.split()[0]} ")
+    assert MISTYPED[words] in said.splitlines()[-1]
+    assert len(said.splitlines()[-1]) < 2100
+
+
+def test_a_time_beyond_what_clocks_show(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown_progress("episodes", quiet=False) as progress:
+        for done in (1, 2, 3):
+            progress(done, 2**63 - 1, last=True)
+            time.sleep(0.01)
+    assert "-:--:-- left" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attr", ["act", "Actor"])
+def test_a_policy_of_a_file(server: WarmServer, tmp_path: Path, attr: str, workers: int) -> None:
+    """A module beside it is found, and its name is not that of a module of the library."""
+    (tmp_path / "my code").mkdir()
+    (tmp_path / "my code" / "beside.py").write_text("def zeros(td): return td.long() * 0\n")
+    (tmp_path / "my code" / "random.py").write_text(
+        "import beside\n"
+        "def act(td):\n"
+        "    return td.set('action', beside.zeros(td['observation'][..., 0]))\n"
+        "class Actor:\n"
+        "    def __call__(self, td): return act(td)\n"
+    )
+    words = (*cartpole(), "--num-envs", 2, "--workers", workers)
+    server.run(tmp_path, *words, "--policy", f"my code/random.py:{attr}")
+    with open_storage(tmp_path / "data") as storage:
+        assert storage.head == 101
+        assert not storage.column("action").any()
+    command = server.start(tmp_path, *words, "--append", "--policy", "my code/random.py:atc")
+    assert command.wait() == 1
+    assert command.err.endswith("has no attribute 'atc'; did you mean act?\n")
 
 
 POLICIES_THAT_FAIL = """

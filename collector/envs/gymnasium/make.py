@@ -62,7 +62,7 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
     except (gymnasium.error.Error, ImportError) as error:
         _name_the_extra(env_id, error)
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
-    except TypeError as error:
+    except (TypeError, ValueError, AssertionError) as error:  # a max_episode_steps of 0
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
 
 
