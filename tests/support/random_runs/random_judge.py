@@ -466,7 +466,9 @@ def _flags(config: Configuration, outcome: Outcome, rows: Rows, verdict: Verdict
         apart_statistics = config.workers > 1
         verdict(not apart_statistics, "workers have statistics apart, and none said so")
     if env.lane.spoil == "nothing legal":
-        verdict.rows(rows["action_mask",].any(-1), rows, "an action where nothing is legal")
+        chosen = rows["collector", "policy_version"] != -1  # a policy need not look at the mask
+        legal = rows["action_mask",].any(-1) | chosen
+        verdict.rows(legal, rows, "a random action where nothing is legal")
     if may_skip(config):
         return
     step = rows["collector", "step"]
