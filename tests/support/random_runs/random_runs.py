@@ -417,9 +417,9 @@ def restored(batch: TensorDictBase) -> TensorDictBase:
             stored[key] = stored[*key[:-1], "terminated"] | stored[*key[:-1], "truncated"]
         else:
             stored[key] = done & ~cut.reshape(-1, *[1] * (done.ndim - 1))
-    if "is_init" in stored.keys():
-        step = stored["collector", "step"]
-        stored["is_init"] = stored["is_init"] & (step == 0).reshape(stored["is_init"].shape)
+    init = stored.get("is_init", None)
+    if init is not None and init.dtype is torch.bool:  # else it is an observation of that name
+        stored["is_init"] = init & (stored["collector", "step"] == 0).reshape(init.shape)
     return stored
 
 
@@ -432,4 +432,7 @@ def as_yielded(stored: TensorDictBase) -> TensorDictBase:
     for key in [key for key in rows.keys(True, True) if key[0] == "next" and key[-1] == "done"]:
         rows[key] = rows[key] | last.reshape(-1, *[1] * (rows[key].ndim - 1))
     rows["collector", "cut"] = last & ~ended
+    init = rows.get("is_init", None)
+    if init is not None and init.dtype is torch.bool:
+        rows["is_init"] = init | last.roll(1).reshape(init.shape)
     return rows
