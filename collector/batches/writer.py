@@ -128,7 +128,9 @@ class BatchWriter:
         self.shapes = replay_buffer is not None and not isinstance(behind, DiskStorage)
         """The replay buffer keeps batches as they are laid out, and no rows."""
         self._reader = None if self.storage is None else self.storage.reader
-        self._resume, self._frames = resume, frames
+        if resume == "auto" and self.storage is not None:
+            resume = has_begun(self.storage)
+        self._resume, self._frames = bool(resume), frames
         self._last: LastRun | None = None
         self.ready = False
         """:meth:`open` was called."""
@@ -145,7 +147,7 @@ class BatchWriter:
         self._loaded: Ledger | None = None
         """Of a state that the run goes on from."""
         if self.storage is not None:
-            self.storage.claim(self, begins=resume)
+            self.storage.claim(self, begins=self._resume)
 
     def require_room(self, batch: int) -> None:
         """Refuse batches of so many transitions, where a ring is smaller.
@@ -162,8 +164,6 @@ class BatchWriter:
     def resumed(self) -> Ledger | None:
         """The ledger of the run to be continued, up to its last row; None: a new one begins."""
         if not self._resume or self.storage is None:
-            return None
-        if self._resume == "auto" and not has_begun(self.storage):
             return None
         if self.storage.mode == "create" and not self.storage.head:
             raise StateError(
