@@ -106,7 +106,9 @@ def with_cuts(rows: Rows, dones: Sequence[Key] = (), *, marks: bool = True) -> R
 
 def with_beginnings(rows: Rows, inits: Sequence[Key]) -> Rows:
     """Mark every one of ``inits`` where a trajectory's rows begin."""
-    first = torch.from_numpy(first_rows(rows)) if inits else None
+    if not inits:
+        return rows
+    first = torch.from_numpy(first_rows(rows))
     return {**rows, **{key: _or(rows[key], first) for key in inits if key in rows}}
 
 

@@ -122,11 +122,11 @@ def test_recurrent_modules_start_anew_at_each_slice(path: Path) -> None:
     with MemmapStorage(path) as storage:
         storage.extend(rows)
         batch = buffer_of(storage, 4, 50).sample()
+        drawn = storage.trajectories.sample_slices(3, 2)
     first = torch.arange(200) % 4 == 0
     begins = first | (batch["collector", "step"] == 0)
     assert (batch["is_init"][:, 0] == begins).all()
     assert (batch["agents", "is_init"] == begins[:, None, None]).all()
-    drawn = storage.trajectories.sample_slices(3, 2)
     begins = drawn["collector", "step"] == 0
     begins[:, 0] = True
     assert (drawn["is_init"][..., 0] == begins).all()
