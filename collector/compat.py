@@ -283,6 +283,16 @@ def run_exit_functions() -> None:
     atexit._run_exitfuncs()
 
 
+# --- TorchRL's transforms -------------------------------------------------------------------------
+
+
+def keeps_in_shared_memory(normaliser: Any) -> bool:
+    """Whether other processes see the statistics of a `VecNorm` or `VecNormV2` change."""
+    own = vars(normaliser)
+    found = own.get("_td", own.get("_loc"))
+    return found is not None and bool(found.is_shared() or found.is_memmap())
+
+
 # --- TorchRL's collectors -------------------------------------------------------------------------
 
 

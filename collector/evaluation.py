@@ -1,21 +1,31 @@
 """Unbiased evaluation of a policy, on a budget of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.counting.episode_log import Episode
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.envs.make import CreateEnv
+from tallyroll.collector.envs.statistics import load_frozen
+from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.policy import PolicyFn
+from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.sync import SyncCollector
 
 _FRAMES_PER_BATCH = 4096
+
+
+EnvState: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,15 @@ def evaluate(
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
     max_frames_per_traj: int | None = None,
     rename: Mapping[str | tuple[str, ...], str | tuple[str, ...]] | None = None,
+    env_state: EnvState | None = None,
 ) -> Evaluation:
     """Run exactly the ``episodes`` first-started episodes, whole, and report them.
 
     Taking the episodes that *end* first would favour short ones; these are those that start
     first, whichever lane runs them. Nothing is stored, and no training budget is touched: pass
-    an id or a factory, so that the environment is not the one that training drives.
+    an id or a factory, so that the environment is not the one that training drives. The policy's
+    modules are in evaluation mode meanwhile (dropout does nothing, BatchNorm uses its statistics),
+    and modes and buffers are as before afterwards.
 
     Args:
         policy: as for :class:`SyncCollector`; None evaluates random actions.
@@ -70,12 +83,20 @@ def evaluate(
         exploration_type: by default actions are deterministic where the policy knows how.
         max_frames_per_traj: a time limit.
         rename: as for :class:`SyncCollector`.
+        env_state: ``collector.state_dict()["env"]``, or ``env.state_dict()``: the state of the
+            environment's transforms, such as the statistics of `VecNorm`, which stay as they are.
+            Of several workers it is that of the first. None: those of a fresh environment.
+
+    Raises:
+        ArgumentError: ``env_state`` is no state, or another environment's.
     """
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0])
     with (
         generators_restored(),
-        SyncCollector(
+        _as_it_was(as_policy(policy)),
+        _Evaluating(
+            env_state,
             create_env_fn,
             policy,
             frames_per_batch=_FRAMES_PER_BATCH,
@@ -92,3 +113,58 @@ def evaluate(
         for _ in collector:
             pass
     return Evaluation(list(collector.episodes), collector.ledger)
+
+
+class _Evaluating(SyncCollector):
+    """Gives ``env_state`` to the environment before the first reset."""
+
+    def __init__(self, env_state: EnvState | None, *args: Any, **kwargs: Any) -> None:
+        self._given = _one_of(env_state)
+        super().__init__(*args, **kwargs)
+
+    def _begin_run(self, lanes: int) -> None:
+        if self._given is not None:
+            try:
+                load_frozen(self.env, self._given)
+            except (KeyError, RuntimeError) as error:
+                raise ArgumentError(
+                    f"env_state: expected the state of this environment's transforms, got "
+                    f"another's: {error}; make it with the same transforms and as many lanes"
+                ) from error
+        super()._begin_run(lanes)
+
+
+def _one_of(state: EnvState | None) -> Mapping[str, Any] | None:
+    if state is None or isinstance(state, Mapping):
+        return state
+    if isinstance(state, Sequence) and not isinstance(state, str):
+        return next((each for each in state if each), None)
+    raise ArgumentError(
+        f'env_state: expected collector.state_dict()["env"], got {type(state).__name__}'
+    )
+
+
+@contextmanager
+def _as_it_was(policy: Any) -> Iterator[None]:
+    """Evaluate ``policy``; its modes and buffers, which calls may change, are restored."""
+    if not isinstance(policy, nn.Module):
+        yield
+        return
+    modes = [(module, module.training) for module in policy.modules()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module, _ in modes
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if not is_lazy(buffer)
+    ]
+    policy.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

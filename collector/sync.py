@@ -1,6 +1,7 @@
 """The collector of one process."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ class SyncCollector(Collector):
         return seed_env(self.env, seed, incarnation, asked=asked)
 
     def _env_state(self) -> Any:
-        return self.env.state_dict()
+        return deepcopy(self.env.state_dict())  # statistics are changed in place
 
     def _load_env_state(self, state: Any) -> None:
         if isinstance(state, list):  # of workers' environments

@@ -81,6 +81,8 @@ class Planned:
     """Random actions may be drawn elsewhere, for all lanes at once."""
     state: bytes | None
     """Of the environment's transforms; None where there is none."""
+    statistics: Sequence[str] = ()
+    """Transforms that keep statistics of this worker alone."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Getting workers ready: environments, seeds, an agreed layout, memory; and getting new ones."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.envs.statistics import StatisticsWarning
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
@@ -35,6 +37,7 @@ class WorkerStartup:
         self._worker_pool = pool
         self._left = respawns
         self._limit = respawns
+        self._warned = False
 
     # --- all of them, once ------------------------------------------------------------------------
 
@@ -67,6 +70,10 @@ class WorkerStartup:
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
+        apart = sorted({name for answer in answers for name in answer.statistics})
+        if apart and len(answers) > 1 and not self._warned:
+            self._warned = True
+            _warn_of_statistics(apart, len(answers))
         self.planned = replace(
             answers[0], drawn_ahead=all(answer.drawn_ahead for answer in answers)
         )
@@ -148,6 +155,18 @@ class WorkerStartup:
             member.state = state
         pool.answer(member, self._bind(member))
         member.ready = True
+
+
+def _warn_of_statistics(names: Sequence[str], workers: int) -> None:
+    """Say that statistics are not those of the run."""
+    warnings.warn(
+        f"{', '.join(names)}: expected statistics of all lanes, got those of a worker's own lanes "
+        f"in each of {workers} workers, so that rows depend on how lanes are shared out; normalise "
+        "in the parent (a transform of the replay buffer, or postproc), freeze() statistics that "
+        "were gathered before, give VecNorm shared statistics in a memory map, or use one process",
+        StatisticsWarning,
+        stacklevel=2,
+    )
 
 
 def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:

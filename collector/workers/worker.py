@@ -23,6 +23,7 @@ from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.make import make_env
 from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.statistics import StatisticsWatch
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
@@ -121,6 +122,7 @@ class Worker:
         self.plan: SlabPlan | None = None
         self._first: TensorDictBase | None = None
         self._has_state = False
+        self._statistics: list[str] = []
 
     def made(self) -> m.Made:
         """The environment stands."""
@@ -162,7 +164,9 @@ class Worker:
         lanes = range(message.first_lane, message.first_lane + self.lanes)
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes, asked=message.asked)
         if self.plan is None:
+            watch = StatisticsWatch(self.env)
             self._first = first_reset(self.env)
+            self._statistics = watch.found()
             # Not before: buffers of some transforms (CatFrames) are made by the first reset.
             self._has_state = bool(self.env.state_dict())
             self.doing = "trying the policy out"
@@ -170,7 +174,15 @@ class Worker:
         lost = self.plan.lost_finals
         ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
         drawn = RandomActions(self.env, self.rng).block_drawn
-        return m.Planned(self.plan, ranges, seeds, lane_actions(self.env), drawn, self._state())
+        return m.Planned(
+            self.plan,
+            ranges,
+            seeds,
+            lane_actions(self.env),
+            drawn,
+            self._state(),
+            self._statistics,
+        )
 
     def bind(self, message: m.Bind) -> m.Done:
         """Take over the memory."""

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torchrl.envs import CatFrames, Compose, TransformedEnv, VecNormV2
 
 from tallyroll.collector import SyncCollector, evaluate
 from tallyroll.collector.errors import ArgumentError
 
 from collect_kit import ByObservation
-from oracles import length_of, make_oracle_vec
+from oracles import OracleTorchEnv, length_of, make_oracle_vec
 
 # Lane 0's episodes are short, lane 2's are long: taking those that end first would take lane 0's.
 LENGTHS = [[1], [4], [30]]
@@ -72,3 +75,106 @@ def test_global_generators_are_as_before() -> None:
 def test_how_many_is_a_whole_number(episodes: int) -> None:
     with pytest.raises(ArgumentError, match="total_episodes: expected an integer"):
         evaluate(None, "CartPole-v1", episodes=episodes)
+
+
+# --- the policy is as before ----------------------------------------------------------------------
+
+
+class Layers(torch.nn.Module):
+    """Each call shows in buffers, and in what dropout drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(3))
+        self.seen: list[bool] = []
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = observation[0]
+        self.seen.append(self.training)
+        return self.drop(self.norm(observation)).sum(-1).gt(0).long()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_modes_and_buffers_are_as_before(wrapped: bool, training: bool) -> None:
+    net = Layers()
+    policy = TensorDictModule(net, ["observation"], ["action"]) if wrapped else net
+    policy.train(training)
+    net.drop.train(not training)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    last = net.last
+    first, again = (
+        evaluate(policy, lambda: make_oracle_vec(3, LENGTHS), episodes=5, seed=1) for _ in range(2)
+    )
+    assert net.seen
+    assert not any(net.seen), "it was evaluated in evaluation mode"
+    assert (policy.training, net.norm.training, net.drop.training) == (
+        training,
+        training,
+        not training,
+    )
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+    assert net.last is last
+    assert first.returns.tolist() == again.returns.tolist()
+
+
+def test_they_are_as_before_where_it_fails() -> None:
+    class Fails(Layers):
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            if self.calls == 3:
+                raise ValueError("that was the third")
+            return super().forward(observation)
+
+    net = Fails()
+    with pytest.raises(ValueError, match="third"):
+        evaluate(net, lambda: make_oracle_vec(3, LENGTHS), episodes=9, seed=1)
+    assert (net.training, int(net.calls), int(net.norm.num_batches_tracked)) == (True, 0, 0)
+
+
+# --- the state of transforms ----------------------------------------------------------------------
+
+
+def normed(lanes: int = 3) -> TransformedEnv:
+    base = OracleTorchEnv(lanes, [[4], [9]])
+    norm = VecNormV2(in_keys=["observation"], out_keys=["normed"])
+    return TransformedEnv(base, Compose(norm, CatFrames(2, -1, ["observation"], ["two"])))
+
+
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2")
+def test_transforms_have_the_state_that_they_are_given() -> None:
+    with SyncCollector(normed, None, frames_per_batch=60, total_frames=120, seed=2) as collector:
+        batches = iter(collector)
+        next(batches)
+        state = collector.state_dict()["env"]
+        kept = {name: str(value) for name, value in state.items()}
+        next(batches)
+        assert {name: str(value) for name, value in state.items()} == kept, "it is a copy"
+    env = normed()
+    env.reset()
+    env.load_state_dict(state)
+    norm = env.transform[0]
+    loc, scale = norm.loc["observation"], norm.scale["observation"]
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        wanted = (td["observation"] - loc) / scale
+        seen.append(torch.allclose(td["normed"], wanted, rtol=1e-3, atol=1e-3))
+        return td.set("action", torch.zeros_like(td["observation"][:, 0], dtype=torch.int64))
+
+    for given in (state, [None, state]):
+        seen: list[bool] = []
+        evaluate(policy, normed, episodes=4, seed=0, env_state=given)
+        assert len(seen) > 4
+        assert all(seen), "also the first observation, and the last"
+    seen = []
+    evaluate(policy, normed, episodes=4, seed=0)
+    assert not all(seen), "those of a fresh one are others"
+
+
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2")
+@pytest.mark.parametrize("wrong", [5, "state", {"other": torch.zeros(1)}])
+def test_another_state_is_refused(wrong: object) -> None:
+    with pytest.raises(ArgumentError, match="env_state: expected"):
+        evaluate(None, normed, episodes=1, env_state=wrong)  # type: ignore[arg-type]

@@ -323,6 +323,7 @@ def count_of(state: Any) -> float:
     return float(count)
 
 
+@pytest.mark.filterwarnings("ignore:VecNormV2. expected statistics of all lanes")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_states_of_transforms_are_those_after_the_last_step_and_go_on(mode: str) -> None:
     with transformed(normed, 2, mode=mode) as one:

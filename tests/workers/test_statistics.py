@@ -1,0 +1,114 @@
+"""Statistics that each worker keeps of its own lanes are said to be so, and only those."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import (
+    CatFrames,
+    Compose,
+    ObservationNorm,
+    RewardScaling,
+    RewardSum,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+    VecNorm,
+    VecNormV2,
+)
+
+from tallyroll.collector import MultiprocessCollector
+from tallyroll.collector.envs.statistics import StatisticsWarning, StatisticsWatch
+
+from oracles import OracleTorchEnv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KEYS = ["observation"]
+IGNORED = "ignore:.*(Support of VecNorm|deprecated|synchronize).*:Warning"
+
+
+class Mean(Transform):
+    """A transform of a user's: a mean over all lanes, or one of each."""
+
+    def __init__(self, *shape: int, moves: bool = True) -> None:
+        super().__init__(in_keys=KEYS, out_keys=KEYS)
+        self.moves = moves
+        self.register_buffer("mean", torch.zeros(shape))
+
+    def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+        return self._call(tensordict_reset)
+
+    def _call(self, next_tensordict: Any) -> Any:
+        if self.moves:
+            self.mean += 1 + next_tensordict["observation"].float().mean()
+        return next_tensordict
+
+
+def shared(kind: Any, path: Path) -> Any:
+    """Statistics in a memory map, which any process sees."""
+    zeros, count = torch.zeros(3), torch.zeros((), dtype=torch.int64)
+    if kind is VecNormV2:
+        loc, var = TensorDict(observation=zeros), TensorDict(observation=zeros)
+        data = TensorDict(loc=loc, var=var, count=TensorDict(observation=count))
+        return VecNormV2(KEYS, shared_data=data.memmap_(str(path)), reduce_batch_dims=True)
+    names = {f"observation_{name}": torch.zeros(2, 3) for name in ("sum", "ssq")}
+    td = TensorDict(**names, observation_count=torch.zeros(1))
+    return VecNorm(KEYS, shared_td=td.memmap_(str(path)))
+
+
+CASES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "VecNormV2": (lambda _: VecNormV2(KEYS), ["VecNormV2"]),
+    "VecNorm": (lambda _: VecNorm(KEYS), ["VecNorm"]),
+    "within others": (lambda _: Compose(StepCounter(), VecNormV2(KEYS)), ["VecNormV2"]),
+    "frozen": (lambda _: VecNormV2(KEYS).freeze(), []),
+    "shared": (partial(shared, VecNorm), []),
+    "shared data": (partial(shared, VecNormV2), []),
+    "of lanes": (
+        lambda _: Compose(CatFrames(2, -1, KEYS, ["two"]), RewardSum(), StepCounter()),
+        [],
+    ),
+    "fixed": (lambda _: Compose(RewardScaling(0.0, 2.0), ObservationNorm(0.0, 1.0, KEYS)), []),
+    "a user's": (lambda _: Mean(), ["Mean"]),
+    "a user's, of lanes": (lambda _: Mean(2, 3), []),
+    "a user's, fixed": (lambda _: Mean(moves=False), []),
+}
+
+
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize("case", CASES)
+def test_what_keeps_statistics_is_found(case: str, tmp_path: Path) -> None:
+    make, wanted = CASES[case]
+    env = TransformedEnv(OracleTorchEnv(2, [[3], [5]]), make(tmp_path))
+    watch = StatisticsWatch(env)
+    env.reset()
+    assert watch.found() == wanted
+
+
+def normed(lanes: int, first: int = 0) -> TransformedEnv:
+    return TransformedEnv(OracleTorchEnv(lanes, [[3]], first_lane=first), VecNormV2(KEYS))
+
+
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_workers_are_warned_of_once(workers: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with MultiprocessCollector(
+            [partial(normed, 2, 2 * worker) for worker in range(workers)],
+            None,
+            frames_per_batch=8,
+            total_frames=16,
+        ) as collector:
+            collector.set_seed(4)
+            assert sum(map(len, collector)) == 16
+    told = [str(each.message) for each in caught if each.category is StatisticsWarning]
+    assert len(told) == (workers > 1)
+    assert all("VecNormV2: expected statistics of all lanes" in each for each in told)
