@@ -23,6 +23,7 @@
     ├── SchemaMismatch                other columns than the storage has
     ├── InvalidProvenance             not JSON
     ├── DiskFailed                    the system cannot read or write, or files are gone
+    ├── TooManyFiles                  this process, or the system, may open no more files
     ├── WriteError                    a write that was refused; committed rows are as before
     │   ├── RowsMismatch              rows that do not fit the schema
     │   ├── BatchTooLong              more rows at once than a ring has
@@ -95,6 +96,7 @@ __all__ = [
     "StorageLocked",
     "StorageMissing",
     "SumTooLarge",
+    "TooManyFiles",
     "TrajectoryIdTaken",
     "UnknownTrajectory",
     "UnsupportedPlatform",
@@ -185,6 +187,10 @@ class InvalidProvenance(StorageError):
 
 class DiskFailed(StorageError):
     """The system cannot read or write: a failing disk, or files that are gone."""
+
+
+class TooManyFiles(StorageError):
+    """This process, or the system, may open no more files. What was open goes on."""
 
 
 class WriteError(StorageError):

@@ -36,8 +36,8 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.commit_header import RECORD_LIMIT, Header, check_record_size
 from tallyroll.storage.files.lock import ReaderLock, WriterLock, is_held
+from tallyroll.storage.files.mapping import Access
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.formats.mapping import Access
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.rows.batch_check import BatchCheck
 from tallyroll.storage.rows.keys import Key

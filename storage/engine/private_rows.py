@@ -15,8 +15,9 @@ from typing import Final
 import numpy as np
 
 from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.files.mapping import Area
+from tallyroll.storage.files.paths import failed
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.formats.mapping import Area
 from tallyroll.storage.rows.schema import Schema
 
 _COPIED_NBYTES: Final = 2**16
@@ -81,6 +82,8 @@ class PrivateRows:
         if nbytes <= _COPIED_NBYTES or sum(list(_lent.values())) >= _MOST_MAPS:
             return [columns[place][slots].copy() for place in places]
         area = self._area(start + (count - 1) * step + 1)
+        if area is None:
+            return [columns[place][slots].copy() for place in places]
         lease = _Lease(area, self)
         if watched:
             self._watch(lease)
@@ -95,12 +98,20 @@ class PrivateRows:
                 found.append(rows[::step])
         return found
 
-    def _area(self, rows: int) -> Area:
+    def _area(self, rows: int) -> Area | None:
+        """An area of so many rows; None where the files were deleted since they were opened."""
         try:
             free = self._free.pop()
         except IndexError:
             free = None
-        return free if free is not None and free.room >= rows else self._format.private(rows, free)
+        if free is not None and free.room >= rows:
+            return free
+        try:
+            return self._format.private(rows, free)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failed(self._format.path, error, 0) from error
 
     def take_back(self, area: Area) -> None:
         """Keep an area that nothing refers to, without what was written to it, or let it go."""

@@ -41,6 +41,7 @@ from tallyroll.storage.files.header_words import (
     inode_of,
     word_of,
 )
+from tallyroll.storage.files.mapping import map_file
 from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.versions import (
     FORMAT_VERSION,
@@ -148,8 +149,10 @@ class Header:
             self._left_open = self.open
             self._places = [self._places_of(index) for index in (0, 1)] if writable else []
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
+        if not writable:
+            self.close()  # the map is all that it takes
         # Nobody but a writer changes the counts, so it need not look.
         if writable:
             self._reserve, self._head, self._floor = self.reserve, self.head, self.floor
@@ -166,9 +169,8 @@ class Header:
                 f"{self._path} should have {HEADER_NBYTES} bytes and has {size}: it was cut "
                 "short. Restore it from a copy."
             )
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
-            return mmap.mmap(self._file, HEADER_NBYTES, access=access)
+            return map_file(self._file, HEADER_NBYTES, "write" if writable else "read").memory
         except ValueError as error:
             raise CorruptStorage(
                 f"{self._path} was cut short while it was opened ({error}). Restore it from a copy."
@@ -440,7 +442,9 @@ class Header:
 
     def close(self) -> None:
         """Close the file. The map goes when nothing refers to it."""
-        os.close(self._file)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def committed_counts(header: bytes) -> tuple[int, int]:

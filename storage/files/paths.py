@@ -17,9 +17,10 @@ from tallyroll.storage.errors import (
     PathIsFile,
     StorageFull,
     StorageMissing,
+    TooManyFiles,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.files.safe_files import OUT_OF_FILES, Inside, too_many_files
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -176,13 +177,15 @@ def told(
 
 def failed(
     path: Path, error: OSError, nbytes: int
-) -> StorageFull | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
+) -> StorageFull | TooManyFiles | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
     """The error for a storage at ``path`` that needed ``nbytes``, for one of the file system."""
     if error.errno in FULL:
         return StorageFull(
             f"{path} {_shortage(path, error, nbytes)} ({error.strerror}). Committed rows are "
             "intact. Free space, or go on in another place."
         )
+    if error.errno in OUT_OF_FILES:
+        return too_many_files(path, error)
     if error.errno in _UNABLE:
         return UnsupportedPlatform(
             f"the file system of {path} cannot reserve or map space ({error.strerror}). Use a "

@@ -10,18 +10,47 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tallyroll.storage.errors import TooManyFiles
+
 JSON_LIMIT = 2**25
 """The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
+
+OUT_OF_FILES = {errno.EMFILE, errno.ENFILE}
 
 _ASIDE = ".tmp"
 _LONGEST = 4095
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITES = os.O_WRONLY | os.O_RDWR
+
+
+def too_many_files(path: object, error: OSError) -> TooManyFiles:
+    """The error for one of the system that says so."""
+    return TooManyFiles(
+        f"{path} cannot be opened: {error.strerror}. This process may have "
+        f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open (ulimit -n). Raise that "
+        "limit, or close storages; a writer has one open for each column, a reader one."
+    )
+
+
+def open_any(path: Path | str, flags: int, directory: int | None = None) -> int:
+    """A descriptor of whatever is there; raises OSError.
+
+    Raises:
+        TooManyFiles: no more may be open. Not an OSError, which many take for a file that is not
+            as it should be.
+    """
+    try:
+        return os.open(path, flags, 0o666, dir_fd=directory)
+    except OSError as error:
+        if error.errno in OUT_OF_FILES:
+            raise too_many_files(path, error) from error
+        raise
 
 
 class Inside:
@@ -33,24 +62,42 @@ class Inside:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._held = -1
+
+    def hold(self) -> None:
+        """Keep the root open until `let_go`: it is found where it was moved to."""
+        if self._held < 0:
+            self._held = open_any(self.root, _DIRECTORY)
+
+    def let_go(self) -> None:
+        """Close the root that is held."""
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
 
     @contextlib.contextmanager
     def _above(self, path: Path) -> Iterator[tuple[int, str]]:
         """A descriptor of the directory that ``path`` lies in, and its name there."""
         *above, name = path.relative_to(self.root).parts
         _require_short(path)
-        directory = os.open(self.root, _DIRECTORY)
+        held = self._held
+        directory = open_any(self.root, _DIRECTORY) if held < 0 else held
         try:
             for part in above:
-                inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-                _let_go(directory)
+                inner = open_any(part, _DIRECTORY | os.O_NOFOLLOW, directory)
+                if directory != held:
+                    _let_go(directory)
                 directory = inner
             yield directory, name
         except OSError as error:
             error.filename, error.filename2 = str(path), None  # and not what it is called there
             raise
+        except TooManyFiles as error:
+            assert isinstance(error.__cause__, OSError)
+            raise too_many_files(path, error.__cause__) from error.__cause__
         finally:
-            _let_go(directory)
+            if directory != held:
+                _let_go(directory)
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor of a plain file."""
@@ -60,9 +107,9 @@ class Inside:
     def open_directory(self, path: Path) -> int:
         """A descriptor of a directory."""
         if path == self.root:
-            return os.open(path, _DIRECTORY)
+            return open_any(path, _DIRECTORY)
         with self._above(path) as (directory, name):
-            return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+            return open_any(name, _DIRECTORY | os.O_NOFOLLOW, directory)
 
     def read(self, path: Path, limit: int) -> bytes:
         """The content of a file.
@@ -196,7 +243,7 @@ def open_file(path: Path | str, flags: int, directory: int | None = None) -> int
     """
     # A pipe would keep us waiting.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    file = os.open(path, flags, 0o666, dir_fd=directory)
+    file = open_any(path, flags, directory)
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):

@@ -12,6 +12,7 @@ import torch
 
 from tallyroll.storage.errors import InvalidSchema, StorageExists
 from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.mapping import Access, Area
 from tallyroll.storage.files.paths import (
     make_directory,
     refuse_impossible,
@@ -20,7 +21,6 @@ from tallyroll.storage.files.paths import (
     translated,
 )
 from tallyroll.storage.files.safe_files import Inside
-from tallyroll.storage.formats.mapping import Access, Area
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
@@ -188,6 +188,7 @@ class Format(ABC):
 
         Raises:
             CorruptStorage: the files are shorter than that.
+            OSError: the system refuses; FileNotFoundError: they were deleted.
         """
 
     @abstractmethod

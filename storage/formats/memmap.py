@@ -14,6 +14,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +24,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
+from tallyroll.storage.files.mapping import Access, Area, Region, map_file, pages
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import close_all, write_all
 from tallyroll.storage.formats.directory import DirectoryFormat
-from tallyroll.storage.formats.mapping import Access, Area, Region, map_file, pages
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -50,6 +53,9 @@ class MemmapFormat(DirectoryFormat):
     rings: ClassVar[bool] = True
 
     _files: tuple[int, ...] = ()
+    """Of a writer."""
+    _inodes: list[int] | None = None
+    """The files that a reader mapped."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -93,17 +99,48 @@ class MemmapFormat(DirectoryFormat):
             os.close(self.inside.make(file))
 
     def open(self, schema: Schema, *, writable: bool) -> None:
-        """Open the column files."""
+        """Open the column files, to write; who reads opens the directory, and maps them from it."""
         self.schema = schema
-        flags = os.O_RDWR if writable else os.O_RDONLY
+        if writable:
+            self._files = tuple(self._open_all(os.O_RDWR))
+            return
+        self.inside.hold()
+        self._inodes = None
+
+    def _open_all(self, flags: int) -> list[int]:
+        first = self._inodes is None
+        open_one = partial(open_column, self.inside) if first else self.inside.open
         files: list[int] = []
         try:
-            for column in schema.columns:
-                files.append(open_column(self.inside, self._file_of(column), flags))
+            for column in self.schema.columns:
+                files.append(open_one(self._file_of(column), flags))
         except BaseException:
             close_all(files)
             raise
-        self._files = tuple(files)
+        return files
+
+    @contextmanager
+    def _opened(self) -> Iterator[Sequence[int]]:
+        """Descriptors of the column files: those of a writer, or of a reader for a moment.
+
+        Raises:
+            FileNotFoundError: they are gone since they were mapped first.
+            CorruptStorage: others are there.
+        """
+        if self._files:
+            yield self._files
+            return
+        files = self._open_all(os.O_RDONLY)
+        try:
+            inodes = [os.fstat(file).st_ino for file in files]
+            if self._inodes not in (None, inodes):
+                raise CorruptStorage(
+                    f"files of {self.path} were replaced while it was open. Open it again."
+                )
+            self._inodes = inodes
+            yield files
+        finally:
+            close_all(files)
 
     def _file_of(self, column: Column) -> Path:
         return self.path / _place_of(column.key, leaf=True)
@@ -125,35 +162,36 @@ class MemmapFormat(DirectoryFormat):
     @told
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
         """Map what all files hold; they must hold ``rows`` rows."""
-        for _ in range(_LOOKS):
-            room = self._room(rows)
-            try:
-                return [
-                    _map_column(file, column, room, access)
-                    for file, column in zip(self._files, self.schema.columns, strict=True)
-                ]
-            except ValueError:
-                # A writer that closes cut the files to the committed rows meanwhile.
-                continue
+        with self._opened() as files:
+            for _ in range(_LOOKS):
+                room = self._room(files, rows)
+                try:
+                    return [
+                        _map_column(file, column, room, access)
+                        for file, column in zip(files, self.schema.columns, strict=True)
+                    ]
+                except ValueError:
+                    # A writer that closes cut the files to the committed rows meanwhile.
+                    continue
         raise CorruptStorage(
             f"the files of {self.path} were cut shorter {_LOOKS} times while they were opened, so "
             "that something else than a writer does that. Open the storage when it has ended."
         )
 
-    @told
     def private(self, rows: int, before: Area | None = None) -> Area:
         """Map all files one behind the other."""
-        room = self._room(rows)
-        sizes = [room * column.row_nbytes for column in self.schema.columns]
-        starts = tuple(accumulate(map(pages, sizes), initial=0))
-        region = Region(starts[-1], "private")
-        for file, size, start in zip(self._files, sizes, starts, strict=False):
-            region.add(file, size, start)
+        with self._opened() as files:
+            room = self._room(files, rows)
+            sizes = [room * column.row_nbytes for column in self.schema.columns]
+            starts = tuple(accumulate(map(pages, sizes), initial=0))
+            region = Region(starts[-1], "private")
+            for file, size, start in zip(files, sizes, starts, strict=False):
+                region.add(file, size, start)
         return Area(region, starts[:-1], room)
 
-    def _room(self, rows: int) -> int:
+    def _room(self, files: Sequence[int], rows: int) -> int:
         """Number of rows that all files hold, at least ``rows``."""
-        sizes = [os.fstat(file).st_size for file in self._files]
+        sizes = [os.fstat(file).st_size for file in files]
         for column, size in zip(self.schema.columns, sizes, strict=True):
             if size < rows * column.row_nbytes:
                 raise CorruptStorage(
@@ -186,8 +224,9 @@ class MemmapFormat(DirectoryFormat):
             os.fdatasync(file)
 
     def close(self) -> None:
-        """Close the column files."""
+        """Close the column files, and the directory."""
         files, self._files = self._files, ()
+        self.inside.let_go()
         close_all(files)
 
 

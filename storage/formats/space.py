@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tallyroll.storage.errors import StorageFull
+from tallyroll.storage.files.mapping import maps_left
 from tallyroll.storage.files.paths import free_bytes, nearest
-from tallyroll.storage.formats.mapping import maps_left
 
 if TYPE_CHECKING:
     from tallyroll.storage.formats.base import Format

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, ZarrStorage
 from tallyroll.storage.engine import private_rows
-from tallyroll.storage.formats.mapping import Region
+from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import arrays, assert_rows, rows
 

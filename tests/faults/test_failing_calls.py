@@ -24,14 +24,14 @@ from tallyroll.storage import (
     ZarrStorage,
 )
 from tallyroll.storage.engine import private_rows
-from tallyroll.storage.errors import DiskFailed, NotWritable, UnsupportedPlatform
+from tallyroll.storage.errors import DiskFailed, NotWritable, TooManyFiles, UnsupportedPlatform
+from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats import memmap
 from tallyroll.storage.formats.hdf5 import format as hdf5
 from tallyroll.storage.formats.hdf5 import replace as hdf5_replace
 from tallyroll.storage.formats.hdf5.datasets import FilePlaces
-from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import assert_rows, files_of, rows
 
@@ -218,13 +218,13 @@ FAULTS: list[tuple[str, Callable[[str, Path], None], tuple[object, str], int, ty
     ("zarr", MADE, (Inside, "write_aside"), errno.ENOSPC, StorageFull),
     ("zarr", MADE, (Inside, "make"), errno.EIO, DiskFailed),
     ("zarr", READ, (Region, "add"), errno.ENOMEM, UnsupportedPlatform),
-    ("zarr", APPENDED, (Region, "add"), errno.EMFILE, DiskFailed),
+    ("zarr", APPENDED, (Region, "add"), errno.EMFILE, TooManyFiles),
     ("zarr", map_views, (Region, "add"), errno.ENOMEM, UnsupportedPlatform),
     ("zarr", add_a_run, (Inside, "write_aside"), errno.ENOSPC, StorageFull),
     ("zarr", flush, (Inside, "write_aside"), errno.EIO, DiskFailed),
     ("hdf5", MADE, (Inside, "make"), errno.EACCES, NotWritable),
     ("hdf5", MADE, (hdf5_replace, "make_file"), errno.EIO, DiskFailed),
-    ("hdf5", READ, (hdf5, "open_file"), errno.EMFILE, DiskFailed),
+    ("hdf5", READ, (hdf5, "open_file"), errno.EMFILE, TooManyFiles),
     ("hdf5", APPENDED, (hdf5, "open_file"), errno.ELOOP, CorruptStorage),
     ("hdf5", READ, (hdf5.H5Format, "_mapped"), errno.ENOMEM, UnsupportedPlatform),
     ("hdf5", map_views, (mmap, "mmap"), errno.ENOMEM, UnsupportedPlatform),

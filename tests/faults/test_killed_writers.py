@@ -35,8 +35,8 @@ from tallyroll.storage.engine.commit_engine import LOOK_SECONDS
 from tallyroll.storage.errors import DiskFailed, WriterForked
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
+from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.files.safe_files import Inside
-from tallyroll.storage.formats.mapping import Region
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS
 

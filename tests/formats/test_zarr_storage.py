@@ -37,7 +37,7 @@ from tallyroll.storage.errors import (
     UnsupportedPlatform,
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
-from tallyroll.storage.formats.mapping import PAGE_NBYTES, Region
+from tallyroll.storage.files.mapping import PAGE_NBYTES, Region
 from tallyroll.storage.formats.zarr.metadata import chunk_rows_of
 from tallyroll.storage.rows.dtypes import TORCH
 from tallyroll.storage.rows.keys import Key

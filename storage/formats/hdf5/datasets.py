@@ -19,7 +19,7 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, MissingLibrary
 from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.files.safe_files import open_any, write_all
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
@@ -139,6 +139,7 @@ def _h5py() -> Any:
     try:
         return importlib.import_module("h5py")
     except ImportError as error:
+        os.close(open_any(os.devnull, os.O_RDONLY))  # unless no more files may be open
         raise MissingLibrary(
             "HDF5 storages need h5py, which is not installed: pip install 'tallyroll[hdf5]'"
         ) from error

@@ -34,6 +34,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts, refuse_newer
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
+from tallyroll.storage.files.mapping import Access, Area, map_file
 from tallyroll.storage.files.paths import (
     refuse_impossible,
     require_creatable,
@@ -64,7 +65,6 @@ from tallyroll.storage.formats.hdf5.user_block import (
     is_ours,
     newest_manifest,
 )
-from tallyroll.storage.formats.mapping import Access, Area, map_file
 from tallyroll.storage.formats.metadata_checks import differs, require_committed
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.schema import Schema
@@ -290,7 +290,6 @@ class H5Format(Format):
             self._arrays[access] = self._mapped(access)
         return self._arrays[access]
 
-    @told
     def private(self, rows: int, before: Area | None = None) -> Area:
         """Map the file."""
         self._require_capacity(rows)

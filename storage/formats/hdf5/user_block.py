@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, header_bytes
-from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.files.safe_files import open_any, write_all
 
 USER_BLOCK_NBYTES = 2**20
 
@@ -37,12 +37,16 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEADER_MAGIC = header_bytes(0)[: len(_MAGIC)]
 
 
+def _descriptor(path: Path) -> int:
+    return open_any(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 def is_hdf5(path: Path) -> bool:
     """Whether the file holds HDF5, behind a user block of any size."""
     if not path.is_file():
         return False
     try:
-        with open(path, "rb") as file:
+        with open(_descriptor(path), "rb") as file:
             size, at = os.fstat(file.fileno()).st_size, 0
             while at + len(_SIGNATURE) <= size:
                 if os.pread(file.fileno(), len(_SIGNATURE), at) == _SIGNATURE:
@@ -57,7 +61,7 @@ def is_ours(path: Path) -> bool:
     """Whether the file begins with a user block of ours, be it damaged; raises OSError."""
     if not path.is_file():  # a pipe would keep us waiting
         return False
-    with open(path, "rb") as file:
+    with open(_descriptor(path), "rb") as file:
         begin = file.read(len(_HEADER_MAGIC))
         return begin == _HEADER_MAGIC or has_slots(file.fileno())
 

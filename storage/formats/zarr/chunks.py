@@ -6,12 +6,14 @@ import contextlib
 import os
 import re
 import stat
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.files.safe_files import closing, open_file, write_all
-from tallyroll.storage.formats.mapping import Access, Region
+from tallyroll.storage.errors import CorruptStorage, TooManyFiles
+from tallyroll.storage.files.mapping import Access, Region
+from tallyroll.storage.files.safe_files import Inside, closing, open_file, write_all
 from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column
@@ -23,14 +25,14 @@ class ChunkedColumn:
     """An open column.
 
     Args:
-        directory: a descriptor of the directory of its chunks, which `close` closes.
+        inside: the way to the storage's files.
+        place: the directory of its chunks, which is opened when it is needed.
         column: what it holds.
         chunk_rows: rows a chunk.
-        storage: where it is, for messages.
     """
 
-    def __init__(self, directory: int, column: Column, chunk_rows: int, storage: str) -> None:
-        self._directory, self._column, self._storage = directory, column, storage
+    def __init__(self, inside: Inside, place: Path, column: Column, chunk_rows: int) -> None:
+        self._inside, self._place, self._column = inside, place, column
         self.chunk_rows = chunk_rows
         self.chunk_nbytes = chunk_rows * column.row_nbytes
         self.count = 0
@@ -46,8 +48,8 @@ class ChunkedColumn:
     def _name(self, number: int) -> str:
         return chunk_name(self._column, number)
 
-    def _open(self, number: int, flags: int) -> int:
-        return open_file(self._name(number), flags, self._directory)
+    def _directory(self) -> AbstractContextManager[int]:
+        return closing(self._inside.open_directory(self._place))
 
     def require(self, count: int) -> None:
         """Check that ``count`` chunks are there.
@@ -55,14 +57,18 @@ class ChunkedColumn:
         Raises:
             CorruptStorage: one is missing, of another size, or no file.
         """
-        for number in range(self.count, count):
-            self._require_chunk(number)
-            self.count = number + 1
+        if count <= self.count:
+            return
+        with self._directory() as directory:
+            for number in range(self.count, count):
+                self._require_chunk(directory, number)
+                self.count = number + 1
 
-    def _require_chunk(self, number: int) -> None:
-        what = f"chunk {self._name(number)} of column {spell(self._column.key)} in {self._storage}"
+    def _require_chunk(self, directory: int, number: int) -> None:
+        storage = self._inside.root
+        what = f"chunk {self._name(number)} of column {spell(self._column.key)} in {storage}"
         try:
-            found = os.stat(self._name(number), dir_fd=self._directory, follow_symlinks=False)
+            found = os.stat(self._name(number), dir_fd=directory, follow_symlinks=False)
         except OSError as error:
             raise CorruptStorage(
                 f"{what} is missing, and committed rows were in it. Restore it from a copy."
@@ -81,27 +87,33 @@ class ChunkedColumn:
         Raises:
             OSError: the file system refuses.
         """
-        for number in range(self.count, count):
-            try:
-                self._make_chunk(number)
-            except OSError:
-                self.remove(self.count, number + 1)
-                raise
-        self._new_names |= count > self.count
-        self.count = max(count, self.count)
+        if count <= self.count:
+            return
+        with self._directory() as directory:
+            for number in range(self.count, count):
+                try:
+                    self._make_chunk(directory, number)
+                except (OSError, TooManyFiles):
+                    self.remove(self.count, number + 1)
+                    raise
+        self._new_names, self.count = True, count
 
-    def _make_chunk(self, number: int) -> None:
-        with closing(self._open(number, os.O_RDWR | os.O_CREAT)) as file:
+    def _make_chunk(self, directory: int, number: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT
+        with closing(open_file(self._name(number), flags, directory)) as file:
             if os.fstat(file).st_size > self.chunk_nbytes:
                 os.ftruncate(file, self.chunk_nbytes)
             os.posix_fallocate(file, 0, self.chunk_nbytes)
 
     def remove(self, start: int, stop: int) -> None:
         """Remove chunks ``[start, stop)``, of those that are not mapped."""
-        for number in range(start, stop):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._name(number), dir_fd=self._directory)
         self.count = min(self.count, start)
+        if stop <= start:
+            return
+        with self._directory() as directory:
+            for number in range(start, stop):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._name(number), dir_fd=directory)
 
     def to_map(self, count: int, access: Access) -> int:
         """Number of maps that `array` makes for ``count`` chunks."""
@@ -134,9 +146,12 @@ class ChunkedColumn:
         Raises:
             OSError: the system refuses to map them.
         """
-        for number in range(first, count):
-            with closing(self._open(number, flags)) as file:
-                region.add(file, self.chunk_nbytes, at + number * self.chunk_nbytes)
+        if count <= first:
+            return
+        with self._directory() as directory:
+            for number in range(first, count):
+                with closing(open_file(self._name(number), flags, directory)) as file:
+                    region.add(file, self.chunk_nbytes, at + number * self.chunk_nbytes)
 
     def write(self, row: int, rows: np.ndarray) -> None:
         """Write C-contiguous ``rows`` from ``row`` on through the files."""
@@ -153,7 +168,8 @@ class ChunkedColumn:
         last, file = self._tail
         if last != number:
             self._close_tail()
-            file = self._open(number, os.O_RDWR)
+            with self._directory() as directory:
+                file = open_file(self._name(number), os.O_RDWR, directory)
             self._tail = number, file
         return file
 
@@ -162,7 +178,8 @@ class ChunkedColumn:
         if (region := self._regions.get("write")) is not None:
             region.sync(start * self._column.row_nbytes if self._synced else 0)
         if self._new_names:
-            os.fsync(self._directory)
+            with self._directory() as directory:
+                os.fsync(directory)
         self._new_names, self._synced = False, True
 
     def trim(self, rows: int) -> None:
@@ -170,14 +187,14 @@ class ChunkedColumn:
         self._close_tail()
         self._regions.clear()
         self.count = self.count_for(rows)
-        for name in os.listdir(self._directory):
-            if (chunk := _NAME.fullmatch(name)) and int(chunk[1]) >= self.count:
-                os.unlink(name, dir_fd=self._directory)
+        with self._directory() as directory:
+            for name in os.listdir(directory):
+                if (chunk := _NAME.fullmatch(name)) and int(chunk[1]) >= self.count:
+                    os.unlink(name, dir_fd=directory)
 
     def close(self) -> None:
         """Close the files. Arrays stay valid."""
         with contextlib.ExitStack() as exits:
-            exits.callback(os.close, self._directory)
             exits.callback(self._regions.clear)
             self._close_tail()
 

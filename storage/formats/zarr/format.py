@@ -40,11 +40,11 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import Manifest, attributes_of
+from tallyroll.storage.files.mapping import PAGE_NBYTES, Access, Area, Region, maps_left
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
 from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.directory import DirectoryFormat
-from tallyroll.storage.formats.mapping import PAGE_NBYTES, Access, Area, Region, maps_left
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.formats.zarr.chunks import ChunkedColumn
@@ -156,22 +156,26 @@ class ZarrFormat(DirectoryFormat):
                 f"of {len(schema.columns)}: it is damaged. Restore it from a copy."
             )
         columns: list[ChunkedColumn] = []
+        self.inside.hold()
         with contextlib.ExitStack() as undo:
+            undo.callback(self.inside.let_go)
             for column, rows in zip(schema.columns, self._chunk_rows, strict=True):
                 _require_pages(self.path, column, rows)
                 place = self.path.joinpath(*column.key)
-                directory = open_column(self.inside, place, os.O_DIRECTORY)
-                columns.append(ChunkedColumn(directory, column, rows, str(self.path)))
-                undo.callback(columns[-1].close)
+                os.close(open_column(self.inside, place, os.O_DIRECTORY))
+                columns.append(ChunkedColumn(self.inside, place, column, rows))
+            self._columns = columns
+            if writable:
+                self._open_metadata()
             undo.pop_all()
-        self._columns = columns
-        if writable:
-            self._sweep()
-            self._attributes = self._read_attributes()
-            # What is shown stays so when a run is added, until the next refresh.
-            shown = self._attributes.get(_ROOT, {}).get("rows")
-            self._shown = shown if type(shown) is int and shown >= 0 else 0
-            self._header_meta_stands = not any(self._header_shown_wrongly())
+
+    def _open_metadata(self) -> None:
+        self._sweep()
+        self._attributes = self._read_attributes()
+        # What is shown stays so when a run is added, until the next refresh.
+        shown = self._attributes.get(_ROOT, {}).get("rows")
+        self._shown = shown if type(shown) is int and shown >= 0 else 0
+        self._header_meta_stands = not any(self._header_shown_wrongly())
 
     def _sweep(self) -> None:
         for place in {file.parent for file in self.written_aside()}:
@@ -230,7 +234,6 @@ class ZarrFormat(DirectoryFormat):
             room = _room(pairs)
             return [column.array(count, room, access) for column, count in pairs]
 
-    @told
     def private(self, rows: int, before: Area | None = None) -> Area:
         """Map the chunks of one column behind those of the other, with space for more."""
         with self._mapping:
@@ -297,6 +300,7 @@ class ZarrFormat(DirectoryFormat):
         """Close the files."""
         columns, self._columns = self._columns, []
         with contextlib.ExitStack() as exits:
+            exits.callback(self.inside.let_go)
             for column in columns:
                 exits.callback(column.close)
 
