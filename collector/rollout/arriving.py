@@ -121,7 +121,7 @@ class ArrivingLanes(Lanes):
         acting, self._ready = self._acting, self._ready[self.lanes :]
         chosen: slice | NDArray[np.intp] = slice(len(acting))
         waits = False
-        if self._by_policy:
+        if self._by_policy and (self._random_away or self.slab.version[at].min() < 0):
             going = self._going(acting, self.slab.version[at, chosen] == RANDOM_VERSION)
             waits = not going.all()
             if waits:
