@@ -88,16 +88,23 @@ class _Observation:
         last = np.flatnonzero(turns)[: max(0, most // 16 + 1 - len(self.leaps))]
         if len(last):
             self.leaps = np.concatenate([self.leaps, self._change(start + last)])
-        if (turns != terminated)[final].any():
-            self.by_design = False
+        if self.by_design:
+            others = np.flatnonzero(final & terminated & ~turns)[:most]
+            # Values times zero may be -0.0, whose bytes are not.
+            self.by_design = (
+                not (turns & ~terminated).any()
+                and not self._values(self.next.take(start + others)).any()
+            )
         self.truncated += int((final & ~terminated & ~turns).sum())
+
+    def _values(self, found: np.ndarray) -> np.ndarray:
+        """Numbers [k, values] of an array [k, ...] of the column."""
+        found = floats_of(found) if self.dtype is torch.bfloat16 else found
+        return found.reshape(len(found), self.values)
 
     def _change(self, rows: np.ndarray) -> np.ndarray:
         """How far each value moves in rows [k]: [k, values]."""
-        here, next = (
-            (floats_of(found) if self.dtype is torch.bfloat16 else found).reshape(len(rows), -1)
-            for found in (self.here.take(rows), self.next.take(rows))
-        )
+        here, next = (self._values(each.take(rows)) for each in (self.here, self.next))
         with np.errstate(invalid="ignore", over="ignore"):
             wide = np.complex128 if here.dtype.kind == "c" else np.float64
             return np.nan_to_num(np.abs(next.astype(wide) - here.astype(wide)))
