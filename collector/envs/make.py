@@ -2,7 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
+from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.declared_env import Make
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
@@ -61,7 +63,8 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         return _by_name(create, options)
     require_id_options(options)
     factory = _callable_alone(create) if _is_factory(create) else None
-    made: Any = create if factory is None else factory()
+    with processes_guarded():
+        made: Any = create if factory is None else factory()
     try:
         env = _driven(made, factory, options)
         base = system_of(env)
@@ -73,6 +76,31 @@ def make_env(create: CreateEnv, options: Options) -> Made:
             close(made)
         raise
     return Made(env, factory is not None, _describe(env), made)
+
+
+@contextmanager
+def processes_guarded() -> Iterator[None]:
+    """An environment that starts processes is made within; say what keeps them from starting.
+
+    Raises:
+        EnvironmentRefused: they imported the main module and came here too, or ended at once.
+    """
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise EnvironmentRefused(
+            "the environment's own processes ended while it was made. If it starts some that "
+            f'import the main module, as AsyncVectorEnv(context="spawn") does, {_GUARD}'
+        ) from error
+    except RuntimeError as error:
+        if not is_starting():
+            raise
+        raise EnvironmentRefused(
+            f"a process that the environment started came to the collector itself: {_GUARD}"
+        ) from error
+
+
+_GUARD = 'make environment and collector under `if __name__ == "__main__":`'
 
 
 def _is_factory(create: Any) -> bool:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from gymnasium.error import UnregisteredEnv
+
 from tallyroll.collector.compat import is_starting
+from tallyroll.collector.envs.gymnasium.make import NOT_REGISTERED
 from tallyroll.collector.errors import (
     ArgumentError,
     CollectorError,
@@ -87,9 +90,10 @@ def worker_error(member: "Member", report: Raised) -> Exception:
         return original
     lane = None if report.lane is None else member.lanes[report.lane]
     details = _details(member, lane)
+    hint = f"\n{NOT_REGISTERED}" if isinstance(original, UnregisteredEnv) else ""
     error = WorkerRaised(
         f"{member.who} raised {report.kind} while {report.doing or 'getting ready'}: "
-        f"{report.message}{details}\nIts traceback:\n{report.traceback}",
+        f"{report.message}{details}{hint}\nIts traceback:\n{report.traceback}",
         **_facts(member, lane),
         worker_traceback=report.traceback,
     )

@@ -1,7 +1,7 @@
 """Getting workers ready: environments, seeds, an agreed layout, memory; and getting new ones."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class WorkerStartup:
 
     def made(self) -> dict[str, Any]:
         """Hear that all environments stand, number their lanes, and return what they are."""
-        answers: list[m.Made] = self._worker_pool.answers()
+        answers: list[m.Made] = self._answers(self._worker_pool.hear)
         first = 0
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             member.lanes = range(first, first + answer.lanes)
@@ -64,9 +64,19 @@ class WorkerStartup:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
         """
         self._asked = asked
-        answers: list[m.Planned] = self._worker_pool.all(
-            [self._seed(member, seed, incarnation) for member in self._worker_pool.members]
-        )
+        pool = self._worker_pool
+        for member in pool.members:
+            pool.ask(member, self._seed(member, seed, incarnation))
+
+        def made_and_seeded(member: Member) -> Any:
+            self._hear_made(member)
+            answer: m.Planned = pool.answer(member, self._seed(member, seed, incarnation))
+            if hasattr(self, "_memory"):  # the run is seeded once more
+                pool.answer(member, self._bind(member))
+                member.ready = True
+            return answer
+
+        answers: list[m.Planned] = self._answers(made_and_seeded)
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
@@ -87,7 +97,9 @@ class WorkerStartup:
     def bind(self, arena: Arena, share: Share, blocks: Blocks) -> None:
         """Hand the memory to all."""
         self._memory = arena, share, blocks
-        self._worker_pool.all([self._bind(member) for member in self._worker_pool.members])
+        for member in self._worker_pool.members:
+            self._worker_pool.ask(member, self._bind(member))
+        self._answers(self._make_ready)
         for member in self._worker_pool.members:
             member.ready = True
 
@@ -103,6 +115,45 @@ class WorkerStartup:
             if state is not None:
                 self._worker_pool.answer(member, m.Load(state))
                 member.state = state
+
+    def _answers(self, lead: Callable[[Member], Any]) -> list[Any]:
+        """The answers of all members that were asked, in their order.
+
+        ``lead`` brings one that was started in the place of another this far, and returns its
+        answer.
+
+        Raises:
+            WorkerError: of a worker that may not be replaced.
+        """
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < len(self._worker_pool.members):
+                for member, answer in self._worker_pool.events():
+                    if isinstance(answer, Exception):
+                        answer = self._started_again(member, answer, lead)
+                    found[member.index] = answer
+        except BaseException:
+            self._worker_pool.settle()
+            raise
+        return [found[index] for index in range(len(self._worker_pool.members))]
+
+    def _started_again(
+        self, member: Member, error: Exception, lead: Callable[[Member], Any]
+    ) -> Any:
+        """Its seeds are those of the worker that failed: no transition was made of them."""
+        while True:
+            failed = self.allowed(error)
+            self._left -= 1
+            warnings.warn(
+                "a worker failed before it was ready, and is replaced: "
+                f"{str(failed).splitlines()[0]}",
+                stacklevel=2,
+            )
+            try:
+                self._worker_pool.restart(member)
+                return lead(member)
+            except WorkerError as again:
+                error = again
 
     # --- one in the place of another --------------------------------------------------------------
 
@@ -128,6 +179,7 @@ class WorkerStartup:
             self.ledger.respawned += 1
             self.ledger.incarnation += 1
             try:
+                self._worker_pool.restart(member)
                 self._make_ready(member)
                 if begin_at is not None:
                     member.board[FILLED] = begin_at
@@ -139,13 +191,7 @@ class WorkerStartup:
     def _make_ready(self, member: Member) -> None:
         assert self.ledger.seed is not None
         pool, state = self._worker_pool, member.state
-        pool.restart(member)
-        made: m.Made = pool.hear(member)
-        if made.lanes != len(member.lanes):
-            raise EnvironmentRefused(
-                f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
-                "when it was started again; let it make the same each time"
-            )
+        self._hear_made(member)
         seed = self._seed(member, self.ledger.seed, self.ledger.incarnation)
         planned: m.Planned = pool.answer(member, seed)
         _require_same(self.planned, planned, member)
@@ -155,6 +201,14 @@ class WorkerStartup:
             member.state = state
         pool.answer(member, self._bind(member))
         member.ready = True
+
+    def _hear_made(self, member: Member) -> None:
+        made: m.Made = self._worker_pool.hear(member)
+        if made.lanes != len(member.lanes):
+            raise EnvironmentRefused(
+                f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
+                "when it was started again; let it make the same each time"
+            )
 
 
 def _warn_of_statistics(names: Sequence[str], workers: int) -> None:

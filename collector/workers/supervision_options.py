@@ -18,7 +18,8 @@ class Supervision:
     Args:
         on_worker_death: ``"raise"``, or ``"respawn"``: a worker that raised, died or hung is
             replaced. What it was filling is lost (see the ledger) and collected anew, and its
-            lanes' trajectories are cut.
+            lanes' trajectories are cut. One that fails before it is ready is replaced with a
+            warning, and its lanes keep their seeds.
         max_respawns: workers that are replaced in all; the next one that fails raises.
         step_timeout: seconds without a completed step after which a worker counts as hung; None
             waits for ever.

@@ -90,3 +90,56 @@ def test_a_program_from_stdin_is_refused(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "read from stdin; save it in a file" in run.stderr
     assert (tmp_path / "came here").read_text() == "again "
+
+
+IDS = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+from tallyroll.collector import MultiprocessCollector
+
+def make():
+    return gymnasium.make_vec("Mine-v0", 1, vectorization_mode="sync")
+
+if __name__ == "__main__":
+    gymnasium.register("Mine-v0", entry_point=CartPoleEnv)
+    for create in ("Mine-v0", [make]):
+        try:
+            MultiprocessCollector(create, frames_per_batch=5, total_frames=5, num_workers=1)
+        except Exception as error:
+            print(type(error).__name__, "what modules register when they are" in str(error))
+"""
+
+
+@pytest.mark.slow
+def test_an_id_that_is_registered_under_the_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IDS)
+    run = ran(tmp_path, "script.py")
+    assert run.stdout == "ArgumentError True\nWorkerRaised True\n", run.stderr
+
+
+ASYNC = """
+import gymnasium
+from tallyroll.collector import SyncCollector
+
+def make():
+    cartpole = lambda: gymnasium.make("CartPole-v1")
+    return gymnasium.vector.AsyncVectorEnv([cartpole] * 2, context={context!r})
+
+{guard}
+    with SyncCollector(make, frames_per_batch=5, total_frames=10) as collector:
+        print([len(batch) for batch in collector])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["spawn"])
+def test_an_environment_that_starts_processes_without_a_guard(tmp_path: Path, context: str) -> None:
+    (tmp_path / "script.py").write_text(ASYNC.format(guard="if True:", context=context))
+    run = ran(tmp_path, "script.py")
+    assert run.returncode == 1
+    assert "the environment's own processes ended while it was made" in run.stderr
+    assert "came to the collector itself: make environment and collector under" in run.stderr
+    guard = 'if __name__ == "__main__":'
+    (tmp_path / "script.py").write_text(ASYNC.format(guard=guard, context=context))
+    run = ran(tmp_path, "script.py")
+    assert (run.returncode, run.stdout) == (0, "[5, 5]\n"), run.stderr

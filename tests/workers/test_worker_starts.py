@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +18,10 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
 from tallyroll.collector import MultiprocessCollector
-from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.errors import ArgumentError, WorkerRaised
 from tallyroll.collector.workers import processes
 from tallyroll.storage import open_storage, verify
 
@@ -164,3 +166,55 @@ def test_a_crew_can_be_started_after_one_that_could_not(at: int, tmp_path: Path)
     with make() as collector:
         assert sum(map(len, collector)) == 200
     assert_gone(collector.worker_pids)
+
+
+class FailsOnce:
+    """A factory whose first worker fails while it starts; ``mark`` is then there."""
+
+    def __init__(self, real: Any, mark: Path, how: str) -> None:
+        self.real, self.mark, self.how = real, mark, how
+
+    def __call__(self) -> Any:
+        first = not self.mark.exists()
+        self.mark.touch()
+        if first and self.how == "raises":
+            raise ValueError("no luck")
+        env = self.real()
+        if first:
+            env.reset = partial(os._exit, 3)  # it takes arguments: an exit, or a TypeError
+        return env
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [("sync", "raises"), pytest.param("async", "resets", marks=pytest.mark.slow)],
+)
+def test_a_worker_that_fails_once_while_it_starts(tmp_path: Path, mode: str, how: str) -> None:
+    """It is replaced, with the same seeds: the rows are those of a run in which none failed."""
+    sound = factories(DISABLED, 2)
+    found = []
+    for create in (sound, [sound[0], FailsOnce(sound[1], tmp_path / "mark", how)]):
+        options = {"on_worker_death": "respawn", "max_respawns": 1, "mode": mode}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with start(create, **RUN, **options) as collector:
+                rows = [batch["observation"].clone() for batch in collector]
+        found.append((rows, [str(each.message) for each in warned]))
+    assert not [text for text in found[0][1] if "before it was ready" in text]
+    (said,) = (text for text in found[1][1] if "before it was ready" in text)
+    assert "worker 1" in said
+    assert sum(map(len, found[1][0])) == 200
+    if mode == "sync":
+        assert all(map(torch.equal, found[0][0], found[1][0]))
+
+
+def test_a_worker_that_fails_at_each_start(tmp_path: Path) -> None:
+    class Never(FailsOnce):
+        def __call__(self) -> Any:
+            raise ValueError("no luck")
+
+    sound = factories(DISABLED, 2)
+    create = [sound[0], Never(sound[1], tmp_path / "mark", "")]
+    with pytest.warns(UserWarning, match="before it was ready"), pytest.raises(WorkerRaised) as end:
+        start(create, **RUN, on_worker_death="respawn", max_respawns=2)
+    assert "max_respawns=2 workers were replaced before" in end.value.__notes__[0]

@@ -1,5 +1,6 @@
 """Gymnasium environments by id, by an instance and by a factory."""
 
+import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -61,9 +62,22 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
         yield
     except (gymnasium.error.Error, ImportError) as error:
         _name_the_extra(env_id, error)
-        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}") from error
+        hint = f"; {NOT_REGISTERED}" if _lacks_registration(error) else ""
+        raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}{hint}") from error
     except (TypeError, ValueError, AssertionError) as error:  # a max_episode_steps of 0
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
+
+
+NOT_REGISTERED = (
+    "a worker process has what modules register when they are imported, and not what stands under "
+    "the main guard or in a notebook: register the id in a module that can be imported and give "
+    '"module:Id-v0", or pass a factory that makes the environment from its class'
+)
+
+
+def _lacks_registration(error: BaseException) -> bool:
+    unregistered = isinstance(error, gymnasium.error.UnregisteredEnv)
+    return unregistered and multiprocessing.parent_process() is not None
 
 
 def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
