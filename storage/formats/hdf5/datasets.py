@@ -11,15 +11,16 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, MissingLibrary
+from tallyroll.storage.errors import CorruptStorage, ForeignContent, MissingLibrary
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.safe_files import open_any, write_all
+from tallyroll.storage.formats.hdf5.moved_attributes import value_places
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
@@ -93,6 +94,27 @@ class FilePlaces:
         """Whether the attribute ``provenance`` is that of the manifest."""
         return os.pread(file, PROVENANCE_NBYTES, self.provenance.at) == _provenance(manifest)
 
+    def moved(self, file: int, path: Path) -> FilePlaces:
+        """The places after another program added attributes, and may have moved ours.
+
+        Raises:
+            CorruptStorage: ours are not there, or not as long as they were.
+        """
+        shown = shown_attributes(file, path)
+        try:
+            places = value_places(file)
+            rows, provenance = places["rows"], places["provenance"]
+        except (ValueError, KeyError) as error:
+            raise _not_there(path) from error
+        found = replace(self, rows=_place(file, rows), provenance=_place(file, provenance))
+        text = os.pread(file, PROVENANCE_NBYTES, provenance)
+        if found.rows_shown(file) != shown.get("rows") or (
+            text.decode(errors="replace").rstrip() != shown.get("provenance")
+            or len(text) != PROVENANCE_NBYTES
+        ):
+            raise _not_there(path)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """A JSON value that `from_json` reads back."""
         return {
@@ -124,6 +146,18 @@ class FilePlaces:
             raise ValueError(f"not places in a file: {value!r:.200}") from error
 
 
+def _place(file: int, at: int) -> AttributePlace:
+    return AttributePlace(at, os.pread(file, _SIGNATURE_NBYTES, at - _SIGNATURE_NBYTES))
+
+
+def _not_there(path: Path) -> CorruptStorage:
+    return CorruptStorage(
+        f"the attributes rows and provenance in {path} are not where they were, and not elsewhere: "
+        "another program changed them, or the file is damaged. Its rows can be read: copy them to "
+        "a new storage to go on."
+    )
+
+
 def _provenance(manifest: Manifest) -> bytes:
     text = attributes_of(manifest, PROVENANCE_NBYTES)["provenance"].encode()
     return text[:PROVENANCE_NBYTES].ljust(PROVENANCE_NBYTES)
@@ -153,7 +187,9 @@ def nbytes_of_file(schema: Schema, capacity: int) -> int:
     return USER_BLOCK_NBYTES + 3 * 65536 + _ALIGNMENT * (sum(aligned) + objects)
 
 
-def make_file(made: int, path: Path, schema: Schema, capacity: int) -> FilePlaces:
+def make_file(
+    made: int, path: Path, schema: Schema, capacity: int, like: int | None = None
+) -> FilePlaces:
     """Make an HDF5 file with a dataset a column, [capacity, ...], and attributes.
 
     Its user block is empty, and its space is not reserved yet.
@@ -163,8 +199,11 @@ def make_file(made: int, path: Path, schema: Schema, capacity: int) -> FilePlace
         path: where it is, for messages.
         schema: the columns.
         capacity: rows that it is for.
+        like: a descriptor of the file that it is to replace: attributes that other programs gave
+            it, and its datasets and groups, are copied.
 
     Raises:
+        ForeignContent: such an attribute cannot be copied.
         MissingLibrary: h5py is not installed.
         OSError: the file system refuses.
     """
@@ -172,6 +211,8 @@ def make_file(made: int, path: Path, schema: Schema, capacity: int) -> FilePlace
     marks = {"rows": os.urandom(8), "provenance": os.urandom(32)}
     try:
         _make(_h5py(), made, marks, schema, capacity)
+        if like is not None:
+            _copy_attributes(_h5py(), like, made, path, schema)
     except OSError:
         raise
     except _DAMAGE as error:  # after an error of the file system h5py may raise anything
@@ -204,6 +245,36 @@ def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capa
             _make_dataset(h5py, file, column, capacity)
 
 
+def _copy_attributes(h5py: Any, source: int, target: int, path: Path, schema: Schema) -> None:
+    nodes = {key[:depth] for key in schema.keys for depth in range(len(key) + 1)}
+    with (
+        _opened(source, path) as old,
+        open(target, "r+b", buffering=0, closefd=False) as raw,
+        h5py.File(raw, "r+") as new,
+    ):
+        for node in sorted(nodes):
+            name = "/" + "/".join(node)
+            attributes = old[name].attrs
+            for each in attributes:
+                if node or each not in ATTRIBUTES:
+                    _copy_attribute(h5py, attributes, new[name].attrs, each, path)
+
+
+def _copy_attribute(h5py: Any, source: Any, target: Any, name: str, path: Path) -> None:
+    try:
+        kind = source.get_id(name)
+        if h5py.check_ref_dtype(kind.dtype) is not None:
+            raise TypeError("it refers to what is in the old file")
+        value = source[name]
+        shape = None if isinstance(value, h5py.Empty) else kind.shape
+        target.create(name, value, shape=shape, dtype=kind.dtype)
+    except _DAMAGE as error:
+        raise ForeignContent(
+            f"{path} has to be written anew, and its attribute {_text(name)} cannot be copied "
+            f"({error!s:.200}). Move that to another file first."
+        ) from error
+
+
 def _describe(h5py: Any, file: Any, schema: Schema) -> None:
     described = json.dumps(schema.to_json()).encode()
     if len(described) <= _SCHEMA_LIMIT:  # otherwise the manifest alone has it
@@ -233,8 +304,7 @@ def _find(file: int, mark: bytes, schema: Schema, layout: DatasetOffsets) -> Att
             at = content.find(mark, at + 1)
     if len(found) != 1:
         raise OSError(f"h5py wrote an attribute {len(found)} times, which should be there once.")
-    before = os.pread(file, _SIGNATURE_NBYTES, found[0] - _SIGNATURE_NBYTES)
-    return AttributePlace(found[0], before)
+    return _place(file, found[0])
 
 
 def _between(file: int, schema: Schema, layout: DatasetOffsets) -> Iterator[tuple[int, int]]:
@@ -344,19 +414,16 @@ def _require_apart(file: int, path: Path, schema: Schema, layout: DatasetOffsets
 
 
 def foreign_names(file: int, path: Path, schema: Schema) -> list[str]:
-    """Names of objects and attributes that another program added to the file.
+    """Names of objects that another program added to the file.
 
     Raises:
         CorruptStorage: it cannot be read.
     """
     ours: set[Key] = {key[:depth] for key in schema.keys for depth in range(1, len(key) + 1)}
     with _opened(file, path) as opened:
-        attributes = [_text(name) for name in opened.attrs]
         names: list[str | bytes] = []
         opened.visit_links(names.append)
-    return [name for name in attributes if name not in ATTRIBUTES] + [
-        name for name in map(_text, names) if tuple(name.split("/")) not in ours
-    ]
+    return [name for name in map(_text, names) if tuple(name.split("/")) not in ours]
 
 
 def _text(name: str | bytes) -> str:

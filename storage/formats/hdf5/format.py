@@ -45,7 +45,6 @@ from tallyroll.storage.files.safe_files import closing, open_file, write_all
 from tallyroll.storage.files.versions import refuse_newer_provenance
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.hdf5.datasets import (
-    PROVENANCE_NBYTES,
     DatasetOffsets,
     FilePlaces,
     layout_of,
@@ -248,7 +247,7 @@ class H5Format(Format):
         try:
             self._layout_in(file, schema)
             if writable:
-                self._require_attributes(file)
+                self._follow_attributes(file)
                 if not self._shows_manifest(file):  # a power cut left a part of it
                     self._places.show_manifest(file, self.read_manifest())
                 self.inside.remove(aside(self.path))
@@ -263,16 +262,14 @@ class H5Format(Format):
             return True
         return self._places.shows_manifest(file, parse_manifest(content, self.path))
 
-    def _require_attributes(self, file: int) -> None:
-        """Another program that changed attributes may have moved ours."""
-        places, size = self._places, os.fstat(file).st_size
-        for name, place in (("rows", places.rows), ("provenance", places.provenance)):
-            if not place.stands(file) or place.at + PROVENANCE_NBYTES > size:
-                raise CorruptStorage(
-                    f"the attribute {name} in {self.path} is not where it was: another program "
-                    "wrote to the file, or it is damaged. Its rows can be read: copy them to a "
-                    "new storage to go on."
-                )
+    def _follow_attributes(self, file: int) -> None:
+        """Find ours again where another program that added attributes moved them."""
+        places = self._places
+        if places.rows.stands(file) and places.provenance.stands(file):
+            return
+        manifest = self.read_manifest()
+        self._places = self._places.moved(file, self.path)
+        put_manifest(file, manifest, self._places, durable=self.durable)
 
     def grow(self, rows: int) -> None:
         """Refuse more rows than the file was made for."""
@@ -360,10 +357,13 @@ class H5Format(Format):
         try:
             with closing(open_file(path, os.O_RDONLY)) as file:
                 attributes = shown_attributes(file, path)
-                moved = not self._places.rows.stands(file)
+                places = self._places
+                moved = not (places.rows.stands(file) and places.provenance.stands(file))
+                if moved:
+                    places.moved(file, path)
             if type(rows := attributes.get("rows")) is not int:
                 raise differs(path, f"its attribute rows is {rows!r:.100}")
-            if moved:  # where no writer of ours reaches it
+            if moved:  # `shown_wrongly` does not find it
                 self._require_rows(rows, head())
             wanted = {
                 "capacity": self._layout.capacity,

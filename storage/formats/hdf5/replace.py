@@ -35,8 +35,12 @@ def aside(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, FilePlaces]]:
+def new_file(
+    path: Path, schema: Schema, capacity: int, like: int | None = None
+) -> Iterator[tuple[int, FilePlaces]]:
     """A new file for ``capacity`` rows, open; it takes the place of ``path`` at the end.
+
+    It has the attributes that other programs gave to the file ``like``.
 
     Its user block is empty, its space is reserved.
 
@@ -51,7 +55,7 @@ def new_file(path: Path, schema: Schema, capacity: int) -> Iterator[tuple[int, F
         with closing(inside.make(new)) as file:
             os.ftruncate(file, nbytes)
             os.ftruncate(file, 0)
-            places = make_file(file, new, schema, capacity)
+            places = make_file(file, new, schema, capacity, like)
             # A sparse file would kill us when the disk is full.
             os.posix_fallocate(file, 0, os.fstat(file).st_size)
             places.show_rows(file, 0)
@@ -99,7 +103,7 @@ def rewrite(
                 f"{path} has to be written anew for {capacity} rows, and holds what is not a "
                 f"storage's: {', '.join(foreign)}. Move that to another file first."
             )
-        with new_file(path, schema, capacity) as (new, places):
+        with new_file(path, schema, capacity, old) as (new, places):
             write_all(new, moved_into(new, os.pread(old, HEADER_NBYTES, 0)), 0)
             for column, start, to in zip(
                 schema.columns, source.offsets, places.layout.offsets, strict=True
