@@ -828,7 +828,7 @@ class StorageContract:
 
     def test_a_second_writer_is_refused(self, five: Path) -> None:
         with self.make(five, mode="append") as storage:
-            wording = rf"one writer at a time, and process {os.getpid()} is writing"
+            wording = r"by this process itself: a storage has one writer at a time"
             with pytest.raises(StorageLocked, match=wording):
                 self.make(five, mode="append")
             storage.extend(rows(5, 1))
