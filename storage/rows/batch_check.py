@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tallyroll.storage.compat import entries_of
 from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.rows.batch_dims import levels_of
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.tensor_guard import TensorGuard
 
@@ -37,6 +37,7 @@ class BatchCheck:
     def __init__(self, schema: Schema, path: Path) -> None:
         self._schema, self._path = schema, path
         self._keys = list(schema.keys)
+        self._one_id = any(c.key == TRAJ_IDS and not c.shape for c in schema.columns)
         self._numpy_dtypes = [column.numpy_dtype for column in schema.columns]
         self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
         self._levels, self._places = _levels_of(schema.keys)
@@ -141,10 +142,28 @@ class BatchCheck:
                     f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, expected "
                     f"{wanted}"
                 )
+        if _has_several_ids(rows) and self._one_id:
+            found = [_NOT_FLAT]
         raise RowsMismatch(
             f"these rows do not fit {self._path}: {'; '.join(found)}. Nothing was written; "
             "give exactly the columns of its schema."
         ) from None
+
+
+_NOT_FLAT = (
+    "each has several trajectory ids, as in a batch [lanes, time]; give batch.reshape(-1), or of a "
+    'padded one batch[batch["collector", "mask"]]'
+)
+
+
+def require_flat(rows: Mapping[Key, Any]) -> None:
+    """Raise `RowsMismatch` where a row is several transitions of a collector."""
+    if _has_several_ids(rows):
+        raise RowsMismatch(f"a row is one transition, and of these rows {_NOT_FLAT}.")
+
+
+def _has_several_ids(rows: Mapping[Key, Any]) -> bool:
+    return getattr(rows.get(TRAJ_IDS), "ndim", 1) > 1
 
 
 def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:

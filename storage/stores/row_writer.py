@@ -38,6 +38,7 @@ from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.batch_check import require_flat
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
 from tallyroll.storage.rows.nesting import array_of, leaves, require_rows
@@ -452,6 +453,7 @@ class RowWriter:
         if self.reader.engine is None:
             schema = Schema.of(rows)
             require_rows(rows, len(next(iter(rows.values()))))
+            require_flat(rows)
             self.initialise(schema)
         return rows
 
@@ -464,6 +466,7 @@ class RowWriter:
                 found.pop(without, None)
             require_rows(found, rows.batch_size[0])
             if self.reader.engine is None:
+                require_flat(found)
                 self.initialise(Schema.of_leaves(found, batch_dims_of(rows)))
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
         except InvalidSchema as error:

@@ -24,6 +24,8 @@ from torchrl.data import (
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage
+from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.rows.keys import as_key
 
 from collect_kit import LENGTHS, ByObservation, assert_same, balanced, collect, joined
 from oracles import (
@@ -464,3 +466,26 @@ def test_a_postproc_does_not_lose_what_was_stored_before_a_state(tmp_path: Path)
         next(iter(second))
     with part(storage=tmp_path / "runs", resume=True) as third:
         assert third.ledger.stored == 10
+
+
+@pytest.mark.parametrize("layout", ["torchrl", "lanes", "trajectories"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_that_is_not_flat_is_refused(tmp_path: Path, layout: str, first: bool) -> None:
+    """It would be stored as rows of several transitions each."""
+    with SyncCollector(
+        "CartPole-v1", num_envs=3, frames_per_batch=30, total_frames=30, seed=0, layout=layout
+    ) as collector:
+        (batch,) = collector
+    mask = batch["collector"].get("mask", None)
+    flat = batch.reshape(-1) if mask is None else batch[mask]
+    flat = flat.exclude(("collector", "mask"), ("collector", "cut"))
+    with MemmapStorage(tmp_path / "rows") as storage:
+        if first:
+            storage.extend(flat)
+        arrays = {as_key(key): batch[key].numpy() for key in flat.keys(True, True)}
+        for rows in (batch, batch.exclude(("collector", "mask"), ("collector", "cut")), arrays):
+            with pytest.raises(RowsMismatch, match=r"\[lanes, time\]; give batch.reshape\(-1\)"):
+                storage.extend(rows)
+        if not first:
+            storage.extend(flat)
+        assert len(storage) == 30
