@@ -233,7 +233,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
         f"seed {run.get('seed', '?')}",
         _resumed(run) if run["resumed"] else None,
         *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
-        f"policy {asked.get('policy') or 'random'}",
+        f"policy {asked.get('policy') or ('random' if asked else 'unknown')}",
     ]
     return ", ".join(str(each) for each in parts if each is not None)
 

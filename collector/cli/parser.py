@@ -129,6 +129,8 @@ class _Parser(argparse.ArgumentParser):
         argparse looks at what is missing first, and names them with the usage of all commands.
         """
         words = list(sys.argv[1:] if args is None else args)
+        # Spelled as for collectors; "--resume auto" would take an environment of that name.
+        words = ["--resume" if each == "--resume=auto" else each for each in words]
         if self._subparsers is None:
             self._refuse_unknown(words[: words.index("--")] if "--" in words else words)
         return super().parse_known_args(words, namespace)

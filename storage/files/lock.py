@@ -6,6 +6,7 @@ One writer a storage has its lock. The weights that workers share are locked lik
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import platform
 import time
@@ -49,6 +50,14 @@ def _tell() -> None:
 
 
 os.register_at_fork(after_in_child=_tell)
+
+
+def _caller() -> str:
+    """The file and line outside of this package from which it was called."""
+    frame = inspect.currentframe()
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("tallyroll."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a place unknown"
 
 
 def _identity_of(found: os.stat_result) -> tuple[int, int]:
@@ -117,6 +126,7 @@ class WriterLock:
             while not self.stands:  # a failed creation removed it before we had it
                 self._close()
                 self._open(path)
+            self.opened_at = _caller()
             held.add(self)
         except BaseException:
             self._close()
@@ -154,12 +164,12 @@ class WriterLock:
             # A reader may have looked at it for a moment, see is_held.
             acquire(self._file, fcntl.LOCK_EX, _PATIENCE_SECONDS)
         except BlockingIOError as error:
-            if self._is_held_here():
+            if (other := self._held_here()) is not None:
                 raise StorageLocked(
                     f"{path} is locked by this process itself: a storage has one writer at a time, "
-                    "and another storage object of this process is it. Use that object, or close "
-                    "it first (a collector that was given a path closes it in shutdown()); or open "
-                    'with mode="read".'
+                    f"and the one that was opened at {other.opened_at} is not closed. Use that "
+                    "object, or close it first (a collector that was given a path closes it in "
+                    'shutdown()); or open with mode="read".'
                 ) from error
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             raise StorageLocked(
@@ -177,11 +187,11 @@ class WriterLock:
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
 
-    def _is_held_here(self) -> bool:
+    def _held_here(self) -> WriterLock | None:
         # By the file, not by the number in it: another container may count processes as we do.
         wanted = _identity_of(os.fstat(self._file))
         locks = (each for each in list(held) if isinstance(each, WriterLock) and each is not self)
-        return any(each.identity == wanted for each in locks)
+        return next((each for each in locks if each.identity == wanted), None)
 
     def release(self) -> None:
         """Let the next writer in."""

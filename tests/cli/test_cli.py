@@ -198,15 +198,16 @@ def test_resume_with_more_frames_goes_on(here: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty directory", "an interrupted creation"])
+@pytest.mark.parametrize("how", ["--resume", "--resume=auto"])
 def test_resume_of_nothing_starts_anew(
-    here: Path, capsys: pytest.CaptureFixture[str], what: str
+    here: Path, capsys: pytest.CaptureFixture[str], what: str, how: str
 ) -> None:
     if what != "nothing":
         Path("data").mkdir()
     if what == "an interrupted creation":
         for name in ("tallyroll.lock", "tallyroll.header", "action.memmap"):
             (here / "data" / name).touch()
-    assert tallyroll(*cartpole(), "--resume") == 0
+    assert tallyroll(*cartpole(), how) == 0
     assert "data held no run to resume: starting anew" in capsys.readouterr().err
     assert rows_in("data") == 101
 
@@ -374,7 +375,7 @@ def test_errors_are_one_line_and_nothing_is_written(
         ("below a file", "file is a file. Give another path."),
         ("foreign", "data is not empty: it holds notes.txt."),
         ("another format", "data holds a storage already"),
-        ("locked", "tallyroll.lock is locked: a storage has one writer at a time, and process "),
+        ("locked", "tallyroll.lock is locked by this process itself: a storage has "),
     ],
 )  # fmt: skip
 def test_an_out_that_will_not_do(
@@ -961,7 +962,9 @@ def test_inspect_of_rows_that_no_collector_wrote(
     with MemmapStorage("data") as storage:
         storage.extend(rows)
     assert tallyroll("inspect", "data") == 0
-    assert "Trajectories" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Trajectories" not in said
+    assert "policy unknown" in said
     assert tallyroll("inspect", "data", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["x"] for row in found["first_rows"]] == [1.0, "nan", "inf"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -155,7 +156,8 @@ def test_a_lock_of_this_process_is_said_so(name: str, tmp_path: Path) -> None:
         storage.extend(rows(0, 5))
         (tmp_path / "other").symlink_to(tmp_path)
         for path in (tmp_path / name, tmp_path / "other" / name):
-            with pytest.raises(StorageLocked, match=r"by this process itself: .* Use that object"):
+            here = rf"by this process itself: .* at {re.escape(__file__)}:\d+ is not closed"
+            with pytest.raises(StorageLocked, match=here):
                 open_storage(path, "append")
     with open_storage(tmp_path / name, "append") as storage:
         assert_rows(storage, 5)
