@@ -238,7 +238,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
     return ", ".join(str(each) for each in parts if each is not None)
 
 
-def _resumed(run: dict[str, Any]) -> str:
+def _resumed(run: Mapping[str, Any]) -> str:
     at = [f"{row:,}" for row in run["resumed_at"][-3:]]
     more = "…, " if len(run["resumed_at"]) > len(at) else ""
     return f"resumed {times(run['resumed'])}" + (f" (at row {more}{', '.join(at)})" if at else "")

@@ -175,7 +175,7 @@ class pausable(admitted):
     def _call(self) -> None:
         if _LIMITS in _waiting:
             _call_waiting(_LIMITS)
-        if _waiting:
+        if _waiting and self.asks is not None:
             self.asks()
 
 

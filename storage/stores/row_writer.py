@@ -149,10 +149,10 @@ class RowWriter:
     def withdraw_run(self, run: Mapping[str, Any]) -> None:
         """As `DiskStorage.withdraw_run`."""
         with self.turn:
-            runs = list(self.reader.runs)
+            runs = self.reader.runs
             if run in runs:
-                runs.remove(run)
-                self.write_runs(runs)
+                at = runs.index(dict(run))
+                self.write_runs([*runs[:at], *runs[at + 1 :]])
 
     @told
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:

@@ -13,7 +13,7 @@ from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorD
 from torchrl.objectives.value import GAE
 
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
-from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage, verify
 from tallyroll.storage.storages import H5Storage, ZarrStorage
 
@@ -282,7 +282,8 @@ def test_rows_before_a_wrong_one_are_stored_and_it_is_named(
     if mode == "sync":
         assert counts == [11] * LANES
     assert verify(tmp_path / "s").sound
-    assert list(collector) == []
+    with pytest.raises(StateError, match="ended when TransitionError was raised within it"):
+        list(collector)
 
 
 @both_modes
