@@ -22,6 +22,8 @@ _FEW_VALUES, _SHARE = 16, 1 / 4
 """Of so few whole numbers some ends are all zero by chance; more than this share are not."""
 _SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
 """Of a chunk, to see how far an observation moves in a step."""
+_LEAST_STEPS = 6
+"""That end no episode, before a last step is called far."""
 _LEAP = 2
 """Times as far as in any step between: so a final observation is not reached, but lost."""
 
@@ -61,6 +63,8 @@ class _Observation:
         """Its zeros at ends, and those of them where all other observations are zero, too."""
         self.strides = np.zeros(self.values)
         """The most that each of its values changes in a step that ends no episode."""
+        self.steps = 0
+        """How many of them were looked at."""
         self.leaps = np.zeros((0, self.values))
         """The changes of the last steps before its zeros at ends, of the first few of them."""
         self.by_design = True
@@ -83,6 +87,7 @@ class _Observation:
         start, rows = chunk.start, np.flatnonzero(~chunk.ended)
         most = max(1, min(_SAMPLE_ROWS, _SAMPLE_NBYTES // self._row_nbytes))
         rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
+        self.steps += len(rows)
         if len(rows):
             self.strides = np.maximum(self.strides, self._change(start + rows).max(axis=0))
         last = np.flatnonzero(turns)[: max(0, most // 16 + 1 - len(self.leaps))]
@@ -112,10 +117,10 @@ class _Observation:
     @property
     def leapt(self) -> bool:
         """Most zeros at ends are farther from the observation before than a step goes."""
-        if self.by_design and self.truncated:
+        if self.steps < _LEAST_STEPS or (self.by_design and self.truncated):
             return False
-        far = (self.leaps / _LEAP > self.strides).any(axis=1)
-        return bool(2 * far.sum() > len(far))
+        far = np.any(self.leaps / _LEAP > self.strides, axis=1)
+        return bool(2 * far.sum() > len(self.leaps))
 
     def look_for_flags(self, next: np.ndarray) -> None:
         """Take notice of values that are neither 0 nor 1 in some of its next values [n, ...]."""

@@ -315,7 +315,9 @@ class SelfResets:
             self._seen(self._counts[:, kind].sum(axis=1), inner.sum(axis=1), 0, kind)
             for kind in (0, 1)
         ]
-        for lane in np.flatnonzero((10 * of_lanes[1] >= 9 * of_lanes[0]) & (of_lanes[0] > 0)):
+        for lane in np.flatnonzero(
+            (10 * of_lanes[1] >= 9 * of_lanes[0]) & (of_lanes[0] > 0)
+        ).tolist():
             suspects.append(self._seen(of_lanes[:, lane], inner[:, lane], 1, lane))
         for suspect in suspects:
             if not suspect.ends:

@@ -185,7 +185,8 @@ def test_zeros_at_ends_are_sound_where_episodes_leave_zero_midway(tmp_path: Path
     assert_sound(write(tmp_path / "one", *episodes([1, 2, 0], [0, 1, 2], [3, 0])))
     assert_sound(write(tmp_path / "same", *episodes([0, 1, 0])))
     assert_sound(write(tmp_path / "comes", *episodes([1, 0, 0], [2, 0])))
-    report = verify(write(tmp_path / "never", *episodes([11, 12, 0], [13, 11, 12], [13, 0])))
+    lost = episodes([11, 12, 0], [13, 11, 12], [13, 0], [11, 12, 13, 11, 12, 13, 12])
+    report = verify(write(tmp_path / "never", *lost))
     (found,) = (each for each in report.findings if each.check == "finals")
     assert found.count == 2
     assert [place.row for place in found.places] == [1, 4]
@@ -199,7 +200,7 @@ def games(mask_dtype: Any, board: int = 1, masks: tuple[int, int] = (1, 0)) -> l
 
     And the board, which the players fill, from something to ``board`` times something.
     """
-    rows = episodes([1, 2, 3], [1, 2], [1, 3, 2, 4])
+    rows = episodes([1, 2, 3], [1, 2], [1, 3, 2, 4], [1, 2, 3, 1, 2])
     for game in rows:
         steps, observation = len(game[STEP]), game.pop(("observation",))
         del game["next", "observation"]
@@ -240,7 +241,7 @@ def test_numbers_that_are_zero_at_ends_are_found_beside_others(tmp_path: Path) -
 def test_a_few_whole_numbers_may_all_be_zero_by_chance(
     tmp_path: Path, zeros: int, sound: bool
 ) -> None:
-    """At two of twelve ends; but not at half of them."""
+    """At two of sixteen ends; but not at six of them."""
     rows = [game for _ in range(4) for game in games(np.int8, board=1, masks=(2, 2))]
     for number, game in enumerate(rows):
         game["collector", "traj_ids"][:] = number
