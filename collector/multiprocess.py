@@ -19,6 +19,7 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.envs.make import require_id_options
+from tallyroll.collector.envs.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import (
     Finals,
@@ -185,6 +186,8 @@ class MultiprocessCollector(Collector):
                 "init_random_frames: where lanes come back in any order, those of workers are not "
                 "the first ones; leave it out, or use SyncCollector"
             )
+        if self._startup.apart:
+            judge_apart(self._startup.apart, self.num_workers, self._options.layout)
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         self._drive(
             rollout,

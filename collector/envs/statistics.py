@@ -1,16 +1,38 @@
 """Statistics that transforms keep of all that they saw, each in a process of its own."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torchrl.envs import EnvBase, Transform, VecNorm, VecNormV2
 
 from tallyroll.collector.compat import keeps_in_shared_memory
+from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.options import Layout
 
 
 class StatisticsWarning(UserWarning):
     """Each worker has statistics of its own, so that rows depend on the number of workers."""
+
+
+def judge_apart(names: Sequence[str], workers: int, layout: Layout) -> None:
+    """Refuse transforms of these ``names``, which keep statistics of each worker's own lanes.
+
+    ``layout="torchrl"`` collects as TorchRL does, which has them so: a warning.
+
+    Raises:
+        EnvironmentRefused: says what to do instead.
+    """
+    said = (
+        f"{', '.join(names)}: expected statistics of all lanes, got those of a worker's own lanes "
+        f"in each of {workers} workers, so that rows depend on how lanes are shared out; normalise "
+        "in the parent (a transform of the replay buffer, or postproc), freeze() statistics that "
+        "were gathered before, give VecNorm shared statistics in a memory map, or use one process"
+    )
+    if layout != "torchrl":
+        raise EnvironmentRefused(said)
+    warnings.warn(said, StatisticsWarning, stacklevel=4)
 
 
 class StatisticsWatch:

@@ -7,7 +7,6 @@ from typing import Any
 
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.envs.statistics import StatisticsWarning
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
@@ -37,7 +36,8 @@ class WorkerStartup:
         self._worker_pool = pool
         self._left = respawns
         self._limit = respawns
-        self._warned = False
+        self.apart: Sequence[str] = ()
+        """Transforms that keep statistics of each worker's own lanes."""
 
     # --- all of them, once ------------------------------------------------------------------------
 
@@ -80,10 +80,8 @@ class WorkerStartup:
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             _require_same(answers[0], answer, member)
             member.seeds = answer.lane_seeds
-        apart = sorted({name for answer in answers for name in answer.statistics})
-        if apart and len(answers) > 1 and not self._warned:
-            self._warned = True
-            _warn_of_statistics(apart, len(answers))
+        if len(answers) > 1:
+            self.apart = sorted({name for answer in answers for name in answer.statistics})
         self.planned = replace(
             answers[0], drawn_ahead=all(answer.drawn_ahead for answer in answers)
         )
@@ -209,18 +207,6 @@ class WorkerStartup:
                 f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
                 "when it was started again; let it make the same each time"
             )
-
-
-def _warn_of_statistics(names: Sequence[str], workers: int) -> None:
-    """Say that statistics are not those of the run."""
-    warnings.warn(
-        f"{', '.join(names)}: expected statistics of all lanes, got those of a worker's own lanes "
-        f"in each of {workers} workers, so that rows depend on how lanes are shared out; normalise "
-        "in the parent (a transform of the replay buffer, or postproc), freeze() statistics that "
-        "were gathered before, give VecNorm shared statistics in a memory map, or use one process",
-        StatisticsWarning,
-        stacklevel=2,
-    )
 
 
 def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:

@@ -1,4 +1,4 @@
-"""Statistics that each worker keeps of its own lanes are said to be so, and only those."""
+"""Statistics that each worker would keep of its own lanes are refused, and only those."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torchrl.envs import (
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.envs.statistics import StatisticsWarning, StatisticsWatch
+from tallyroll.collector.errors import EnvironmentRefused
 
 from oracles import OracleTorchEnv
 
@@ -98,17 +99,20 @@ def normed(lanes: int, first: int = 0) -> TransformedEnv:
 
 @pytest.mark.filterwarnings(IGNORED)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_several_workers_are_warned_of_once(workers: int) -> None:
+@pytest.mark.parametrize("layout", ["rows", "torchrl"])
+def test_several_workers_are_refused_or_warned_of_once(workers: int, layout: Any) -> None:
+    makes = [partial(normed, 2, 2 * worker) for worker in range(workers)]
+    options: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 16, "layout": layout}
+    if workers > 1 and layout == "rows":
+        said = r"VecNormV2: expected statistics of all lanes.* 2 workers.*freeze\(\)"
+        with pytest.raises(EnvironmentRefused, match=said):
+            MultiprocessCollector(makes, None, **options)
+        return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with MultiprocessCollector(
-            [partial(normed, 2, 2 * worker) for worker in range(workers)],
-            None,
-            frames_per_batch=8,
-            total_frames=16,
-        ) as collector:
+        with MultiprocessCollector(makes, None, **options) as collector:
             collector.set_seed(4)
-            assert sum(map(len, collector)) == 16
+            assert sum(batch.numel() for batch in collector) == 16
     told = [str(each.message) for each in caught if each.category is StatisticsWarning]
     assert len(told) == (workers > 1)
     assert all("VecNormV2: expected statistics of all lanes" in each for each in told)
