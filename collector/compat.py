@@ -54,6 +54,13 @@ def widen_rewards(env: SyncVectorEnv, shape: tuple[int, ...]) -> None:
         env._rewards = np.zeros((env.num_envs, *shape))
 
 
+def replace_values(env: SyncVectorEnv, make: Callable[[str, Any], Any]) -> None:
+    """Let ``make`` of each array of rewards and flags, and of its name, take its place."""
+    env._rewards = make("reward", env._rewards)
+    env._terminations = make("terminated", env._terminations)
+    env._truncations = make("truncated", env._truncations)
+
+
 def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
     """The names of arrays ``[lane, ...]`` of which a reset by mask forgets every lane's."""
     from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics

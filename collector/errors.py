@@ -10,6 +10,7 @@
     ├── SpaceError                   a space that has no column layout
     ├── PolicyError                  what the policy returned is not an action of this environment
     ├── TransitionError              what the environment returned differs from what it declared
+    │   └── ValueRefused             one value of a lane, which no column can hold as it is
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
     │   └── ItemsDiffer              rows that make no item of a TorchRL buffer's length
@@ -59,6 +60,29 @@ class PolicyError(CollectorError):
 
 class TransitionError(CollectorError):
     """The environment returned a value that differs from what its spaces declare."""
+
+
+class ValueRefused(TransitionError):
+    """A value that one lane returned, and that its column cannot hold as it is.
+
+    Its place is said as far as it is known: ``key``, ``lane``, numbered over the run, and the
+    ``step`` of its trajectory.
+    """
+
+    lane: int | None = None
+    step: int | None = None
+    slot: int | None = None
+    """Of the slab, while the step is not known."""
+
+    def __init__(self, key: tuple[str, ...], wanted: str, got: str, advice: str) -> None:
+        super().__init__(key, wanted, got, advice)
+        self.key, self.wanted, self.got, self.advice = key, wanted, got, advice
+
+    def __str__(self) -> str:
+        where = "" if self.lane is None else f" at lane {self.lane}"
+        if self.step is not None:
+            where += f", step {self.step} of its trajectory"
+        return f"{'/'.join(self.key)}{where}: expected {self.wanted}, got {self.got}; {self.advice}"
 
 
 class LedgerError(CollectorError):

@@ -37,6 +37,7 @@ from tallyroll.collector.errors import (
     LedgerError,
     SilentReset,
     StateError,
+    ValueRefused,
 )
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.policies.acting import Acting
@@ -341,6 +342,8 @@ class Assembly:
             return self._rollout.block(want)
         except Exception as error:
             refused = self._rollout.refused()
+            if refused and isinstance(error, ValueRefused):
+                self._checks.place(error, *refused[:2], self.state)
             culprit = refused and self._checks.bad_action(*refused, self.state)
             if culprit is not None:
                 raise culprit from error

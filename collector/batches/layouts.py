@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage.rows.batch_dims import batch_dims_of
+from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
@@ -107,7 +108,8 @@ def padded(rows: TensorDictBase, lengths: Int, lead: tuple[int, ...] | None = No
         if full:
             return leaf.reshape(*size, *leaf.shape[1:])
         wide = leaf.new_zeros((groups * longest, *leaf.shape[1:]))
-        wide.index_copy_(0, at.to(leaf.device), leaf)
+        bits = SIGNED.get(leaf.dtype, leaf.dtype)
+        wide.view(bits).index_copy_(0, at.to(leaf.device), leaf.view(bits))
         return wide.view(*size, *leaf.shape[1:])
 
     out: TensorDict = rows.apply(pad, batch_size=size)

@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.batches.slab_rows import FEW_SLOTS
 from tallyroll.collector.counting.numbering import LaneState
-from tallyroll.collector.errors import PolicyError, TransitionError
+from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.options import Validate
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.rollout.lanes import ended_in
@@ -304,6 +304,18 @@ class RangeChecks:
             return None
         faults = (_fault_of(rule, slab, slot, acting, state) for rule in self._rules)
         return next((each for each in faults if each is not None), None)
+
+    @staticmethod
+    def place(error: ValueRefused, slab: Slab, slot: int, state: LaneState) -> None:
+        """Let ``error``, which a step raised in ``slot``, say the step of its trajectory.
+
+        A worker may be slots ahead of what all have filled: then it is not known.
+        """
+        if error.lane is None or error.step is not None or slab.lane is not None:
+            return
+        if error.slot not in (None, slot):
+            return
+        error.step = _step_of(slab, slot, error.lane - slab.first_lane, state)
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         new: tuple[NDArray[np.intp], ...] | None = None

@@ -37,12 +37,14 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.run_record import RunRecord, record_bytes
 from tallyroll.storage.rows.batch_dims import Shapes
+from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import (
     DONE,
     POLICY_VERSION,
     RANDOM_VERSION,
     TRAJ_IDS,
     Key,
+    spell,
 )
 from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.storages import DiskStorage, storage_class
@@ -241,6 +243,8 @@ class BatchWriter:
         nested TensorDicts.
         """
         self.ready, self._behind = True, behind
+        if self.replay_buffer is not None:
+            _require_takes(self.replay_buffer.storage, rows)
         if self.storage is None:
             return
         require_storable(rows)
@@ -591,6 +595,21 @@ def require_items(behind: Storage, batch: TensorDictBase) -> None:
             "long, and total_frames a multiple of frames_per_batch, or give the buffer one of "
             "tallyroll's storages, which take rows"
         )
+
+
+def _require_takes(behind: Storage, rows: Rows) -> None:
+    """Refuse columns that torch cannot write to a TorchRL storage."""
+    if isinstance(behind, DiskStorage) or not isinstance(behind, TensorStorage):
+        return
+    for key, column in rows.items():
+        if column.dtype in SIGNED:
+            name = str(column.dtype).removeprefix("torch.")
+            raise ArgumentError(
+                f"replay_buffer: expected columns that {type(behind).__name__} can write, got "
+                f"{spell(key)} of {name}, for which torch has no such operation; give the buffer "
+                "one of tallyroll's storages (MemmapStorage(max_size=…)), or cast in a wrapper of "
+                "the environment"
+            )
 
 
 def _pieces(rows: Columns, ring: int) -> list[Columns]:

@@ -8,7 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.system import AgentFlags, Array, Step, System
-from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.errors import TransitionError, ValueRefused
+from tallyroll.collector.slab.lossless import cast
+from tallyroll.storage.rows.keys import NEXT, Key
+
+_FLAGS: Key = (NEXT, "terminated or truncated")
 
 
 def whole(system: System, lanes: int) -> Step:
@@ -73,9 +77,20 @@ def reordered(out: Step, order: NDArray[np.intp]) -> Step:
     )
 
 
-def fitting(value: Array, row: NDArray[Any]) -> NDArray[Any]:
-    """``value``, of the shape of ``row``: NumPy would spread fewer values over all lanes."""
-    if type(value) is np.ndarray and value.shape == row.shape:
+def fitting(value: Array, row: NDArray[Any], key: Key) -> NDArray[Any]:
+    """``value`` of all lanes, which ``row`` of a column takes as it is, but for digits of floats.
+
+    NumPy would spread fewer values over all lanes, and make other numbers of some.
+
+    Raises:
+        ValueError: another shape, or no numbers.
+        ValueRefused: a value that is another one there; its lane is the row of ``value``.
+    """
+    if (
+        type(value) is np.ndarray
+        and value.shape == row.shape
+        and (value.dtype is row.dtype or (row.dtype is _FLOAT and are_small(value)))
+    ):
         return value
     if isinstance(value, torch.Tensor):
         value = value.detach().numpy()
@@ -84,23 +99,57 @@ def fitting(value: Array, row: NDArray[Any]) -> NDArray[Any]:
     found = np.asarray(value)
     if found.shape != row.shape or found.dtype.kind not in "biuf":
         raise ValueError(f"expected the shape {row.shape}, got {found.shape} of {found.dtype}")
-    return found
+    return _as_it_is(found, row.dtype, key)
+
+
+def _as_it_is(found: NDArray[Any], dtype: np.dtype[Any], key: Key) -> NDArray[Any]:
+    taken, lost = cast(found, dtype)
+    if lost is not None and found.dtype.kind == dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            taken = found.astype(dtype)
+        lost = np.isfinite(found) != np.isfinite(taken)
+    if lost is None or not lost.any():
+        return taken
+    at = tuple(int(index) for index in np.argwhere(lost)[0])
+    wanted = "one bool, or 0 or 1" if dtype == np.bool_ else f"a number that {dtype} holds"
+    advice = "return bools" if dtype == np.bool_ else "scale or round it in a wrapper"
+    error = ValueRefused(key, wanted, f"{found[at]} of {found.dtype}", advice)
+    error.lane = at[0] if at else None
+    raise error
+
+
+_FLOAT, _DOUBLE, _BOOL = (np.dtype(kind) for kind in (np.float32, np.float64, np.bool_))
+
+
+def are_small(values: NDArray[Any]) -> bool:
+    """A quick look at doubles: all of them are finite as float32."""
+    if values.dtype is not _DOUBLE:
+        return False
+    # The method costs a third of the function.
+    squares = values.dot(values) if values.ndim == 1 else np.vdot(values, values)
+    return bool(squares < 1e76)
 
 
 def put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> None:
     """The flags of a group, in a slot of their columns."""
     terminated, truncated, done = columns
-    terminated[at], truncated[at] = flags.terminated, flags.truncated
+    for column, values in ((terminated, flags.terminated), (truncated, flags.truncated)):
+        is_plain = type(values) is np.ndarray and values.dtype is _BOOL
+        column[at] = values if is_plain else as_flags(values)
     np.logical_or(terminated[at], truncated[at], out=done[at])
 
 
 def as_flags(value: Array) -> NDArray[np.bool_]:
-    """Flags as NumPy has them, copied."""
+    """Flags as NumPy has them, copied.
+
+    Raises:
+        ValueRefused: some of them is no flag.
+    """
     if isinstance(value, torch.Tensor):
         value = value.cpu().numpy()
     elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
         value = as_tensor(value, torch.device("cpu")).numpy()
-    flags: NDArray[np.bool_] = np.array(value, np.bool_)
+    flags: NDArray[np.bool_] = np.array(_as_it_is(np.asarray(value), _BOOL, _FLAGS))
     return flags
 
 

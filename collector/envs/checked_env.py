@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.envs.arrays import as_flags
 from tallyroll.collector.envs.declared_env import DeclaredEnv
 from tallyroll.collector.envs.system import Array, Mask, Step
-from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.errors import TransitionError, ValueRefused
 from tallyroll.storage.rows.keys import spell
 
 
@@ -36,6 +36,15 @@ class CheckedEnv(DeclaredEnv):
                 f"({type(value).__name__}); correct the environment's space, or cast in a wrapper"
             )
         return value
+
+    def _unfit(self, out: Step, error: Exception, lanes: Array | None = None) -> TransitionError:
+        """The error for rewards or flags; ``lanes`` are those of the rows, where not all came."""
+        if not isinstance(error, ValueRefused):
+            return self._wrong_shapes(out)
+        if error.lane is not None:
+            row = error.lane if lanes is None else int(lanes[error.lane])
+            error.lane = self.first_lane + row
+        return error
 
     def _wrong_shapes(self, out: Step) -> TransitionError:
         got: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tallyroll.collector.envs.system import Mask, System, require_consistent
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.slab.names import Rename, renamed, require_names
 from tallyroll.storage.rows.dtypes import NUMPY
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import NEXT, Key
 
 Make = Callable[[Sequence[int] | None], System]
 """Makes a system from one seed a lane; None: from any."""
@@ -66,6 +66,7 @@ class DeclaredEnv(EnvBase):
     def _declare(self) -> None:
         """Specs of what the system declares now."""
         self._declares = d = self.system.declares
+        self.next_rewards = [(NEXT, *key) for key in d.reward]
         specs = batched_specs(d, self.observation_keys, self.marks_transitions)
         self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = specs
         self._expected = [

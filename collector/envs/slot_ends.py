@@ -1,16 +1,18 @@
 """Slots of a slab after a step: ends of episodes, and lanes that were not all stepped."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.envs.arrays import as_flags, fitting, put_flags
-from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.envs.system import Array, Mask, Step
 from tallyroll.collector.envs.torchrl_protocol import ProtocolEnv
+from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.slab.slab import Cursor
+from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Key
 
 
 class SlotEnds(ProtocolEnv):
@@ -99,15 +101,10 @@ class SlotEnds(ProtocolEnv):
             some = np.arange(self.batch_size[0]) < lanes
             out = self.system.step([column[at].copy() for column in cursor.actions], some)
             try:
-                for column, value in zip(cursor.rewards, out.reward, strict=True):
-                    column[at, :lanes] = fitting(value, column[at])[:lanes]
-                for flags, value in (
-                    (cursor.terminated, out.terminated),
-                    (cursor.truncated, out.truncated),
-                ):
-                    flags[at, :lanes] = fitting(value, flags[at])[:lanes]
-            except (TypeError, ValueError) as error:
-                raise self._wrong_shapes(out) from error
+                for key, column, value in self._values_of(cursor, out):
+                    column[at, :lanes] = fitting(value, column[at], key)[:lanes]
+            except (TypeError, ValueError, ValueRefused) as error:
+                raise self._unfit(out, error) from error
             for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
                 row[:lanes] = self._array(index, value)[:lanes]
             for root, row in zip(roots, rows, strict=bool(roots)):
@@ -121,6 +118,12 @@ class SlotEnds(ProtocolEnv):
                 self._after_step(cursor, out, some)
         cursor.board[FILLED] = at + 1
 
+    def _values_of(self, cursor: Cursor, out: Step) -> Iterator[tuple[Key, NDArray[Any], Array]]:
+        """Key, column and values of each reward, and of both flags."""
+        yield from zip(self.next_rewards, cursor.rewards, out.reward, strict=True)
+        yield TERMINATED, cursor.terminated, out.terminated
+        yield TRUNCATED, cursor.truncated, out.truncated
+
     # --- in place, in any order -------------------------------------------------------------------
 
     def receive(self, cursor: Cursor, out: Step, pending: Mask) -> Mask:
@@ -133,12 +136,10 @@ class SlotEnds(ProtocolEnv):
         for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
             row[...] = self._array(index, value, len(pending))
         try:
-            for column, value in zip(cursor.rewards, out.reward, strict=True):
-                column[at] = fitting(value, column[at])
-            cursor.terminated[at] = fitting(out.terminated, cursor.terminated[at])
-            cursor.truncated[at] = fitting(out.truncated, cursor.truncated[at])
-        except (TypeError, ValueError) as error:
-            raise self._wrong_shapes(out) from error
+            for key, column, value in self._values_of(cursor, out):
+                column[at] = fitting(value, column[at], key)
+        except (TypeError, ValueError, ValueRefused) as error:
+            raise self._unfit(out, error, out.lanes) from error
         ended: Mask = cursor.terminated[at] | cursor.truncated[at]
         for group, flags in cursor.agents.items():
             put_flags(flags, at, out.agents[group])

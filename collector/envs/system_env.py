@@ -14,14 +14,17 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.compat import count_true
-from tallyroll.collector.envs.arrays import fitting
+from tallyroll.collector.envs.arrays import are_small, fitting
 from tallyroll.collector.envs.slot_ends import SlotEnds
 from tallyroll.collector.envs.system import Array, Step
+from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Cursor
 from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED
 
 _SMALL_NBYTES = 2**12
+_BOOL = np.dtype(np.bool_)
 
 
 class SystemEnv(SlotEnds):
@@ -136,7 +139,8 @@ class SystemEnv(SlotEnds):
         # Most systems have one column of each kind, and a list costs as much as a step of some.
         single = len(cursor.actions) == len(next_obs) == len(cursor.rewards) == 1
         action, first, payoff = cursor.actions[0], next_obs[0], cursor.rewards[0]
-        paid, lanes = payoff.shape[1:], terminated.shape[1:]
+        paid, lanes, number = payoff.shape[1:], terminated.shape[1:], payoff.dtype
+        keys = self.next_rewards
         for at in range(start, stop):
             cursor.at = at
             rows = (first[at],) if single else [column[at] for column in next_obs]
@@ -160,18 +164,27 @@ class SystemEnv(SlotEnds):
             try:
                 if single:
                     (value,) = out.reward
-                    if type(value) is not np.ndarray or value.shape != paid:
-                        value = fitting(value, payoff[at])
+                    if (
+                        type(value) is not np.ndarray
+                        or value.shape != paid
+                        or not (value.dtype is number or are_small(value))
+                    ):
+                        value = fitting(value, payoff[at], keys[0])
                     payoff[at] = value
                 else:
-                    for column, value in zip(cursor.rewards, out.reward, strict=True):
-                        column[at] = fitting(value, column[at])
+                    for key, column, value in zip(keys, cursor.rewards, out.reward, strict=True):
+                        column[at] = fitting(value, column[at], key)
                 for flags, value in ((terminated, out.terminated), (truncated, out.truncated)):
-                    if type(value) is not np.ndarray or value.shape != lanes:
-                        value = fitting(value, flags[at])
+                    if (
+                        type(value) is not np.ndarray
+                        or value.shape != lanes
+                        or value.dtype is not _BOOL
+                    ):
+                        key = TERMINATED if flags is terminated else TRUNCATED
+                        value = fitting(value, flags[at], key)
                     flags[at] = value
-            except (TypeError, ValueError) as error:
-                raise self._wrong_shapes(out) from error
+            except (TypeError, ValueError, ValueRefused) as error:
+                raise self._unfit(out, error) from error
             if finish is not None:
                 if single:
                     root_obs[0][at] = rows[0]
@@ -219,6 +232,11 @@ def _putting(
     def put(*given: Array) -> int:
         if any(type(each) is not np.ndarray for each in given) or given[0].dtype != row.dtype:
             return -1
+        reward, *flags = given[1:]
+        if reward.dtype.kind != "f" or _overflows(reward, payoff.dtype):
+            return -1
+        if any(each.dtype is not _BOOL for each in flags):
+            return -1
         if any(each.shape != own.shape for each, own in zip(given, arrays, strict=True)):
             return -1
         try:
@@ -231,6 +249,14 @@ def _putting(
         return count_true(terminated | truncated)
 
     return put
+
+
+def _overflows(reward: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Some finite reward is none as ``dtype``."""
+    if reward.dtype == dtype or are_small(reward):
+        return False
+    with np.errstate(over="ignore"):
+        return bool((np.isinf(reward.astype(dtype)) & np.isfinite(reward)).any())
 
 
 def _compiled_putting(

@@ -8,11 +8,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.counting.numbering import lane_seed
-from tallyroll.collector.envs.arrays import as_flags, as_tensor, whole
+from tallyroll.collector.envs.arrays import as_flags, as_tensor, fitting, whole
 from tallyroll.collector.envs.checked_env import CheckedEnv
 from tallyroll.collector.envs.system import Array, Step
-from tallyroll.collector.errors import EnvironmentRefused, TransitionError
-from tallyroll.storage.rows.keys import NEXT_VALID, VALID, spell
+from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
+from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, spell
 
 _FLAGS = ("terminated", "truncated", "done")
 
@@ -48,6 +49,13 @@ class ProtocolEnv(CheckedEnv):
         td = self._td(values)
         for key, value in zip(d.reward, out.reward, strict=True):
             spec = self.full_reward_spec[key]
+            if self.fills:
+                row = np.empty(tuple(spec.shape), NUMPY[spec.dtype])
+                row = row if np.shape(value) == row.shape else row[..., 0]
+                try:
+                    value = fitting(value, row, (NEXT, *key))
+                except (TypeError, ValueError, ValueRefused) as error:
+                    raise self._unfit(out, error) from error
             td.set(key, as_tensor(value, self.device).to(spec.dtype).reshape(spec.shape))
         flags = {"terminated": terminated, "truncated": truncated, "done": ended}
         for name in _FLAGS:

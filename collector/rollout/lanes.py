@@ -19,7 +19,7 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.errors import PolicyError, TransitionError
+from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
@@ -183,6 +183,8 @@ class SystemLanes(Lanes):
     def say_actions(self, error: BaseException) -> None:
         """Note the actions of the step that raised ``error``."""
         at = self.cursor.at
+        if isinstance(error, ValueRefused):
+            error.slot = at
         actions = [column[at].tolist() for column in self.cursor.actions]
         said = actions[0] if len(actions) == 1 else actions
         error.add_note(f"tallyroll: raised by the step with the actions {said!r:.400}")

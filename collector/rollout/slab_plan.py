@@ -18,7 +18,12 @@ from tallyroll.collector.envs.make import require_names_of
 from tallyroll.collector.envs.observed import observed_keys
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.traits import fills_slabs, loses_finals, system_of
-from tallyroll.collector.errors import EnvironmentRefused, PolicyError
+from tallyroll.collector.errors import (
+    CollectorError,
+    EnvironmentRefused,
+    PolicyError,
+    SpaceError,
+)
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.mask_rules import MaskRule, require_masks, rules_of
 from tallyroll.collector.policies.policy import Policy
@@ -32,6 +37,7 @@ from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes, ended_in
 from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
 from tallyroll.storage.rows.batch_dims import batch_dims_of
+from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import (
     COLLECTOR,
     DONE,
@@ -158,6 +164,8 @@ def plan_slab(
         require_masks(env)
     require_names_of(env, written=extra)
     layout = in_place_layout(env) if in_place else copied_layout(env)
+    _require_values(layout, SpaceError, "the environment")
+    _require_values(extra, PolicyError, "the policy")
     dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
     torchrl = options.layout == "torchrl"
@@ -182,6 +190,16 @@ def plan_slab(
         masks=tuple(rule for rule in rules_of(env) if {rule.mask, rule.action} <= {*layout}),
         fault=_fault(env, options),
     )
+
+
+def _require_values(columns: SlabColumns, error: type[CollectorError], maker: str) -> None:
+    """Refuse columns of nothing, which no storage can hold."""
+    for key, column in columns.items():
+        if 0 in column.shape:
+            raise error(
+                f"{spell(key)}: expected at least one value, got the shape {list(column.shape)} of "
+                f"{maker}; leave it out there, or in a wrapper"
+            )
 
 
 def _given(env: EnvBase) -> list[Key]:
@@ -263,7 +281,7 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
                 "puts zeros behind what is shorter"
             )
     layout: dict[Key, SlabColumn] = {}
-    for name, value in env.fake_tensordict().items(True, True):
+    for name, value in _fake(env).items(True, True):
         key = as_key(name)
         if key in flags or key in (VALID, NEXT_VALID, (NEXT, *VALID)):
             continue
@@ -273,6 +291,22 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
     if DONE not in layout or TERMINATED not in layout:
         raise EnvironmentRefused("the environment declares no done and terminated at its root")
     return layout
+
+
+def _fake(env: EnvBase) -> TensorDictBase:
+    """What TorchRL makes of the specs."""
+    try:
+        return env.fake_tensordict()
+    except NotImplementedError as error:
+        columns = (*env.observation_spec.items(True, True), *env.full_action_spec.items(True, True))
+        hard = [spell(as_key(key)) for key, spec in columns if spec.dtype in SIGNED]
+        if not hard:
+            raise
+        raise EnvironmentRefused(
+            f"TorchRL's own environments and transforms need operations that torch lacks for the "
+            f"dtype of {hard} ({error}); leave transforms out, or cast in a wrapper underneath, "
+            "as gymnasium.wrappers.DtypeObservation(env, np.int32)"
+        ) from error
 
 
 def nested_dones(env: EnvBase) -> tuple[Key, ...]:
@@ -299,7 +333,7 @@ def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dic
     known = {key[:depth] for key in layout for depth in range(len(key))}
     own = {} if policy is None else policy.batch_dims
     added = {level: count for level, count in own.items() if level not in known}
-    found = _declared_dims(env) if fills_slabs(env) else batch_dims_of(env.fake_tensordict(), lead)
+    found = _declared_dims(env) if fills_slabs(env) else batch_dims_of(_fake(env), lead)
     return {**found, **added}
 
 

@@ -7,6 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <float.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -769,15 +771,51 @@ static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
     return parts;
 }
 
-/* As Python's float() has it. */
-static int as_double(PyObject *object, double *number)
+enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED };
+
+/* The type is that one of what is read without a question. */
+static int is_of(PyObject *object, PyObject *readers, Py_ssize_t kind)
 {
-    PyObject *made = PyNumber_Float(object);
+    return (PyObject *)Py_TYPE(object) == PyTuple_GetItem(readers, kind);
+}
+
+/* A reward: floats and small integers at once, anything else as the reader has it. */
+static int as_double(PyObject *object, PyObject *readers, double *number)
+{
+    int beyond = 0;
+    PyObject *made = NULL;
+    if (PyFloat_Check(object)) {
+        *number = PyFloat_AsDouble(object);
+        if (fabs(*number) <= FLT_MAX || !isfinite(*number))
+            return 0;
+    } else if (PyLong_Check(object)) {
+        const long long whole = PyLong_AsLongLongAndOverflow(object, &beyond);
+        *number = (double)whole;
+        if (!beyond && whole >= -16777216 && whole <= 16777216) /* float32 holds these */
+            return whole == -1 && PyErr_Occurred() ? -1 : 0;
+    } else if (is_of(object, readers, R_FLOAT32)) {
+        made = PyNumber_Float(object);
+    }
+    if (made == NULL && !PyErr_Occurred())
+        made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, R_REWARD), object, NULL);
     if (made == NULL)
         return -1;
     *number = PyFloat_AsDouble(made);
     Py_DECREF(made);
-    return 0;
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* A flag: bools at once, anything else as the reader has it; -1 after an error. */
+static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
+{
+    if (object == Py_True || object == Py_False)
+        return object == Py_True;
+    if (is_of(object, readers, R_BOOL))
+        return PyObject_IsTrue(object);
+    PyObject *made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, reader), object, NULL);
+    const int flag = made == NULL ? -1 : PyObject_IsTrue(made);
+    Py_XDECREF(made);
+    return flag;
 }
 
 /* Copy an observation; 0 where it is not an array of this dtype and shape. An error is none. */
@@ -806,7 +844,7 @@ static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, co
 
 /* Step one lane, or reset it; 0, or -1 after an error. */
 static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *name,
-                     PyObject *action, PyObject *seen, int reset)
+                     PyObject *action, PyObject *seen, PyObject *readers, int reset)
 {
     double reward = 0;
     int terminated = 0, truncated = 0;
@@ -818,11 +856,11 @@ static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *na
     Py_INCREF(obs);
     int failed = PyList_SetItem(seen, lane, obs);
     if (!failed && !reset) {
-        failed = as_double(PyTuple_GetItem(parts, 1), &reward);
+        failed = as_double(PyTuple_GetItem(parts, 1), readers, &reward);
         if (!failed)
-            failed = (terminated = PyObject_IsTrue(PyTuple_GetItem(parts, 2))) < 0;
+            failed = (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_TERMINATED)) < 0;
         if (!failed)
-            failed = (truncated = PyObject_IsTrue(PyTuple_GetItem(parts, 3))) < 0;
+            failed = (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_TRUNCATED)) < 0;
     }
     Py_DECREF(parts);
     if (failed)
@@ -833,7 +871,7 @@ static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *na
     return 0;
 }
 
-/* step_lanes(table, dtype, envs, action, seen, ended, to) */
+/* step_lanes(table, dtype, readers, envs, action, seen, ended, to) */
 static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -841,29 +879,30 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     Py_buffer ended, rows;
     PyObject *step = NULL, *name = NULL, *actions = NULL, *result = NULL;
     int put = 0, has_rows = 0;
-    if (want(given, 7) < 0 || open_table(args[0], &table, L_SHAPE) < 0)
+    if (want(given, 8) < 0 || open_table(args[0], &table, L_SHAPE) < 0)
         return NULL;
-    PyObject *dtype = args[1], *envs = args[2], *seen = args[4];
+    PyObject *dtype = args[1], *readers = args[2], *envs = args[3], *seen = args[5];
     const int64_t *t = table.words, lanes = t[L_LANES];
     *(int64_t *)at(t[L_LANE]) = -1;
-    if (PyObject_GetBuffer(args[5], &ended, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(args[6], &ended, PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&table.buffer);
         return NULL;
     }
-    if (!PyList_Check(envs) || PyList_Size(envs) != lanes || !PyList_Check(seen) ||
-        PyObject_Size(args[3]) != lanes || ended.len != lanes) {
+    if (!PyTuple_Check(readers) || PyTuple_Size(readers) <= R_TRUNCATED || !PyList_Check(envs) ||
+        PyList_Size(envs) != lanes || !PyList_Check(seen) || PyObject_Size(args[4]) != lanes ||
+        ended.len != lanes) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
         goto done;
     }
     /* Where it is not contiguous the caller puts the observations together. */
-    has_rows = PyObject_GetBuffer(args[6], &rows, PyBUF_CONTIG) == 0;
+    has_rows = PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
     if (!has_rows)
         PyErr_Clear();
     put = has_rows && rows.len == lanes * t[L_NBYTES];
     step = PyUnicode_InternFromString("step");
     name = PyUnicode_InternFromString("dtype");
-    actions = PyObject_GetIter(args[3]);
+    actions = PyObject_GetIter(args[4]);
     if (step == NULL || name == NULL || actions == NULL)
         goto done;
     char *flags = (char *)ended.buf;
@@ -881,7 +920,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         PyObject *action = PyIter_Next(actions);
         int failed = action == NULL;
         if (!failed)
-            failed = step_lane(t, lane, env, step, action, seen, flags[lane]);
+            failed = step_lane(t, lane, env, step, action, seen, readers, flags[lane]);
         else if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
         Py_DECREF(env);

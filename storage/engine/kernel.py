@@ -102,6 +102,7 @@ class Kernel(Protocol):
         self,
         table: bytes,
         dtype: np.dtype[Any],
+        readers: tuple[Any, ...],
         envs: list[Any],
         action: np.ndarray,
         seen: list[Any],
@@ -115,7 +116,9 @@ class Kernel(Protocol):
         truncated, bool, and of the number of the lane that is stepped, int64, -1 before the first;
         how many lanes there are; whether one that ``ended``, bool [lane], is reset instead; and
         the bytes of an observation; then its shape. Observations go to ``seen``, and to ``to``
-        [lane, ...].
+        [lane, ...]. The ``readers`` are NumPy's types of a bool and of a float32, which are taken
+        as they are, like Python's bools, floats that a float32 holds and small integers; and the
+        functions that any other reward, terminated and truncated is handed to.
 
         Returns:
             Whether all went to ``to``: those of another dtype or shape do not.

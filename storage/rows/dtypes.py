@@ -27,5 +27,11 @@ NUMPY: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.complex128: np.dtype(np.complex128),
 }
 TORCH: Final = {numpy: dtype for dtype, numpy in NUMPY.items() if dtype is not torch.bfloat16}
+SIGNED: Final = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+"""Torch has few operations of the ones, and all of the others, which are of the same width."""
 NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
 """As manifests call them: ``float32``."""

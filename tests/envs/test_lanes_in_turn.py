@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.gymnasium import lanes_in_turn
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.workers.worker import report_of
 
 
@@ -169,7 +171,8 @@ def test_observations_of_another_shape_are_refused_as_the_vector_does(shape: Any
 
     env = SyncVectorEnv([made] * 2, autoreset_mode=AutoresetMode.DISABLED)
     turns = started(env)
-    with pytest.raises(ValueError, match=r"shape|dimension"):
+    wanted = rf"^next/observation at lane 0: expected float32 \[2, 3\] .*{re.escape(str([*shape]))}"
+    with pytest.raises(ValueRefused, match=wanted):
         step(turns, [0, 0])
     with pytest.raises(ValueError, match=r"shape|dimension"):
         env.step(np.zeros(2, np.int64))
@@ -177,7 +180,7 @@ def test_observations_of_another_shape_are_refused_as_the_vector_does(shape: Any
 
 def test_memory_for_other_lanes_is_refused() -> None:
     turns = started(vector((3, 3)))
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match="longer"):
         turns.step(np.array([1, 2]), np.zeros((3, 3), np.float32))
 
 
@@ -285,11 +288,11 @@ OBS = np.zeros(3, np.float32)
         (KeyboardInterrupt(), KeyboardInterrupt),
         ((OBS, 0.0, False, {}), ValueError),
         (None, TypeError),
-        ((OBS, None, False, False, {}), TypeError),
-        ((OBS, "much", False, False, {}), ValueError),
-        ((OBS, np.zeros(2), False, False, {}), TypeError),
-        ((OBS, 0.0, np.zeros(2, bool), False, {}), ValueError),
-        ((OBS, 0.0, False, np.zeros(2, bool), {}), ValueError),
+        ((OBS, None, False, False, {}), ValueRefused),
+        ((OBS, "much", False, False, {}), ValueRefused),
+        ((OBS, np.zeros(2), False, False, {}), ValueRefused),
+        ((OBS, 0.0, np.zeros(2, bool), False, {}), ValueRefused),
+        ((OBS, 0.0, False, np.zeros(2, bool), {}), ValueRefused),
     ],
     ids=str,
 )

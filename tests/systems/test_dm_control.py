@@ -246,5 +246,29 @@ def test_observations_that_the_spec_does_not_declare_are_refused(seen: Any) -> N
             return seen
 
     system = DmControlSystem([Liar()])
-    with pytest.raises(TransitionError, match=r"the spec declares int32 \[2\], lane 0 returned"):
+    wanted = (
+        r"observation at lane 0, step 0 of .* expected int32 \[2\] as the space declares it, got"
+    )
+    with pytest.raises(TransitionError, match=wanted):
         system.reset(None, None)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({"observation": np.array([1], np.int32)}, r"next/observation .* expected int32 \[2\]"),
+        ({"reward": np.array([1.0])}, r"next/reward .* expected one number, got float64 \[1\]"),
+        ({"reward": None}, r"next/reward .* expected one number, got None"),
+    ],
+)
+def test_steps_that_return_something_else_are_refused(how: Any, wanted: str) -> None:
+    class Liar(Chain):
+        def step(self, action: Any) -> Any:
+            return super().step(action)._replace(**how)
+
+    with (
+        pytest.raises(TransitionError, match=rf"{wanted}") as found,
+        SyncCollector(Liar(), None, frames_per_batch=4, total_frames=8) as collector,
+    ):
+        list(collector)
+    assert "at lane 0, step 0 of its trajectory" in str(found.value)

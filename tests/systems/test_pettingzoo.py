@@ -555,6 +555,10 @@ class Broken(Race):
             seen = dict.fromkeys(seen, np.zeros(7, np.float32))
         if self.how == "dtype":
             seen = {agent: value.astype(np.complex64) for agent, value in seen.items()}
+        if self.how == "reward":
+            paid = {agent: np.full(1, value) for agent, value in paid.items()}
+        if self.how == "flag":
+            over = {agent: [value] for agent, value in over.items()}
         return seen, paid, over, cut, infos
 
 
@@ -562,8 +566,13 @@ class Broken(Race):
     ("how", "match"),
     [
         ("vanish", "lane 0: race has no agents left, and none of them was terminated"),
-        ("shape", r"runner_0: the space declares float32 \[4\], .* returned float32 \[7\]"),
-        ("dtype", "returned complex64"),
+        ("shape", r"expected float32 \[4\] as the space .* got float32 \[7\] of runner_0"),
+        ("dtype", r"next/runner/observation at lane 0, step 0 of .* got complex64"),
+        (
+            "reward",
+            r"next/reward at lane 0, step 0 of .* one number, got float64 \[1\].* of runner",
+        ),
+        ("flag", r"next/terminated at lane 0, step 0 of .* got \[False\] \(list\) of runner_0"),
         ("listed", "race ended every agent that acted, and still lists all of them; let it empty"),
         ("stranger", r"lists the agents \['bystander_0'\], which have no columns; name all"),
         ("blind", r"lists the agents .*, and returned no observations of them; let it return one"),

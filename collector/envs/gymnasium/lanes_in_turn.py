@@ -4,21 +4,24 @@ That merges the infos of all lanes, and copies flags, rewards and observations: 
 of a small environment takes.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from gymnasium.spaces import Box, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import concatenate
 from numpy.typing import NDArray
 
 from tallyroll.collector.compat import ENDED, own_observations
+from tallyroll.collector.envs.exact import ExactRow, reward_of, terminated_of, truncated_of
 from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.errors import ValueRefused
 from tallyroll.storage.engine.kernel import kernel, table_of
 
 _ARRAYS = Box, MultiBinary, MultiDiscrete
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
+_READERS = np.bool_, np.float32, reward_of, terminated_of, truncated_of
 
 
 class LanesInTurn:
@@ -31,8 +34,9 @@ class LanesInTurn:
         self._env = env
         self._resets = env.autoreset_mode is AutoresetMode.NEXT_STEP
         space: Any = env.single_observation_space
-        lanes, self._space = env.num_envs, space
-        self._shape, self._dtype = (lanes, *space.shape), space.dtype
+        lanes, self._dtype = env.num_envs, space.dtype
+        self._shape = lanes, *space.shape
+        self._exact = ExactRow(("observation",), space.shape, space.dtype)
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
         self._lane = np.full(1, -1)  # which the extension is stepping
@@ -75,11 +79,13 @@ class LanesInTurn:
         seen: Any = own_observations(env)
         try:
             are_put = self._step_lanes(envs, action, seen, ended, to)
-        except BaseException:
-            i = int(self._lane[0]) if self._lane[0] >= 0 else None  # noqa: F841
+        except BaseException as error:
+            i = int(self._lane[0]) if self._lane[0] >= 0 else None
+            if isinstance(error, ValueRefused):
+                error.lane = i
             raise
         if not are_put:
-            concatenate(self._space, seen, to)
+            self._put(seen, to)
         return Step((to,), (self._rewards,), self._terminated, self._truncated)
 
     def reset(self, lanes: Mask, to: NDArray[Any]) -> None:
@@ -88,17 +94,26 @@ class LanesInTurn:
         seen: Any = own_observations(self._env)
         for i in np.flatnonzero(lanes).tolist():
             seen[i], _ = self._env.envs[i].reset(seed=None, options={})
-        concatenate(self._space, seen, to)
+            self._exact.of_lane(i, seen[i], first=True)
+        self._put(seen, to)
+
+    def _put(self, seen: Sequence[Any], to: NDArray[Any]) -> None:
+        """Put what each lane observed together, as it is."""
+        for i, (value, _) in enumerate(zip(seen, to, strict=True)):
+            to[i] = self._exact.of_lane(i, value)
 
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: NDArray[Any]
     ) -> bool:
         """As `Kernel.step_lanes`, but that the caller puts observations together."""
+        self._lane[0] = -1
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
+            self._lane[0] = i
             if not ended[i]:
                 seen[i], reward, terminated, truncated, _ = env.step(own)
-                self._rewards[i] = float(reward)
-                self._terminated[i], self._truncated[i] = bool(terminated), bool(truncated)
+                self._rewards[i] = reward_of(reward)
+                self._terminated[i] = terminated_of(terminated)
+                self._truncated[i] = truncated_of(truncated)
             elif self._resets:
                 seen[i], _ = env.reset()
                 self._rewards[i] = self._terminated[i] = self._truncated[i] = 0
@@ -113,4 +128,4 @@ class LanesInTurn:
         row = self._shape[1:]
         nbytes = int(np.prod(row)) * self._dtype.itemsize
         words = [*(each.ctypes.data for each in arrays), self._shape[0], self._resets, nbytes]
-        return partial(kernel.step_lanes, table_of([*words, *row]), self._dtype)
+        return partial(kernel.step_lanes, table_of([*words, *row]), self._dtype, _READERS)

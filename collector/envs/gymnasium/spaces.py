@@ -18,7 +18,9 @@ from tallyroll.storage.rows.keys import Key, spell
 
 _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
-_TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in _SUPPORTED}
+_SEEN_ALONE = [torch.uint16, torch.uint32, torch.uint64, torch.complex128]
+"""Of observations: torch cannot compare these, and so cannot check what a policy chooses."""
+_TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in (*_SUPPORTED, *_SEEN_ALONE)}
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,16 @@ def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]
     its bytes in UTF-8, as many as the longest has, behind them zeros.
 
     Raises:
-        SpaceError: a Graph, Sequence or OneOf space is among the leaves.
+        SpaceError: a Graph, Sequence or OneOf space is among the leaves, or there is none.
     """
-    if isinstance(space, spaces.Dict):
-        return tuple(_leaves(space, (), (), lanes))
-    return tuple(_leaves(space, ("observation",), (), lanes))
+    key: Key = () if isinstance(space, spaces.Dict) else ("observation",)
+    leaves = tuple(_leaves(space, key, (), lanes))
+    if not leaves:
+        raise SpaceError(
+            f"observation: expected a space with at least one value, got {space}; let a wrapper "
+            "show something"
+        )
+    return leaves
 
 
 def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
@@ -123,6 +130,11 @@ def _leaves(
         yield Leaf(key, path, spec, np.dtype(np.uint8), (lanes, width), text=True)
     else:
         dtype, shape = space.dtype, space.shape
+        if key[0] == "action" and _TORCH_DTYPES.get(dtype) in _SEEN_ALONE:
+            raise SpaceError(
+                f"the space {space!r} at {spell(key)}: torch cannot compare {dtype}, so no policy "
+                "chooses such actions; take a wider integer in a wrapper, and cast it there"
+            )
         if dtype is None or shape is None or dtype not in _TORCH_DTYPES:
             raise SpaceError(
                 f"the space {space!r} at {spell(key)} has no fixed dtype and shape that a "

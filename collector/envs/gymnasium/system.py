@@ -24,6 +24,7 @@ from tallyroll.collector.compat import (
     states_of_lanes,
     widen_rewards,
 )
+from tallyroll.collector.envs.exact import terminated_of, truncated_of
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import (
     RESET_SLOT,
@@ -31,13 +32,19 @@ from tallyroll.collector.envs.gymnasium.infos import (
     named,
     observations,
 )
+from tallyroll.collector.envs.gymnasium.lane_values import (
+    CANNOT_TAKE,
+    LaneValues,
+    part_of,
+    row_of,
+)
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.probe import overwrites_itself, single_env
 from tallyroll.collector.envs.reuse import share_memory, sharing
 from tallyroll.collector.envs.system import AtEnd, Declares, Mask, Step, System
 from tallyroll.collector.envs.throwaway import distinct
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
 from tallyroll.collector.options import ResetSlots, one_of
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
@@ -151,6 +158,7 @@ class GymnasiumSystem(System):
         self.infos = InfoColumns(infos, self._lanes)
         self._leaves = observation_leaves(env.single_observation_space, self._lanes)
         self._getters = [leaf.getter() for leaf in self._leaves]
+        self._exact = [row_of(leaf) for leaf in self._leaves]
         inner: Any = env.unwrapped
         if (
             isinstance(inner, AsyncVectorEnv)
@@ -165,6 +173,7 @@ class GymnasiumSystem(System):
         self._action = action_leaf(env.single_action_space, self._lanes)
         self._rewards = rewards_of(env)
         self._one_of_many = self._rewards == (1,)
+        self._values = LaneValues(env, self._rewards)
         if self.infos:
             install(env, {info.key[-1] for info in self.infos.infos})
         self._infoless = not self.infos
@@ -241,9 +250,15 @@ class GymnasiumSystem(System):
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Reset the lanes of a mask, or all of them."""
         self.infos.first_lane = self.first_lane
-        if lanes is None:
-            return self._reset_all(seeds, options.get("options"))
-        given = options.get("options") or {}
+        try:
+            if lanes is None:
+                return self._reset_all(seeds, options.get("options"))
+            return self._reset_some(lanes, options.get("options") or {})
+        except ValueRefused as error:
+            self._number(error)
+            raise
+
+    def _reset_some(self, lanes: Mask, given: Mapping[str, Any]) -> list[Any]:
         if self._in_turn is not None and not given and self._in_turn.are_alone:
             to = self._target(self._in_turn)
             self._in_turn.reset(lanes, to)
@@ -251,7 +266,7 @@ class GymnasiumSystem(System):
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._stateful]
-        obs, info = self.env.reset(options=asked)
+        obs, info = self._called(partial(self.env.reset, options=asked), first=True)
         for each, name, value in kept:
             getattr(each, name)[~lanes] = value[~lanes]
         self.infos.steps[lanes] = 0
@@ -261,15 +276,32 @@ class GymnasiumSystem(System):
         if self.forgets_resets and _ended.get(self.env.unwrapped, _NO_LANE).any():
             raise EnvironmentRefused(_FORGETS)
         seed = None if seeds is None else self._seed(seeds)
-        obs, info = self.env.reset(seed=seed, options=options)
+        call = partial(self.env.reset, seed=seed, options=options)
+        obs, info = self._called(call, first=True)
         self._refuse_shared()
         if self._plain and self._infoless and not self._rewards:
             self._in_turn = LanesInTurn.of(self.env)
+        self._values.watch()
         if not self.infos.declared:
             self.infos.declare(info)
             self.declares = self._declared()
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info))
+
+    def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
+        """What a call of the vector returns, where its lanes return what they declare."""
+        try:
+            returned = call()
+        except CANNOT_TAKE:
+            self._values.look(first=first)
+            raise
+        self._values.look(first=first)
+        return returned
+
+    def _number(self, error: ValueRefused) -> None:
+        """Number the lane of ``error`` over the run."""
+        if error.lane is not None:
+            error.lane += self.first_lane
 
     def _seed(self, seeds: Sequence[int]) -> Any:
         """What ``env.reset`` takes as seeds of its lanes."""
@@ -295,13 +327,28 @@ class GymnasiumSystem(System):
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes, or those of a mask."""
-        if lanes is not None and not lanes.all():
-            return self._step_some(action[0], np.flatnonzero(lanes))
-        if self._in_turn is not None and self._in_turn.are_alone:
-            return self._in_turn.step(action[0], self._target(self._in_turn))
-        obs, reward, terminated, truncated, info = self.env.step(action[0])
+        try:
+            if lanes is not None and not lanes.all():
+                return self._step_some(action[0], np.flatnonzero(lanes))
+            if self._in_turn is not None and self._in_turn.are_alone:
+                return self._in_turn.step(action[0], self._target(self._in_turn))
+            return self._step_vector(action[0])
+        except ValueRefused as error:
+            self._number(error)
+            raise
+
+    def _step_vector(self, action: NDArray[Any]) -> Step:
+        values = self._values
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        except CANNOT_TAKE:
+            values.look(first=False)
+            raise
         if self.forgets_resets:
             _ended[self.env.unwrapped] = np.logical_or(terminated, truncated)
+        values.look(first=False)
+        if values.watching:
+            values.stepped(np.logical_or(terminated, truncated))
         if self._anew and self._own is None:  # it puts the next ones elsewhere
             setattr(self.env, OBSERVATIONS, np.empty_like(obs))
         if self._one_of_many:
@@ -337,10 +384,10 @@ class GymnasiumSystem(System):
         rows: Rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
         for lane in np.flatnonzero(ended).tolist():
             final = finals[lane] if not isinstance(finals, Mapping) else None
-            for row, get in zip(rows, self._getters, strict=True):
-                value = get(finals)[lane] if final is None else get(final)
+            for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
+                value = get(finals)[lane] if final is None else part_of(get, final, exact, lane)
                 self._refuse_reused(lane, get, value, obs)
-                row[lane] = value
+                row[lane] = exact.of_lane(lane, value)
         infos = self.infos.new_rows()
         self.infos.write_final(infos, info, ended)
         return rows + infos
@@ -371,17 +418,26 @@ class GymnasiumSystem(System):
         reward = np.zeros((self._lanes, *self._rewards))
         terminated, truncated = np.zeros((2, self._lanes), np.bool_)
         for lane in lanes:
-            made = self.env.envs[lane].step(action[lane])
-            obs, reward[lane], terminated[lane], truncated[lane], info = made
+            obs, paid, over, cut, info = self.env.envs[lane].step(action[lane])
             if held:
                 held[lane] = obs
-            for row, get in zip(rows, self._getters, strict=True):
-                row[lane] = get(obs)
+            self._put_one(int(lane), [reward, terminated, truncated], (paid, over, cut))
+            for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
+                row[lane] = exact.of_lane(int(lane), part_of(get, obs, exact, int(lane)))
             self.infos.write_one(infos, int(lane), info, False)
         self.infos.steps[lanes] += 1
         self.infos.steps[terminated | truncated] = 0
         reward = reward[..., 0] if self._one_of_many else reward
         return Step(rows + infos, (reward,), terminated, truncated)
+
+    def _put_one(self, lane: int, to: Rows, values: Sequence[Any]) -> None:
+        reward, terminated, truncated = to
+        try:
+            reward[lane] = self._values.reward(values[0])
+            terminated[lane], truncated[lane] = terminated_of(values[1]), truncated_of(values[2])
+        except ValueRefused as error:
+            error.lane = lane
+            raise
 
     # --- what it must not be ----------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from tallyroll.collector.envs.exact import ExactRow
 from tallyroll.collector.envs.system import Array
 from tallyroll.collector.envs.systems.agents import Group
-from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.errors import TransitionError, ValueRefused
 from tallyroll.storage.rows.dtypes import NUMPY
 
 
@@ -19,7 +20,7 @@ class AgentRows:
         """The agents of each group, among all of them."""
         self._of_groups: list[list[Array]] = []
         self._rows: list[dict[str, list[Any]]] = [{} for _ in range(lanes)]
-        """By lane and agent: what takes a value out of an observation, and where it goes."""
+        """By lane and agent: what takes a value out of an observation, where it goes, and how."""
         at = 0
         for group in groups:
             self.slices[group.name] = slice(at, at := at + len(group.agents))
@@ -27,10 +28,14 @@ class AgentRows:
             arrays = [np.zeros((lanes, *spec.shape), NUMPY[spec.dtype]) for spec in specs]
             self._of_groups.append(arrays)
             getters = [leaf.getter() for leaf in group.leaves]
+            exact = [
+                ExactRow((group.name, *leaf.key), array.shape[2:], array.dtype, any_bools=True)
+                for leaf, array in zip(group.leaves, arrays, strict=True)
+            ]
             for lane, rows in enumerate(self._rows):
                 for index, agent in enumerate(group.agents):
                     own = [array[lane, index, ...] for array in arrays]
-                    rows[agent] = list(zip(getters, own, strict=True))
+                    rows[agent] = list(zip(getters, own, exact, strict=True))
 
     def with_masks(self, masks: Array) -> list[Array]:
         """The columns that are declared; ``masks`` ``[lane, agent]`` are those of all agents."""
@@ -41,7 +46,8 @@ class AgentRows:
         """Copy what the agents of a lane saw; of those that saw nothing, zeros.
 
         Raises:
-            TransitionError: a value that its space does not declare, or of an unknown agent.
+            TransitionError: an observation of an agent that has no columns.
+            ValueRefused: a value that its space does not declare.
         """
         rows = self._rows[lane]
         if not seen.keys() <= rows.keys():
@@ -51,24 +57,19 @@ class AgentRows:
                 "possible_agents"
             )
         if len(seen) < len(rows):
-            for own in (own for name in rows if name not in seen for _, own in rows[name]):
+            for own in (own for name in rows if name not in seen for _, own, _ in rows[name]):
                 own.fill(0)
         for name, value in seen.items():
-            for take, row in rows[name]:
+            for take, row, exact in rows[name]:
                 part = take(value)
-                if type(part) is np.ndarray and part.shape == row.shape and part.dtype == row.dtype:
-                    row[...] = part
-                else:
-                    row[...] = _fitting(part, row, f"lane {first_lane + lane}, {name}")
+                if not exact.is_right(part):
+                    part = self._fitted(exact, part, name, first_lane + lane)
+                row[...] = part
 
-
-def _fitting(value: Any, row: Array, where: str) -> Array:
-    """``value``, of the shape of ``row`` and of a dtype that loses nothing but digits."""
-    found = np.asarray(value)
-    fits = row.dtype == np.bool_ or np.can_cast(found.dtype, row.dtype, "same_kind")
-    if found.shape != row.shape or not fits:
-        raise TransitionError(
-            f"{where}: the space declares {row.dtype} {list(row.shape)}, the environment returned "
-            f"{found.dtype} {list(found.shape)}; correct the environment's space"
-        )
-    return found
+    @staticmethod
+    def _fitted(exact: ExactRow, part: Any, agent: str, lane: int) -> Array:
+        try:
+            return exact.array(part)
+        except ValueRefused as error:
+            error.lane, error.got = lane, f"{error.got} of {agent}"
+            raise

@@ -6,12 +6,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from tallyroll.collector.envs.exact import ExactRow, reward_of
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.dm_specs import generator_of, spec_of
 from tallyroll.collector.envs.systems.envpool_spaces import is_pool
 from tallyroll.collector.envs.systems.side_by_side import all_or_none, close_all, numbers
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
 
 _DRAWS_ITS_MODEL = ("lqr",)
 """Domains that draw their physics when they are made, and not only their first states."""
@@ -51,6 +52,7 @@ class DmControlSystem(System):
             seeds=seeds,
         )
         self._obs = [np.zeros((lanes, *s.shape), s.dtype) for s in specs.values()]
+        self._exact = [ExactRow((n,), tuple(s.shape), np.dtype(s.dtype)) for n, s in specs.items()]
         self._reward = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
 
@@ -97,21 +99,8 @@ class DmControlSystem(System):
             if seeds is not None:
                 self._generators[lane].seed(seeds[lane])
             observation = self._envs[lane].reset().observation
-            self._require_declared(lane, observation)
-            self._put(lane, observation)
+            self._put(lane, observation, first=True)
         return self._obs
-
-    def _require_declared(self, lane: int, observation: Any) -> None:
-        """Raise where NumPy would spread or cut what is put into a column."""
-        for key, column in zip(self.declares.observation, self._obs, strict=True):
-            value = np.asarray(observation if self._names is None else observation[key[0]])
-            kept = column.dtype.kind == "f" or np.can_cast(value.dtype, column.dtype, "same_kind")
-            if value.shape != column.shape[1:] or not kept:
-                raise TransitionError(
-                    f"{key[0]}: the spec declares {column.dtype} {list(column.shape[1:])}, lane "
-                    f"{self.first_lane + lane} returned {value.dtype} {list(value.shape)}; correct "
-                    "the environment's observation_spec"
-                )
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         """Step all lanes, or those of a mask."""
@@ -120,22 +109,33 @@ class DmControlSystem(System):
         self._terminated[:] = self._truncated[:] = False
         for lane in numbers(lanes, len(self._envs)):
             kind, reward, discount, observation = self._envs[lane].step(given[lane])
-            put(lane, observation)
-            rewards[lane] = reward
-            if kind == 2:  # LAST
-                self._truncated[lane] = discount == 1
-                self._terminated[lane] = discount != 1
-            elif kind == 0:  # FIRST
+            if kind == 0:  # FIRST
                 raise EnvironmentRefused(
                     f"lane {self.first_lane + lane}: {type(self._envs[lane]).__name__} reset "
                     "itself in a step that followed no end of an episode"
                 )
+            put(lane, observation)
+            rewards[lane] = reward if type(reward) is float else self._reward_of(lane, reward)
+            if kind == 2:  # LAST
+                self._truncated[lane] = discount == 1
+                self._terminated[lane] = discount != 1
         return Step(self._obs, (rewards,), self._terminated, self._truncated)
 
-    def _put(self, lane: int, observation: Any) -> None:
+    def _put(self, lane: int, observation: Any, *, first: bool = False) -> None:
         values = (observation,) if self._names is None else map(observation.get, self._names)
-        for column, value in zip(self._obs, values, strict=True):
-            column[lane] = value
+        for column, value, exact in zip(self._obs, values, self._exact, strict=True):
+            is_right = exact.is_right(value)
+            column[lane] = value if is_right else self._fitted(exact, lane, value, first)
+
+    def _fitted(self, exact: ExactRow, lane: int, value: Any, first: bool) -> Any:
+        return exact.of_lane(self.first_lane + lane, value, first=first)
+
+    def _reward_of(self, lane: int, value: Any) -> float:
+        try:
+            return reward_of(value)
+        except ValueRefused as error:
+            error.lane = self.first_lane + lane
+            raise
 
     def close(self) -> None:
         """Close every environment."""

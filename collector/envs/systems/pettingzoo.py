@@ -1,18 +1,19 @@
 """PettingZoo: parallel and AEC environments, a lane each, their agents in groups."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
+from tallyroll.collector.envs.exact import reward_of, terminated_of, truncated_of
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.agent_rows import AgentRows
 from tallyroll.collector.envs.systems.agents import Groups, declared, described, grouped
 from tallyroll.collector.envs.systems.pettingzoo_envs import alike, make_into
 from tallyroll.collector.envs.systems.pettingzoo_turns import Turns
 from tallyroll.collector.envs.systems.side_by_side import all_or_none, close_all, numbers
-from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.errors import TransitionError, ValueRefused
 
 
 class PettingZooSystem(System):
@@ -98,7 +99,9 @@ class PettingZooSystem(System):
                 actions = {name: actions[name] for name in acting}
             seen, rewards, terminated, truncated, _ = env.step(actions)
             self._rows.put(lane, seen, self.first_lane)
-            self._reward[lane] = [rewards.get(name, 0.0) for name in names]
+            self._reward[lane] = [
+                self._read(reward_of, lane, name, rewards.get(name, 0.0)) for name in names
+            ]
             flagged = any(terminated.values()) or any(truncated.values())
             if flagged:
                 self._end_agents(lane, terminated, truncated)
@@ -120,11 +123,22 @@ class PettingZooSystem(System):
             },
         )
 
+    def _read(self, read: Callable[[Any], Any], lane: int, agent: str, value: Any) -> Any:
+        """A reward or flag of an agent."""
+        try:
+            return read(value)
+        except ValueRefused as error:
+            error.lane, error.got = self.first_lane + lane, f"{error.got} of {agent}"
+            raise
+
     def _end_agents(
         self, lane: int, terminated: Mapping[str, Any], truncated: Mapping[str, Any]
     ) -> None:
         """Ends of agents that lived before this step; others had no part in it."""
-        over = [[bool(each.get(n, False)) for n in self._names] for each in (terminated, truncated)]
+        over = [
+            [self._read(flag_of, lane, name, each.get(name, False)) for name in self._names]
+            for flag_of, each in ((terminated_of, terminated), (truncated_of, truncated))
+        ]
         self._terminated[lane], self._truncated[lane] = np.array(over) & self._living[lane]
 
     def _look(self, lane: int) -> None:

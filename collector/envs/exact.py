@@ -1,0 +1,284 @@
+"""What one lane returned, as a column has it: the same values, or an error that says why not."""
+
+import warnings
+from math import isnan
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.slab.lossless import cast
+from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key, spell
+
+Array = NDArray[Any]
+
+REWARD: Key = (NEXT, "reward")
+_NUMBERS = "biuf"
+_HELD = 2**24
+"""Up to here a float32, as which rewards are stored, holds every integer."""
+
+
+class RoundedWarning(UserWarning):
+    """An environment returns floats with more digits than its space declares."""
+
+
+def reward_of(value: Any) -> float:
+    """A reward; it is stored as the float32 next to it, which for an integer has to be the same.
+
+    Raises:
+        ValueRefused: it is not one number, or too large.
+    """
+    if (isinstance(value, float) and abs(value) <= _LARGEST) or (
+        type(value) is int and abs(value) <= _HELD
+    ):
+        return float(value)
+    found = _number(value, REWARD, "one number", "return float(reward)")
+    if isnan(found):
+        return found
+    integer = isinstance(value, (int, np.integer)) or _kind(value) in "iu"
+    if integer and abs(found) > _HELD and float(np.float32(found)) != int(value):
+        raise ValueRefused(
+            REWARD,
+            "an integer that float32 holds",
+            str(value),
+            "return a float, which is rounded, or scale rewards in a wrapper",
+        )
+    if abs(found) > _LARGEST and found - found == 0:
+        raise ValueRefused(
+            REWARD, "a number that float32 holds", repr(value), "scale rewards in a wrapper"
+        )
+    return found
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def terminated_of(value: Any) -> bool:
+    """The flag of a true end."""
+    return _flag(value, TERMINATED)
+
+
+def truncated_of(value: Any) -> bool:
+    """The flag of a cut one."""
+    return _flag(value, TRUNCATED)
+
+
+def _flag(value: Any, key: Key) -> bool:
+    if type(value) is bool or type(value) is np.bool_:
+        return bool(value)
+    wanted, advice = "one bool, or 0 or 1", f"return bool({key[-1]})"
+    found = _number(value, key, wanted, advice)
+    if found not in (0, 1):
+        raise ValueRefused(key, wanted, told(value), advice)
+    return bool(found)
+
+
+def _number(value: Any, key: Key, wanted: str, advice: str) -> float:
+    """``value``, one real number, as a float that is the same.
+
+    Raises:
+        ValueRefused: it is not.
+    """
+    plain = _plain(value)
+    if not isinstance(plain, (bool, int, float)):
+        if np.size(plain) == 1 and _kind(plain) in _NUMBERS:
+            advice += ", of an array its one element: .item()"
+        raise ValueRefused(key, wanted, told(value), advice)
+    try:
+        found = float(plain)
+    except OverflowError:
+        found = float("inf")
+    if found != plain and not isnan(found):
+        raise ValueRefused(key, f"{wanted} that a float holds", told(value), advice)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A number of Python's, of a number of NumPy's or torch's or an array without dimensions."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return value.item() if not value.ndim else value
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.ndim or value.dtype.kind not in _NUMBERS:
+            return value
+        if value.dtype.itemsize > 8:
+            return float(value) if float(value) == value else value
+        return value.item()
+    if not isinstance(value, (bool, int, float, str, bytes)) and hasattr(value, "__array__"):
+        found = np.asarray(value)  # of JAX and others
+        return found.item() if not found.ndim and found.dtype.kind in _NUMBERS else found
+    return value
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    dtype = getattr(value, "dtype", None)
+    return str(getattr(dtype, "kind", "")) or "-"
+
+
+def told(value: Any) -> str:
+    """A value in a message: an array by its dtype and shape, and its beginning."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return f"{value!r:.60} ({type(value).__name__})"
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} {list(shape)}" + (f" {value!s:.40}" if np.prod(shape) < 4 else "")
+
+
+class ExactRow:
+    """Takes values of one leaf of a space to memory of its dtype and shape.
+
+    Digits of floats beyond those of the space are rounded, as Gymnasium itself does where it puts
+    lanes together, and a warning says so once. Every other value arrives as it is.
+
+    Args:
+        key: of the column.
+        shape: of one lane.
+        dtype: of the column.
+        any_bools: numbers that are 0 and 1 are bools.
+    """
+
+    def __init__(
+        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], *, any_bools: bool = False
+    ) -> None:
+        self.key, self.shape, self.dtype = key, shape, dtype
+        self._any_bools = any_bools and dtype == np.bool_
+        self._scalar = None if shape else dtype.type
+        self._counts = not shape and dtype.kind in "iu"
+        self._warned = False
+
+    def is_right(self, value: Any) -> bool:
+        """``value`` can be written to the column as it is."""
+        if type(value) is np.ndarray:
+            return value.dtype is self.dtype and value.shape == self.shape
+        if type(value) is int:
+            return self._counts and 0 <= value < 128
+        return type(value) is self._scalar
+
+    def array(self, value: Any, *, first: bool = False) -> Array:
+        """``value`` as an array of the dtype and shape.
+
+        ``first``: it is what a reset returned.
+
+        Raises:
+            ValueRefused: some of it would be another value, or it has another shape.
+        """
+        if self.is_right(value):
+            return value  # type: ignore[no-any-return]
+        found = _as_array(value)
+        if found is None or found.shape != self.shape or not self._takes(found.dtype):
+            raise self.refused(told(value if found is None else found), first=first)
+        if found.dtype == self.dtype:
+            return found
+        taken, lost = cast(found, self.dtype)
+        if lost is None:
+            return taken
+        if found.dtype.kind in "fc" and self.dtype.kind in "fc":
+            with np.errstate(over="ignore"):
+                taken = found.astype(self.dtype)
+            lost = lost & (np.isfinite(found) != np.isfinite(taken))
+            if found.dtype.kind == "c" and self.dtype.kind != "c":
+                lost |= found.imag != 0
+            if not lost.any():
+                self._say_rounded(found.dtype)
+                return taken
+        at = tuple(int(index) for index in np.argwhere(lost)[0])
+        where = f" at {list(at)}" if at else ""
+        raise self.refused(f"{found[at]} of {found.dtype}{where}", first=first)
+
+    def of_lane(self, lane: int, value: Any, *, first: bool = False) -> Array:
+        """The same, of a lane that an error names."""
+        if self.is_right(value):
+            return value  # type: ignore[no-any-return]
+        try:
+            return self.array(value, first=first)
+        except ValueRefused as error:
+            error.lane = lane
+            raise
+
+    def refused(self, got: str, *, first: bool) -> ValueRefused:
+        """The error for a value."""
+        error = ValueRefused(
+            self.key if first else (NEXT, *self.key),
+            f"{self.dtype} {list(self.shape)} as the space declares it",
+            got,
+            "correct the space, or cast in a wrapper",
+        )
+        error.step = 0 if first else None
+        return error
+
+    def _takes(self, dtype: np.dtype[Any]) -> bool:
+        """Gymnasium puts numbers of such kinds together."""
+        if dtype.kind not in "biufc":
+            return False
+        return self._any_bools or np.can_cast(dtype, self.dtype, "same_kind")
+
+    def _say_rounded(self, dtype: np.dtype[Any]) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{spell(self.key)}: the space declares {self.dtype} and the environment returns "
+                f"{dtype} with more digits, which are rounded; declare {dtype}, or cast in a "
+                "wrapper (gymnasium.wrappers.DtypeObservation)",
+                RoundedWarning,
+                stacklevel=2,
+            )
+
+
+def _as_array(value: Any) -> Array | None:
+    """``value`` as NumPy has it; None of what is no array of numbers."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+        value = np.from_dlpack(value)
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        return None
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):  # rows of different lengths
+        return None
+
+
+_put = np.ndarray.__setitem__
+
+
+class CheckedRewards(np.ndarray):
+    """Rewards of all lanes, which look at each that is written to them."""
+
+    read: Any = None
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        if type(value) is not float and self.read is not None:
+            value = _of_lane(self.read, at, value)
+        _put(self, at, value)
+
+
+class CheckedFlags(np.ndarray):
+    """Flags of all lanes, which look at each that is written to them."""
+
+    read: Any = None
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        if value is not False and value is not True and self.read is not None:
+            value = _of_lane(self.read, at, value)
+        _put(self, at, value)
+
+
+def _of_lane(read: Any, at: Any, value: Any) -> Any:
+    if type(at) is not int:
+        return value
+    try:
+        return read(value)
+    except ValueRefused as error:
+        error.lane = at
+        raise
+
+
+def checked(values: Array, read: Any, *, flags: bool) -> Array:
+    """The memory of ``values``, to which ``read`` takes what a lane returned."""
+    found: Any = values.view(CheckedFlags if flags else CheckedRewards)
+    found.read = read
+    return found  # type: ignore[no-any-return]

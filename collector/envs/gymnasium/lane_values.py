@@ -1,0 +1,117 @@
+"""What the lanes of a `SyncVectorEnv` return to it, looked at before the vector's casts hide it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+
+from tallyroll.collector.compat import own_observations, replace_values
+from tallyroll.collector.envs.exact import (
+    ExactRow,
+    checked,
+    reward_of,
+    terminated_of,
+    truncated_of,
+)
+from tallyroll.collector.envs.gymnasium.spaces import Leaf, observation_leaves
+from tallyroll.collector.errors import SpaceError
+
+_FLAGS = {"terminated": terminated_of, "truncated": truncated_of}
+
+
+CANNOT_TAKE = KeyError, IndexError, TypeError, ValueError
+"""Raised by a vector that cannot take what a lane returned."""
+
+
+_STEPS, _MOST_STEPS = 32, 2048
+
+
+class LaneValues:
+    """Looks at the lanes of ``env``, whatever wraps it; other vectors cast elsewhere.
+
+    Args:
+        env: the vector.
+        rewards: the shape of a lane's reward.
+    """
+
+    def __init__(self, env: VectorEnv, rewards: tuple[int, ...]) -> None:
+        self.reward: Callable[[Any], Any] = reward_of
+        if rewards:
+            self.reward = ExactRow(("reward",), rewards, np.dtype(np.float64)).array
+        base = env.unwrapped
+        self._steps, self._ended = 0, np.zeros(env.num_envs, np.bool_)
+        self.watching = type(base) is SyncVectorEnv
+        """Rewards and flags are looked at."""
+        self._env = base if type(base) is SyncVectorEnv else None
+        self._rows: list[tuple[Any, Callable[[Any], Any], ExactRow]] = []
+        if self._env is None:
+            return
+        try:
+            leaves = observation_leaves(base.single_observation_space, base.num_envs)
+        except SpaceError:  # a wrapper makes another space of it
+            return
+        self._rows = [
+            (leaf.path[0] if len(leaf.path) == 1 else None, leaf.getter(), row_of(leaf))
+            for leaf in leaves
+            if not leaf.text
+        ]
+
+    def watch(self) -> None:
+        """Look at each reward and flag that is written, until each lane has ended an episode.
+
+        It costs as much as a step of a small environment, and of what types these are does not
+        change. A full reset ends it for flags, so that it is to be asked for behind each.
+        """
+        if self._env is not None and self.watching:
+            replace_values(self._env, self._watched)
+
+    def stepped(self, ended: Any) -> None:
+        """Stop watching where enough was seen; ``ended`` are lanes ``[lane]``."""
+        self._steps += 1
+        self._ended |= ended
+        if self._steps >= _MOST_STEPS or (self._steps >= _STEPS and self._ended.all()):
+            self.watching = False
+            replace_values(self._env, lambda _, values: values.view(np.ndarray))  # type: ignore[arg-type]
+
+    def _watched(self, name: str, values: Any) -> Any:
+        flags = name != "reward"
+        return checked(values, _FLAGS[name] if flags else self.reward, flags=flags)
+
+    def look(self, *, first: bool) -> None:
+        """Look at the last observation of each lane, also where the vector could not take it.
+
+        Raises:
+            ValueRefused: it is not what the space declares.
+        """
+        if self._env is None:
+            return
+        held = own_observations(self._env)
+        for name, get, row in self._rows:
+            right = row.is_right
+            for lane, seen in enumerate(held):
+                if name is None or type(seen) is not dict or name not in seen:
+                    value = part_of(get, seen, row, lane)
+                else:
+                    value = seen[name]
+                if not right(value):
+                    row.of_lane(lane, value, first=first)
+
+
+def row_of(leaf: Leaf) -> ExactRow:
+    """Takes the values of one lane to the column of a leaf."""
+    return ExactRow(leaf.key, leaf.shape[1:], leaf.dtype)
+
+
+def part_of(get: Callable[[Any], Any], seen: Any, row: ExactRow, lane: int) -> Any:
+    """A leaf of what a lane observed.
+
+    Raises:
+        ValueRefused: there is none.
+    """
+    try:
+        return get(seen)
+    except (KeyError, IndexError, TypeError) as error:
+        refused = row.refused(f"none in {type(seen).__name__} {seen!r:.80}", first=False)
+        refused.lane = lane
+        raise refused from error
