@@ -20,6 +20,7 @@ _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, tor
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
 _SEEN_ALONE = [torch.uint16, torch.uint32, torch.uint64, torch.complex128]
 """Of observations: torch cannot compare these, and so cannot check what a policy chooses."""
+_NO_ACTIONS = {NUMPY[dtype] for dtype in _SEEN_ALONE}
 _TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in (*_SUPPORTED, *_SEEN_ALONE)}
 
 
@@ -130,7 +131,7 @@ def _leaves(
         yield Leaf(key, path, spec, np.dtype(np.uint8), (lanes, width), text=True)
     else:
         dtype, shape = space.dtype, space.shape
-        if key[0] == "action" and _TORCH_DTYPES.get(dtype) in _SEEN_ALONE:
+        if key[0] == "action" and dtype in _NO_ACTIONS:
             raise SpaceError(
                 f"the space {space!r} at {spell(key)}: torch cannot compare {dtype}, so no policy "
                 "chooses such actions; take a wider integer in a wrapper, and cast it there"

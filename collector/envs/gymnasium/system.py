@@ -338,17 +338,17 @@ class GymnasiumSystem(System):
             raise
 
     def _step_vector(self, action: NDArray[Any]) -> Step:
-        values = self._values
+        own = self._values
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         except CANNOT_TAKE:
-            values.look(first=False)
+            own.look(first=False)
             raise
         if self.forgets_resets:
             _ended[self.env.unwrapped] = np.logical_or(terminated, truncated)
-        values.look(first=False)
-        if values.watching:
-            values.stepped(np.logical_or(terminated, truncated))
+        own.look(first=False)
+        if own.watching:
+            own.stepped(np.logical_or(terminated, truncated))
         if self._anew and self._own is None:  # it puts the next ones elsewhere
             setattr(self.env, OBSERVATIONS, np.empty_like(obs))
         if self._one_of_many:
