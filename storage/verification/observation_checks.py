@@ -22,8 +22,8 @@ _FEW_VALUES, _SHARE = 16, 1 / 4
 """Of so few whole numbers some ends are all zero by chance; more than this share are not."""
 _SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
 """Of a chunk, to see how far an observation moves in a step."""
-_LEAST_STEPS = 6
-"""That end no episode, before a last step is called far."""
+_LEAST_STEPS, _MOST_STEPS = 6, 256
+"""That end no episode, before a last step is called far: as many as it has values, within these."""
 _LEAP = 2
 """Times as far as in any step between: so a final observation is not reached, but lost."""
 
@@ -117,7 +117,8 @@ class _Observation:
     @property
     def leapt(self) -> bool:
         """Most zeros at ends are farther from the observation before than a step goes."""
-        if self.steps < _LEAST_STEPS or (self.by_design and self.truncated):
+        enough = max(_LEAST_STEPS, min(self.values, _MOST_STEPS))
+        if self.steps < enough or (self.by_design and self.truncated):
             return False
         far = np.any(self.leaps / _LEAP > self.strides, axis=1)
         return bool(2 * far.sum() > len(self.leaps))
