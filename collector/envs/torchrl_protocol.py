@@ -47,16 +47,16 @@ class ProtocolEnv(CheckedEnv):
             self._draw_contexts(self._pending)
             self._pending = ended.copy()
         td = self._td(values)
-        for key, value in zip(d.reward, out.reward, strict=True):
-            spec = self.full_reward_spec[key]
+        for key, given in zip(d.reward, out.reward, strict=True):
+            spec, reward = self.full_reward_spec[key], given
             if self.fills:
                 row = np.empty(tuple(spec.shape), NUMPY[spec.dtype])
-                row = row if np.shape(value) == row.shape else row[..., 0]
+                row = row if np.shape(given) == row.shape else row[..., 0]
                 try:
-                    value = fitting(value, row, (NEXT, *key))
+                    reward = fitting(given, row, (NEXT, *key))
                 except (TypeError, ValueError, ValueRefused) as error:
                     raise self._unfit(out, error) from error
-            td.set(key, as_tensor(value, self.device).to(spec.dtype).reshape(spec.shape))
+            td.set(key, as_tensor(reward, self.device).to(spec.dtype).reshape(spec.shape))
         flags = {"terminated": terminated, "truncated": truncated, "done": ended}
         for name in _FLAGS:
             td.set(name, torch.from_numpy(flags[name]).to(self.device)[:, None])

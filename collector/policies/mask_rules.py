@@ -41,16 +41,16 @@ class MaskRule:
         flat = marks.reshape(*marks.shape[:2], -1)
         other = np.zeros(flat.shape[:2], np.bool_)
         if marks.dtype != np.bool_:
-            other = ((flat != 0) & (flat != 1)).any(-1)
+            other = np.asarray(((flat != 0) & (flat != 1)).any(-1))
         if other.any():
             return other, "1 for each value that is legal and 0 for the others"
         nothing = self._by_lane(self.choices.nothing(marks, marks.shape[:2] + self.agents))
         # An agent that does not act may have no legal action, and not every group tells who acts.
         if live is not None:
-            nothing = (nothing & self._by_lane(live)).any(-1)
+            empty = (nothing & self._by_lane(live)).any(-1)
         else:
-            nothing = nothing.all(-1)
-        return nothing, "at least one value that is legal"
+            empty = nothing.all(-1)
+        return np.asarray(empty), "at least one value that is legal"
 
     def quick(self, marks: Array, *, zeros_and_ones: bool) -> Callable[[], bool]:
         """A quick look at memory: True where all masks in it are good, whoever acts.
@@ -92,8 +92,8 @@ def rules_of(env: EnvBase) -> Iterator[MaskRule]:
         live = (*key[:-1], "mask")
         spec = env.observation_spec[live] if live in _observed(env) else None
         agents = _agents(env, key, choices)
-        known = spec is not None and spec.dtype is torch.bool
-        known = known and tuple(spec.shape[len(env.batch_size) :]) == agents != ()
+        known = spec is not None and spec.dtype is torch.bool and _inner(env, spec) == [*agents]
+        known = known and agents != ()
         yield MaskRule(key, mask, choices, agents, live if known else None)
 
 

@@ -100,7 +100,8 @@ class Choices:
             wanted = (*uniform.shape, self.sizes[0])
             index = _nth(marks if marks.shape == wanted else marks.reshape(wanted), uniform)
             if self.one_hot:
-                return (index[..., None] == np.arange(self.sizes[0])).astype(np.int64)
+                one_hot: Array = index[..., None] == np.arange(self.sizes[0])
+                return one_hot.astype(np.int64)
             return index + self.starts[0] if self.starts[0] else index
         batch = uniform.shape[: uniform.ndim - len(self.shape)]
         parts = self.parts(marks, batch)
@@ -110,15 +111,16 @@ class Choices:
             found = np.stack(np.unravel_index(_nth(parts[0], numbers[..., 0]), self.sizes), -1)
         else:
             found = np.stack([_nth(p, numbers[..., at]) for at, p in enumerate(parts)], -1)
-        return (found + np.asarray(self.starts)).reshape(*batch, *self.shape)
+        counted: Array = found + np.asarray(self.starts)
+        return counted.reshape(*batch, *self.shape)
 
     def nothing(self, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
         """``[*batch]`` where a mask allows no action."""
         parts = self.parts(marks, batch)
         assert parts is not None
-        found: NDArray[np.bool_] = ~parts[0].any(-1)
+        found: NDArray[np.bool_] = np.asarray(~parts[0].any(-1))
         for part in parts[1:]:
-            found |= ~part.any(-1)
+            np.logical_or(found, ~part.any(-1), out=found)
         return found
 
     def allowed(self, actions: Array, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
