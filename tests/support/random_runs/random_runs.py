@@ -19,6 +19,7 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
+from tallyroll.storage.errors import RunUnderWay
 
 from random_configurations import Configuration
 from random_environments import close, make_env
@@ -279,10 +280,19 @@ class _Runner:
                 made = self._collector(run.number, seed=config.seed + run.number, storage=storage)
                 collectors.append(made)
             left = {run.number: iter(made) for run, made in zip(self.runs, collectors, strict=True)}
+            waits: int | None = None
             while left:
-                run = self.runs[int(rng.choice(list(left)))]
-                batch = next(left[run.number], None)
+                run = self.runs[int(rng.choice([each for each in left if each != waits]))]
+                try:
+                    batch = next(left[run.number], None)
+                except RunUnderWay:
+                    if waits is not None:
+                        raise
+                    # It is to wait for the end of the other, and begin then.
+                    waits, left[run.number] = run.number, iter(collectors[run.number])
+                    continue
                 if batch is None:
+                    waits = None
                     del left[run.number]
                     continue
                 run.batches.append(batch)
