@@ -55,8 +55,9 @@ def _rows(values: torch.Tensor) -> Array:
 
 def was_told(told: Told, seen: Array, relative: Array) -> Array:
     """Which rows ``relative`` are what the transform made of the rows ``seen``."""
+    pairs = zip(*(each.reshape(-1, each.shape[-1]) for each in (seen, relative)), strict=True)
     right = [
         any(np.array_equal(each, became) for each in told.get(digest([one]), []))
-        for one, became in zip(seen, relative, strict=True)
+        for one, became in pairs
     ]
-    return np.array(right, np.bool_)
+    return np.array(right, np.bool_).reshape(len(seen), -1).all(-1)

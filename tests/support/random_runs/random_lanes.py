@@ -235,8 +235,11 @@ class Lane(gym.Env[Any, Any]):
         if self.kind.dull == "all equal":
             rng = np.random.default_rng(0)
         value = drawn(self.observation_space, rng)
-        if self.kind.dull == "zeros" or (self.kind.dull == "goal at 0" and self.over):
+        if self.kind.dull == "zeros":
             value = np.zeros_like(value)
+        elif self.kind.dull == "goal at 0":
+            length = self.lengths[self.episode % len(self.lengths)]
+            value = (value * np.float32(1 - self.at / length)).astype(value.dtype)
         if self.kind.masked:
             mask = rng.integers(2, size=value["action_mask"].shape).astype(np.bool_)
             first = 0

@@ -76,6 +76,8 @@ class Outcome:
     """Of collectors in turn: the run of each batch, and its rows."""
     found: list[str] = field(default_factory=list)
     """What was seen to be wrong under way."""
+    warned: set[str] = field(default_factory=set)
+    """Names of the categories of warnings."""
 
     @property
     def error(self) -> BaseException | None:
@@ -95,11 +97,11 @@ def identity(batch: TensorDictBase) -> TensorDictBase:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """What TorchRL and Gymnasium warn of is not the matter here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Warnings are kept and not shown."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield said
 
 
 def carry_out(config: Configuration, folder: Path) -> Outcome:
@@ -108,9 +110,11 @@ def carry_out(config: Configuration, folder: Path) -> Outcome:
     journals.mkdir()
     world = World(str(folder), str(journals) if config.uses_files else None)
     threads = config.workers and config.threads
-    with quiet(), in_threads() if threads else nullcontext():
+    with quiet() as said, in_threads() if threads else nullcontext():
         try:
-            return _Runner(config, folder, world).outcome()
+            outcome = _Runner(config, folder, world).outcome()
+            outcome.warned = {each.category.__name__ for each in said}
+            return outcome
         finally:
             world.forget()
 
