@@ -144,7 +144,8 @@ class _Runner:
                     stored.append(storage.get(rows).clone())
         memory = None
         if self.buffer is not None and len(self.buffer):
-            memory = self.buffer.storage.get(slice(0, len(self.buffer))).clone()
+            held = self.buffer.storage.get(slice(0, len(self.buffer)))
+            memory = held.apply(torch.clone)  # its own clone makes 0.0 of -0.0
         seen = self.world.read(), stored, self.paths, memory
         return Outcome(self.runs, *seen, self.world.told, self.turns, self.found)
 
