@@ -18,7 +18,7 @@ import pytest
 from random_more import extended
 from random_verdicts import examined
 
-COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "40"))
+COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "80"))
 HERE = "tests/collectors/test_random_configurations.py"
 ALONE = os.environ.get("TALLYROLL_CONFIGURATION")
 NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]
