@@ -158,6 +158,8 @@ def refusals(config: Configuration) -> list[str]:
         "names that collide": bool(names & set(sp.COLLIDING)),
         "odd names": bool(names & {*sp.ODD, *sp.TAKEN}),
         "spaces that no column holds": lane.observation in sp.REFUSABLE,
+        "torch lacks operations of TorchRL's": "uint16" in lane.observation
+        and env.system == "torch",
         "rewards and flags of a shape": lane.form == "array of one",
         "a mask of another length": lane.mask_extra != 0,
         "episodes end where the next begins": lane.dull in ("zeros", "all equal")
