@@ -159,7 +159,7 @@ def refusals(config: Configuration) -> list[str]:
         "odd names": bool(names & {*sp.ODD, *sp.TAKEN}),
         "spaces that no column holds": lane.observation in sp.REFUSABLE,
         "torch lacks operations of TorchRL's": "uint16" in lane.observation
-        and env.system == "torch",
+        and (env.system == "torch" or config.sink in ("buffer", "memory and disk")),
         "rewards and flags of a shape": lane.form == "array of one",
         "a mask of another length": lane.mask_extra != 0,
         "episodes end where the next begins": lane.dull in ("zeros", "all equal")
