@@ -148,6 +148,8 @@ class BatchWriter:
         """Of its ids, where others write to the same TorchRL storage."""
         self._loaded: Ledger | None = None
         """Of a state that the run goes on from."""
+        self._stored_elsewhere = 0
+        """Transitions that it had stored by then."""
         if self.storage is not None:
             self.storage.claim(self, begins=self._resume)
 
@@ -302,7 +304,7 @@ class BatchWriter:
         if self._last is None:
             self._first_row = storage.head
         if self._loaded is not None:
-            self._stored_before = self._loaded.stored - (storage.head - self._first_row)
+            self._stored_before = self._stored_elsewhere - (storage.head - self._first_row)
         if self._entry is not None:
             storage.withdraw_run(self._entry)
             self._entry = None
@@ -471,6 +473,7 @@ class BatchWriter:
         if self.storage is None:
             return
         self._next_id, self._loaded = max(self._next_id, next_id), ledger
+        self._stored_elsewhere = ledger.stored
         if self.ready and self.storage.has_claimed(self):
             self._begin_entry(self.storage.schema, provenance)
 

@@ -197,15 +197,16 @@ class LaneChecks:
         )  # fmt: skip
         # A lane's first row begins one as well, unless older rows may have been overwritten.
         begins = (known & ~same) | ((before.row == _NONE) & clear & (not self._late))
+        goes_back = known & (rows.version < before.version)
         if self._declared is None:
+            # Rows of several sources may follow one another, and those of a ring begin late.
+            begins, goes_back = np.zeros_like(begins), goes_back & same
             self._begun.append(rows.ids[(before.row != _VAGUE) & ~same & clear])
         _check_steps(series, same, begins, findings)
         series.chunk.report(
             findings, "versions", "the policy's version goes back within a lane",
             # Random actions, -1, may come again where a lane began anew.
-            known
-            & (rows.version < before.version)
-            & ((rows.version >= 0) | (rows.ids == before.ids)),
+            goes_back & ((rows.version >= 0) | same),
             lambda i: f"version {rows.version[i]} behind version {before.version[i]}",
             series.order.at,
         )  # fmt: skip

@@ -355,7 +355,9 @@ def test_a_ring_is_given_its_own_rows(
         elif which == "fresh":
             extend(TensorDict({"x": torch.from_numpy(values)}, [len(values)]), values)
         elif which == "get":
-            extend(ring.get(slice(start, stop, step)), values)
+            # It knows in which order its rows were written.
+            age = (head - 1 - np.arange(size)[start:stop:step]) % size
+            extend(ring.get(slice(start, stop, step)), values[np.argsort(-age)])
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # it is not writable

@@ -935,7 +935,7 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "shows other libraries 1,005 rows, and 1,000 are committed",
     ),
     "hdf5, rows that are a text": (
-        ".h5", lambda path: replace_attribute(path, "rows", "many"), "its attribute rows is 'many'",
+        ".h5", lambda path: replace_attribute(path, "rows", "many"), "are not where they were",
     ),
     "hdf5, its capacity": (
         ".h5", lambda path: change_attribute(path, "capacity", 3), "its attribute capacity is 3",
