@@ -47,11 +47,9 @@ class Choices:
         shape = tuple(spec.shape[len(spec.shape) - inner :])
         if isinstance(spec, Binary):
             return cls((0,) * prod(shape), (2,) * prod(shape), shape) if prod(shape) else None
-        if not isinstance(spec, Bounded):
+        if not isinstance(spec, Bounded) or spec.dtype.is_floating_point or not prod(shape):
             return None
         bounds = [b.cpu().numpy().reshape(-1, prod(shape)) for b in (spec.low, spec.high)]
-        if bounds[0].dtype.kind not in "iu" or not prod(shape):
-            return None
         low, high = map(_alike, bounds)
         if low is None or high is None:
             return None

