@@ -63,6 +63,9 @@ def own_exploration_type() -> Iterator[None]:
     """TorchRL has one for all threads: workers that are threads may leave theirs behind."""
     with set_exploration_type(None):
         yield
+    had_gradients = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert had_gradients, "gradients are off after the test"
 
 
 def _descendants(pid: int) -> Iterator[int]:
