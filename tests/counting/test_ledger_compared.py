@@ -22,7 +22,7 @@ from tallyroll.collector.batches import assembly, writer
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.slab_rows import SlabPart
-from tallyroll.collector.errors import LedgerError, TransitionError, WorkerRaised
+from tallyroll.collector.errors import LedgerError, StateError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.workers.lockstep import LockstepDriver
@@ -189,7 +189,8 @@ def collect(run: str, once: Once, **kwargs: Any) -> tuple[int, Collector, pytest
         with pytest.raises(LedgerError) as raised:
             iterate(collector, rows, once)
         assert once.done
-        assert list(collector) == [], "the run is over"
+        with pytest.raises(StateError, match="the run ended when LedgerError was raised"):
+            list(collector)
     return sum(rows), collector, raised
 
 
