@@ -485,7 +485,7 @@ class Assembly:
         flags = {} if self._torchrl is None else self._torchrl.root_flags(part)
         post(self._ledger, entry)
         try:
-            self._ledger.balance(self._rollout.held + self._in_hand - count)
+            self._ledger.balance(self._rollout.held + (0 if rest is None else len(rest)))
             if isinstance(part, SlabPart):
                 self._store_slots(part, open_lanes)
                 if self._lays_out:
