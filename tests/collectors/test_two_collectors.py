@@ -206,6 +206,6 @@ def test_a_run_without_rows_is_not_taken_for_the_next(tmp_path: Path) -> None:
     with MemmapStorage(path) as storage:
         for seed in (5, 6):
             collector(2, storage=storage, seed=seed).shutdown()
-        with collector(2, storage=storage, seed=6, resume=True) as again:
+        with collector(2, storage=storage, seed=6, resume="auto") as again:
             assert sum(map(len, again)) == 40
     assert_ids_are_unique(path)

@@ -16,7 +16,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tallyroll.collector import MultiprocessCollector
-from tallyroll.collector.errors import WorkerDied, WorkerHung, WorkerRaised
+from tallyroll.collector.errors import StateError, WorkerDied, WorkerHung, WorkerRaised
 from tallyroll.collector.workers import messages
 from tallyroll.collector.workers.processes import Member, WorkerPool
 from tallyroll.storage import open_storage
@@ -176,7 +176,8 @@ def test_a_seed_after_a_worker_failed(mode: str) -> None:
             time.sleep(0.5)  # it fails ahead of the consumer
         with pytest.raises(WorkerRaised, match="boom"):
             collector.set_seed(5)
-        assert not list(collector)
+        with pytest.raises(StateError, match="the run ended when WorkerRaised was raised"):
+            list(collector)
     assert balanced(collector.ledger)
 
 
@@ -326,6 +327,7 @@ def test_an_iterator_yields_nothing_after_the_collector_exited(mode: str, tmp_pa
         with pytest.raises(SystemExit):
             run = through(collector)
         assert run is None
-        assert not list(collector)
+        with pytest.raises(StateError, match="the run ended when SystemExit was raised"):
+            list(collector)
     assert collector.ledger.stored == 20
     assert_right(tmp_path / "data", collector)
