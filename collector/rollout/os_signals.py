@@ -57,8 +57,8 @@ _runs: set[int] = set()
 """The runs, by id, that keep handlers where they are between batches."""
 _calling: dict[int, _Stand] = {}
 """Signals whose handlers are running."""
-_waiting: dict[int, tuple[_Stand, threading.Timer]] = {}
-"""Signals that nobody has handled yet, and what sends them again."""
+_waiting: dict[int, tuple[_Stand, threading.Timer, list[None]]] = {}
+"""Signals that are not handled yet, what sends them again, and an item for each further arrival."""
 _again: set[int] = set()
 """Signals that were sent again."""
 _main = main_thread().ident
@@ -259,6 +259,8 @@ def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:
     _again.discard(number)
     if again and number not in _waiting:
         return  # it was handled in between
+    if number in _waiting and not again:
+        _waiting[number][2].append(None)
     if _holder is None and number not in _waiting:
         if not _runs:
             _restore()
@@ -268,7 +270,7 @@ def _arrived(stand: _Stand, number: int, frame: FrameType | None) -> None:
     elif number not in _waiting:
         timer = threading.Timer(_PATIENCE_SECONDS, _send_again, (number, get_ident()))
         timer.daemon = True
-        _waiting[number] = stand, timer
+        _waiting[number] = stand, timer, []
         timer.start()
         if _pause is not None:
             _pause()
@@ -283,7 +285,7 @@ def _send_again(number: int, thread: int) -> None:
 def _call_waiting(only: int | None = None) -> None:
     """All of them; what the first one raises is raised in the end."""
     raised: BaseException | None = None
-    for number, (stand, _) in [*_waiting.items()]:
+    for number, (stand, *_) in [*_waiting.items()]:
         if only not in (None, number):
             continue
         try:
@@ -303,6 +305,8 @@ def _call(stand: _Stand, number: int, frame: FrameType | None) -> None:
     _calling[number] = stand
     try:
         stand.handler(number, frame)
+        for _ in waited[2] if waited is not None else ():  # a second one may mean another thing
+            stand.handler(number, frame)
     finally:
         del _calling[number]
         _admitting = before

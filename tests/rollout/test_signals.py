@@ -25,7 +25,7 @@ import pytest
 from tallyroll import collector as package
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.rollout import os_signals
-from tallyroll.collector.rollout.os_signals import admitted, deferred
+from tallyroll.collector.rollout.os_signals import admitted, deferred, later, pausable
 from tallyroll.collector.rollout.source import Block
 from tallyroll.storage import open_storage
 
@@ -268,6 +268,30 @@ def test_a_handler_that_calls_the_one_that_it_found() -> None:
         with pytest.raises(Interruption):
             signal.raise_signal(signal.SIGINT)
         assert len(calls) == 4
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_second_one_that_waits_calls_the_handler_again(patient: bool) -> None:
+    """A handler may ask to stop at first, and interrupt then."""
+    calls: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        calls.append(number)
+        if len(calls) == 2:
+            raise Interruption
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(Interruption), deferred(), pausable(later):  # noqa: PT012
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert not calls
+            if not patient:
+                threading.Event().wait(10)
+                pytest.fail("it waits no longer")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(calls) == 2
 
 
 def test_two_that_wait_are_both_handled_once() -> None:
