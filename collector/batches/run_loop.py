@@ -491,8 +491,10 @@ class _Undivided(deferred):
                 "the collector is collecting already: it was called from within, by its policy or "
                 "its environment, or from another thread; let the call under way return before"
             )
-        super().__enter__()
+        # Handlers must not wait for ever after what is raised here, wherever that is.
+        self._inner, self._outer, self._assembly.intact = False, False, True
         try:
+            super().__enter__()
             self._assembly.busy, self._assembly.intact = True, False
             keep_for(self._assembly)
             self._assembly.settle()
@@ -507,8 +509,8 @@ class _Undivided(deferred):
         trace: TracebackType | None,
     ) -> None:
         """End the run where there was an error, and call the handlers."""
-        self._assembly.busy = False
         try:
+            self._assembly.busy = False
             if error is not None and not self._assembly.intact:
                 try:
                     self._assembly.end_by(error)
