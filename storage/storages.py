@@ -236,10 +236,11 @@ class DiskStorage(RowStore, AsTensorStorage):
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
             ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
+            without = buffers.writers_index(self)
             if 0 < self.ring < len(rows):
-                self.writer.write_more(data, buffers.writers_index(self), ids)
+                self.writer.write_more(data, without, ids)
             else:
-                self.writer.write(data, None, buffers.writers_index(self), ids)
+                self.writer.write(data, None, without, ids, items=True)
         except BaseException:
             # TorchRL's writers count before they write.
             buffers.seat_writers(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -37,7 +38,7 @@ class BatchCheck:
     def __init__(self, schema: Schema, path: Path) -> None:
         self._schema, self._path = schema, path
         self._keys = list(schema.keys)
-        self._one_id = any(c.key == TRAJ_IDS and not c.shape for c in schema.columns)
+        self._one_id = any(c.key == TRAJ_IDS and math.prod(c.shape) == 1 for c in schema.columns)
         self._numpy_dtypes = [column.numpy_dtype for column in schema.columns]
         self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
         self._levels, self._places = _levels_of(schema.keys)
@@ -163,7 +164,8 @@ def require_flat(rows: Mapping[Key, Any]) -> None:
 
 
 def _has_several_ids(rows: Mapping[Key, Any]) -> bool:
-    return getattr(rows.get(TRAJ_IDS), "ndim", 1) > 1
+    # One id may have a dimension of its own, [n, 1].
+    return math.prod(getattr(rows.get(TRAJ_IDS), "shape", ())[1:]) > 1
 
 
 def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:

@@ -339,8 +339,13 @@ class RowWriter:
         record: bytes | None = None,
         without: Key | None = None,
         ids: Ids = "fresh",
+        *,
+        items: bool = False,
     ) -> range:
-        """Append and commit; ``without`` names a column that may be there and is left out."""
+        """Append and commit; ``without`` names a column that may be there and is left out.
+
+        Rows are ``items`` of a replay buffer where each may be several transitions.
+        """
         reader, kind = self.reader, type(rows)
         tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
         if tensors:
@@ -361,7 +366,7 @@ class RowWriter:
             if tensors and engine is not None:
                 span = engine.append_tensors(rows, record, without, watch)
             if span is None:
-                arrays = self._arrays(rows, without)
+                arrays = self._arrays(rows, without, items)
                 if engine is None and ids != "fresh":
                     watch = self._id_checks
                 span = reader.running().append(arrays, record, watch)
@@ -373,11 +378,12 @@ class RowWriter:
     def write_more(self, rows: TensorDictBase, without: Key | None, ids: Ids) -> None:
         """As `write`, of more rows than a ring has, in pieces of which the last ones stay.
 
-        Whatever is refused is refused before the first piece is written.
+        They are a replay buffer's items. Whatever is refused is refused before the first piece is
+        written.
         """
         reader, rows = self.reader, oldest_first(rows)
         with self.turn:
-            arrays = self._arrays(rows, without)
+            arrays = self._arrays(rows, without, items=True)
             reader.running().check(arrays, None if ids == "fresh" else self._id_checks)
             size = reader.ring
             for start in range(0, len(rows), size):
@@ -443,9 +449,11 @@ class RowWriter:
             return {**rows, TRAJ_IDS: ids}
         return rows.copy().set(TRAJ_IDS, torch.from_numpy(ids))
 
-    def _arrays(self, rows: Any, without: Key | None = None) -> Mapping[Key, np.ndarray]:
+    def _arrays(
+        self, rows: Any, without: Key | None = None, items: bool = False
+    ) -> Mapping[Key, np.ndarray]:
         if type(rows) is not dict and isinstance(rows, TensorDictBase):
-            return self._arrays_of(rows, without)
+            return self._arrays_of(rows, without, items)
         if not isinstance(rows, Mapping):
             raise RowsMismatch(
                 f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
@@ -457,7 +465,9 @@ class RowWriter:
             self.initialise(schema)
         return rows
 
-    def _arrays_of(self, rows: TensorDictBase, without: Key | None) -> dict[Key, np.ndarray]:
+    def _arrays_of(
+        self, rows: TensorDictBase, without: Key | None, items: bool
+    ) -> dict[Key, np.ndarray]:
         if not rows.batch_dims:
             raise RowsMismatch("rows have a batch size [N], got []. Use unsqueeze(0) for one row.")
         try:
@@ -466,7 +476,8 @@ class RowWriter:
                 found.pop(without, None)
             require_rows(found, rows.batch_size[0])
             if self.reader.engine is None:
-                require_flat(found)
+                if not items:
+                    require_flat(found)
                 self.initialise(Schema.of_leaves(found, batch_dims_of(rows)))
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
         except InvalidSchema as error:
