@@ -32,7 +32,7 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.commit_engine import LOOK_SECONDS
-from tallyroll.storage.errors import DiskFailed, WriterForked
+from tallyroll.storage.errors import TooManyFiles, WriterForked
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.mapping import Region
@@ -307,7 +307,7 @@ def test_metadata_for_others_fails_no_commit(
             for _ in range(2):
                 head = storage.head
                 storage.extend(oracle(head, 5), record=record_of(head + 5))
-            with pytest.raises(DiskFailed, match="Too many open files"):
+            with pytest.raises(TooManyFiles, match="Too many open files"):
                 storage.flush()
         assert check(storage) == 13
 

@@ -43,7 +43,8 @@ def held() -> int:
 @contextmanager
 def no_more_files(but: int = 0) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    most = max(map(int, os.listdir("/proc/self/fd"))) + but  # perhaps none below is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
     taken: list[int] = []
     try:
         with contextlib.suppress(OSError):

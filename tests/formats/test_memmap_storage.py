@@ -272,8 +272,8 @@ def test_a_missing_column_is_told(five: Path) -> None:
 def test_a_column_elsewhere_is_refused(five: Path, tmp_path: Path) -> None:
     (five / "wide.memmap").rename(tmp_path / "elsewhere")
     (five / "wide.memmap").symlink_to(tmp_path / "elsewhere")
+    assert_refused(five, CorruptStorage, "wide.memmap is a link .* or reads through a link")
     wording = "not what this storage made there, but a link or of another kind"
-    assert_refused(five, CorruptStorage, wording)
     for make in (os.mkdir, os.mkfifo):
         (five / "wide.memmap").unlink()
         make(five / "wide.memmap")
