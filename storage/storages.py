@@ -157,6 +157,10 @@ class DiskStorage(RowStore, AsTensorStorage):
                 becomes two. Behind a collector's run they are a run of their own.
                 ``"fresh"`` writes them as they are: the caller vouches for them.
 
+        Of what ``other[:]``, ``other.get(slice)`` and ``other.in_order()`` gave, and nothing was
+        made of, the manifest notes whose rows these were, and which runs made them there:
+        ``copied_from`` and ``runs`` of an entry. What was written into them since is not known.
+
         Raises:
             TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
                 one trajectory.

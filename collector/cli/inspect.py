@@ -15,6 +15,13 @@ from tallyroll.collector.cli.report import Page, times
 from tallyroll.storage import CorruptStorage, open_storage
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.files.checksums import rows_covered
+from tallyroll.storage.files.copied_runs import (
+    LEFT_OUT,
+    copied_runs,
+    is_copied,
+    rows_copied,
+    runs_left_out,
+)
 from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.rows.keys import REWARD, spell
 from tallyroll.storage.storages import DiskStorage
@@ -26,6 +33,8 @@ from tallyroll.storage.trajectories.episodes import (
 )
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_MOST_MAKERS = 3
+"""Runs of copied rows that are told in their line."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -189,6 +198,9 @@ def as_text(facts: Mapping[str, Any]) -> str:
     page.table(("column", "dtype", "shape", "bytes a row"), columns)
     page.head("Runs")
     for number, run in enumerate(facts["runs"]):
+        if is_copied(run) or LEFT_OUT in run:
+            page.print(f"{number}  {_copy_line(run)}")
+            continue
         versions = [f"{name} {version}" for name, version in part(run, "versions").items()]
         page.print(f"{number}  {_run_line(run)}")
         page.print(f"   {', '.join(versions) or 'no versions'}")
@@ -219,7 +231,41 @@ def as_text(facts: Mapping[str, Any]) -> str:
     return page.text
 
 
+def _copy_line(run: Mapping[str, Any]) -> str:
+    """One line for rows that were copied, with the newest runs that made them."""
+    span = f"{run['rows']:,} rows from row {run['first_row']:,}"
+    if LEFT_OUT in run:
+        return f"{span}, copied from elsewhere in more pieces than the manifest notes"
+    return f"{span}, copied from {_copied_from(run)}: {_makers(run)}"
+
+
+def _copied_from(run: Mapping[str, Any]) -> str:
+    found = rows_copied(run)
+    assert found is not None
+    id, first, last = found
+    return f"rows {first:,} {'on' if last is None else f'to {last:,}'} of storage {id}"
+
+
+def _makers(run: Mapping[str, Any]) -> str:
+    """The newest runs that made copied rows, what resumed one with it."""
+    told = [
+        f"rows copied from {_copied_from(each)}" if is_copied(each) else _told(each)
+        for each in copied_runs(run)
+    ]
+    told = [*dict.fromkeys(told)]
+    shown = told[-_MOST_MAKERS:]
+    if more := len(told) - len(shown) + runs_left_out(run):
+        shown.append(f"{more} more")
+    return "; ".join(shown) or "unknown runs"
+
+
 def _run_line(run: Mapping[str, Any]) -> str:
+    span = f"{run['rows']:,} rows from row {run['first_row']:,}"
+    return _told(run, span, _resumed(run) if run["resumed"] else None)
+
+
+def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None = None) -> str:
+    """Words on a run's environment, lanes, seed, budget and policy."""
     environment, call = part(run, "environment"), part(run, "call")
     workers = _whole(call, "num_workers")
     asked = {**call, **part(run, "command")}
@@ -227,11 +273,11 @@ def _run_line(run: Mapping[str, Any]) -> str:
     parts = [
         environment.get("id") or environment.get("type") or "unknown environment",
         f"kwargs {json.dumps(environment['kwargs'])}" if environment.get("kwargs") else None,
-        f"{run['rows']:,} rows from row {run['first_row']:,}",
+        span,
         f"{run.get('lanes', '?')} lanes"
         + (f" in {workers} {call.get('mode', '')} workers" if workers else ""),
         f"seed {run.get('seed', '?')}",
-        _resumed(run) if run["resumed"] else None,
+        resumed,
         *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
         f"policy {asked.get('policy') or ('random' if asked else 'unknown')}",
     ]

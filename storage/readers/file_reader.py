@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from tensordict import TensorDict
@@ -22,12 +22,16 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
+from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import in_all_slots, remember
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 
 Mode: TypeAlias = Literal["create", "append", "read"]
+
+_MOST_ROWS: Final = 2**62
+"""The manifest has the run of every row: no other process writes."""
 
 
 class _FileColumn(ColumnReader):
@@ -72,6 +76,7 @@ class FileReader(RowReader):
         self.format, self.path, self.mode = format, path, mode
         self.copied_as = type(format)
         self._manifest: Manifest | None = None
+        self._origin = Origin(self)
         self._last_head = 0
         self.trajectory_index = TrajectoryIndex()  # now, for threads of a writer share it
 
@@ -190,6 +195,15 @@ class FileReader(RowReader):
         return self._manifest["id"] if self._manifest is not None else None
 
     @property
+    def origin(self) -> Origin:
+        origin = self._origin
+        if self.mode != "read":
+            origin.manifest, origin.until = self._manifest, _MOST_ROWS
+        elif origin.manifest is None:
+            origin.look()
+        return origin
+
+    @property
     def record(self) -> tuple[int, bytes] | None:
         self.require_open()
         return None if self.engine is None else self.engine.record
@@ -272,14 +286,26 @@ class FileReader(RowReader):
                 arrays = engine.private(slots, only)
                 rows = nest(arrays, (len(arrays[0]),))
                 if span.start > engine.floor:  # it began again
-                    remember(rows, partial(in_all_slots, slots, span.start, self.ring))
+                    gives = partial(in_all_slots, slots, span.start, self.ring)
+                    remember(rows, gives)
+                    came_from(rows, self.origin, gives)
+                else:
+                    first = span.start  # of an array that other steps begin at
+                    these = range(first + where.start, first + where.stop, where.step)
+                    came_from(rows, self.origin, these)
                 return rows
+            these = range(where.start, where.stop, where.step)
             where = np.arange(where.start, where.stop, where.step)
             if self.ring:
                 arrays, numbers = engine.take_numbered(where, only)
                 rows = nest(arrays, where.shape)
-                remember(rows, partial(np.asarray, numbers))
+                gives = partial(np.asarray, numbers)
+                remember(rows, gives)
+                came_from(rows, self.origin, gives)
                 return rows
+            rows = nest(engine.take(where, only), where.shape)
+            came_from(rows, self.origin, these)
+            return rows
         if isinstance(where, int):
             return nest(engine.take(np.array([where]), only), (1,))[0]
         return nest(engine.take(where, only), where.shape)

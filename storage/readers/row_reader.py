@@ -21,6 +21,7 @@ from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
 from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 from tallyroll.storage.trajectories.mapping import Trajectories
@@ -211,6 +212,15 @@ class RowReader(ABC):
         return found
 
     @property
+    def origin(self) -> Origin:
+        """The storage, for rows that say where they came from."""
+        return self._as_origin
+
+    @cached_property
+    def _as_origin(self) -> Origin:
+        return Origin(self)
+
+    @property
     def trajectories(self) -> Trajectories:
         """The trajectories that the rows belong to, by id."""
         return Trajectories(self)
@@ -368,7 +378,9 @@ class RowReader(ABC):
         chosen = self.keys if only is None else [self.keys[place] for place in only]
         arrays = self.copies(np.arange(span.start, span.stop), chosen)
         gone = min(max(0, self.span.start - span.start), len(span))
-        return nest([array[gone:] for array in arrays], (len(span) - gone,))
+        found = nest([array[gone:] for array in arrays], (len(span) - gone,))
+        came_from(found, self.origin, span[gone:])
+        return found
 
     def overrun(self, what: str) -> Overrun:
         """The error for rows that are overwritten before they are read."""

@@ -8,7 +8,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -42,8 +43,11 @@ from tallyroll.storage.rows.batch_check import require_flat
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
 from tallyroll.storage.rows.nesting import array_of, leaves, require_rows
+from tallyroll.storage.rows.origin import Told, origin_of
+from tallyroll.storage.rows.origin import came_from as came_from_rows
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.rows.slot_order import oldest_first
+from tallyroll.storage.stores.copied_rows import CopiedRows
 from tallyroll.storage.trajectories.id_checks import IdChecks, Ids, renumbered
 from tallyroll.storage.trajectories.index import says_whose
 
@@ -83,6 +87,7 @@ class RowWriter:
         self._staged: bytes | None = None
         self._run: weakref.ref[object] | None = None
         self._run_begun = False
+        self._copied = CopiedRows(self)
         if reader.mode == "create":
             self.files.refuse_existing()
             reader.ring = max_size or 0
@@ -134,7 +139,7 @@ class RowWriter:
                 self.create(schema, [run])
                 return
             self.require_schema(schema)
-            self.write_runs([*reader.runs, run])
+            self.write_runs([*self._copied.settled(), run])
 
     def require_schema(self, schema: Schema) -> None:
         """As `DiskStorage.require_schema`."""
@@ -159,10 +164,12 @@ class RowWriter:
         """Make the files, with the ``id`` of the storage that it is a copy of."""
         ring = self.reader.ring
         self.reader.use(*create_new(self.files, schema, runs, id=id, ring=ring, **self._options))
+        self._copied.forget()
 
     def write_runs(self, runs: list[Any]) -> None:
         """Replace the runs in the manifest."""
         self.reader.write_manifest({**self.reader.manifest, "runs": runs})
+        self._copied.forget()
 
     @told
     def reserve(self, rows: int) -> None:
@@ -221,6 +228,8 @@ class RowWriter:
             try:
                 if reader.engine is not None and reader.engine.owns_lock:
                     reader.trajectory_index.save(reader, synced=self._durability == "power")
+                    if (runs := self._copied.settled()) is not reader.runs:
+                        self.write_runs(runs)
             finally:
                 self._leave(finish)
 
@@ -324,7 +333,7 @@ class RowWriter:
 
     def require_no_run(self) -> None:
         """Raise `RunUnderWay` while a collector's run is written."""
-        if self._run is not None and self._run() is not None:
+        if self._run_lives:
             raise RunUnderWay(
                 f"a collector is writing a run to {self.path}, and rows from elsewhere in the "
                 "middle of it would be counted as its own. Nothing was written. Add them when the "
@@ -346,34 +355,55 @@ class RowWriter:
 
         Rows are ``items`` of a replay buffer where each may be several transitions.
         """
-        reader, kind = self.reader, type(rows)
+        kind, came_from = type(rows), None
         tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
         if tensors:
-            rows = oldest_first(rows)
+            came_from, rows = origin_of(rows), oldest_first(rows)
         with self.turn:
             if ids != "fresh":
                 self.require_no_run()
             record = self._staged if record is None else record
-            if ids != "fresh" and record is None and self._last_is_collected():
-                return self._write_as_a_run(rows, without, ids)
-            if ids == "renumber":
-                rows = self._renumbered(rows)
-            if reader.ring:
-                reader.trajectory_index.make_way(reader, rows)
-            engine, span, watch = reader.engine, None, None
-            if engine is not None and ids != "fresh":
+            own = record is not None or (ids == "fresh" and (came_from is None or self._run_lives))
+            copied = self._copied
+            if came_from is None and not copied.is_of_others(own):
+                return self._append(rows, tensors, record, without, ids, items=items)
+            if copied.goes_on(came_from):
+                span = self._append(rows, tensors, record, without, ids, items=items)
+                copied.count(came_from)
+                return span
+            with self._noted(came_from, own):
+                return self._append(rows, tensors, record, without, ids, came_from, items=items)
+
+    def _append(
+        self,
+        rows: Any,
+        tensors: bool,
+        record: bytes | None,
+        without: Key | None,
+        ids: Ids,
+        came_from: Told = None,
+        *,
+        items: bool = False,
+    ) -> range:
+        reader = self.reader
+        if ids == "renumber":
+            rows = self._renumbered(rows)
+        if reader.ring:
+            reader.trajectory_index.make_way(reader, rows)
+        engine, span, watch = reader.engine, None, None
+        if engine is not None and ids != "fresh":
+            watch = self._id_checks
+        if tensors and engine is not None:
+            span = engine.append_tensors(rows, record, without, watch)
+        if span is None:
+            arrays = self._arrays(rows, without, came_from, items=items)
+            if engine is None and ids != "fresh":
                 watch = self._id_checks
-            if tensors and engine is not None:
-                span = engine.append_tensors(rows, record, without, watch)
-            if span is None:
-                arrays = self._arrays(rows, without, items)
-                if engine is None and ids != "fresh":
-                    watch = self._id_checks
-                span = reader.running().append(arrays, record, watch)
-            if watch is not None:
-                watch.settle(span.stop)
-            self._staged = None
-            return span
+            span = reader.running().append(arrays, record, watch)
+        if watch is not None:
+            watch.settle(span.stop)
+        self._staged = None
+        return span
 
     def write_more(self, rows: TensorDictBase, without: Key | None, ids: Ids) -> None:
         """As `write`, of more rows than a ring has, in pieces of which the last ones stay.
@@ -381,13 +411,16 @@ class RowWriter:
         They are a replay buffer's items. Whatever is refused is refused before the first piece is
         written.
         """
-        reader, rows = self.reader, oldest_first(rows)
+        reader, came_from, rows = self.reader, origin_of(rows), oldest_first(rows)
         with self.turn:
-            arrays = self._arrays(rows, without, items=True)
+            arrays = self._arrays(rows, without, came_from, items=True)
             reader.running().check(arrays, None if ids == "fresh" else self._id_checks)
             size = reader.ring
             for start in range(0, len(rows), size):
-                self.write(rows[start : start + size], None, without, ids)
+                piece = rows[start : start + size]
+                if came_from is not None:
+                    came_from_rows(piece, *came_from)
+                self.write(piece, None, without, ids)
 
     def write_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
         """As `DiskStorage.extend_fixed`."""
@@ -410,20 +443,26 @@ class RowWriter:
                 index.make_way(reader, range(slot.count))
             return engine.append_slot(slot, version, watched=watched)
 
-    def _last_is_collected(self) -> bool:
-        """The last run is a collector's, whose record counts its rows."""
-        return self.reader.engine is not None and "first_row_of_run" in self.reader.runs[-1]
-
-    def _write_as_a_run(self, rows: Any, without: Key | None, ids: Ids) -> range:
-        """Write behind a collector's run: these rows are none of it."""
-        runs = self.reader.runs
-        self.reader.running().require_writer()
-        self.write_runs([*runs, run_of(self.reader.head, {})])
+    @contextmanager
+    def _noted(self, came_from: Told, own: bool) -> Iterator[None]:
+        """Note where rows come from that are written within it, unless these are refused."""
+        engine, copied, known = self.reader.engine, self._copied, self._copied.copy
+        if engine is not None:
+            engine.require_writer()
+            runs = self.reader.runs
+        changed = copied.note(came_from, own=own)
         try:
-            return self.write(rows, None, without, ids)
+            yield
         except BaseException:
-            self.write_runs(runs)
+            if changed:
+                self.write_runs(runs)
+            if engine is not None:
+                copied.copy = known
             raise
+
+    @property
+    def _run_lives(self) -> bool:
+        return self._run is not None and self._run() is not None
 
     @cached_property
     def _id_checks(self) -> IdChecks | None:
@@ -450,10 +489,15 @@ class RowWriter:
         return rows.copy().set(TRAJ_IDS, torch.from_numpy(ids))
 
     def _arrays(
-        self, rows: Any, without: Key | None = None, items: bool = False
+        self,
+        rows: Any,
+        without: Key | None = None,
+        came_from: Told = None,
+        *,
+        items: bool = False,
     ) -> Mapping[Key, np.ndarray]:
         if type(rows) is not dict and isinstance(rows, TensorDictBase):
-            return self._arrays_of(rows, without, items)
+            return self._arrays_of(rows, without, came_from, items)
         if not isinstance(rows, Mapping):
             raise RowsMismatch(
                 f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
@@ -466,7 +510,7 @@ class RowWriter:
         return rows
 
     def _arrays_of(
-        self, rows: TensorDictBase, without: Key | None, items: bool
+        self, rows: TensorDictBase, without: Key | None, came_from: Told, items: bool
     ) -> dict[Key, np.ndarray]:
         if not rows.batch_dims:
             raise RowsMismatch("rows have a batch size [N], got []. Use unsqueeze(0) for one row.")
@@ -478,7 +522,8 @@ class RowWriter:
             if self.reader.engine is None:
                 if not items:
                     require_flat(found)
-                self.initialise(Schema.of_leaves(found, batch_dims_of(rows)))
+                schema = Schema.of_leaves(found, batch_dims_of(rows))
+                self.initialise(schema, self._copied.first_entry(came_from))
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
         except InvalidSchema as error:
             if self.reader.engine is None:

@@ -716,6 +716,26 @@ class StorageContract:
                 storage.initialise(schema, {"f": float("nan")})
             assert storage.manifest["runs"] == runs
 
+    def test_copied_rows_keep_the_runs_that_made_them(self, path: Path) -> None:
+        other = path.with_name(f"other-{path.name}")
+        with self.make(path) as source, self.make(other) as storage:
+            for seed in range(3):
+                source.initialise(Schema.of(rows(0, 1)), {"seed": seed})
+                source.extend(rows(5 * seed, 5))
+            storage.extend(source.get(slice(1, 7)))
+            storage.extend(source.get(np.arange(5)))
+            for start in range(5):
+                storage.extend(source.get(slice(start, start + 1)))
+            found, made, id = storage.manifest["runs"], source.manifest["runs"], source.reader.id
+            assert found == [
+                {"first_row": 0, "copied_from": {"id": id, "rows": [1, 6]}, "runs": made[:2]},
+                {"first_row": 6},
+                {"first_row": 11, "copied_from": {"id": id, "rows": [0, None]}, "runs": made[:1]},
+            ]
+        found[2]["copied_from"]["rows"] = [0, 4]
+        with self.make(other, mode="read") as storage:
+            assert storage.manifest["runs"] == found
+
     # -- the record
 
     def test_the_newest_record_is_kept_through_reopening(self, path: Path) -> None:

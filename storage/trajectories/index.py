@@ -11,6 +11,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage, DamagedTable
+from tallyroll.storage.files.copied_runs import goes_on
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRAJ_IDS, Key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
@@ -135,11 +136,17 @@ class TrajectoryIndex:
 
 
 def _active_from(reader: RowReader) -> int | None:
-    """The first row of the run that is being written, None where nobody writes."""
+    """The first row of the run that is being written, None where nobody writes.
+
+    Trajectories may go on from one copy to the next.
+    """
     if not reader.is_written:
         return None
     runs = reader.runs
-    return runs[-1]["first_row"] if runs else 0
+    at = len(runs) - 1
+    while at > 0 and goes_on(runs[at - 1], runs[at]):
+        at -= 1
+    return runs[at]["first_row"] if runs else 0
 
 
 def says_whose(schema: Schema) -> bool:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from tallyroll.storage.files.copied_runs import (
+    copied_runs,
+    goes_on,
+    is_copied,
+    runs_left_out,
+)
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
@@ -30,6 +37,8 @@ class RunEntry:
     """Its final observations are right, also where they equal the first ones that follow."""
     unobserved: Sequence[Any] = ()
     """Columns that look like observations and are none: their keys, as lists."""
+    goes_on: bool = False
+    """Trajectories of the entry before may go on in it."""
 
 
 def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) -> list[RunEntry]:
@@ -45,17 +54,33 @@ def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) 
             place = Place(what=f"run {number}: {problem}")
             findings.add("runs", "a run in the manifest does not fit the rows", place)
         else:
-            runs.append(_entry_of(entry))
+            more = number > 0 and goes_on(entries[number - 1], entry)
+            runs.append(replace(_entry_of(entry), goes_on=more))
     return runs
 
 
 def _entry_of(entry: Mapping[str, Any]) -> RunEntry:
-    call = entry.get("call")
-    call = call if isinstance(call, dict) else {}
-    kept, unobserved = call.get("finals") == "kept", call.get("unobserved")
     lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
-    unobserved = unobserved if isinstance(unobserved, list) else ()
-    return RunEntry(entry["first_row"], lanes, origin, kept, unobserved)
+    calls = [_call_of(run) for run in _made_by(entry)]
+    kept = bool(calls) and all(call.get("finals") == "kept" for call in calls)
+    unobserved = [call.get("unobserved") for call in calls]
+    # Of a copy: what none of the runs that made it observed.
+    same = unobserved and all(each == unobserved[0] for each in unobserved)
+    keys = unobserved[0] if same and isinstance(unobserved[0], list) else ()
+    return RunEntry(entry["first_row"], lanes, origin, kept, keys)
+
+
+def _made_by(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The runs that made an entry's rows, none where one of them is not known."""
+    if not is_copied(entry):
+        return [entry]
+    found = [_made_by(run) for run in copied_runs(entry)]
+    return [] if runs_left_out(entry) or not all(found) else list(chain(*found))
+
+
+def _call_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    call = run.get("call")
+    return call if isinstance(call, dict) else {}
 
 
 def _problem_of(entry: Mapping[str, Any], least: int, head: int) -> str | None:

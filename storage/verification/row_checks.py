@@ -123,9 +123,12 @@ class RowChecks:
 
     def run(self, findings: Findings, tell: Callable[[int], None]) -> None:
         """Check all rows; ``tell`` is told of the bytes that were read."""
+        lanes: LaneChecks | None = None
         for run, rows in self._parts():
-            late = run.first_row < rows.start
-            lanes = LaneChecks(run.lanes, floor=self.largest_id, late=late)
+            if lanes is None or not run.goes_on:
+                self._leave(lanes, findings)
+                late = run.first_row < rows.start
+                lanes = LaneChecks(run.lanes, floor=self.largest_id, late=late)
             for part in self._chunks(rows):
                 found = Findings()
                 oldest = self._check(run, part, lanes, found)
@@ -135,8 +138,7 @@ class RowChecks:
                 else:
                     findings.merge(found)
                 tell(len(part) * self._reader.schema.row_nbytes)
-            lanes.finish(findings)
-            self.largest_id = max(self.largest_id, lanes.largest)
+        self._leave(lanes, findings)
         self._unwritten.finish(self.span.stop, findings)
         if self.overtaken:
             why = "another process writes to this ring; wait for it"
@@ -146,6 +148,11 @@ class RowChecks:
         self._resets.finish(findings)
         if self._episodes is not None:
             self._episodes.finish(findings)
+
+    def _leave(self, lanes: LaneChecks | None, findings: Findings) -> None:
+        if lanes is not None:
+            lanes.finish(findings)
+            self.largest_id = max(self.largest_id, lanes.largest)
 
     def _parts(self) -> Iterator[tuple[RunEntry, range]]:
         """Each run with its valid rows."""

@@ -971,6 +971,62 @@ def test_inspect_of_rows_that_no_collector_wrote(
     assert found["trajectories"] is found["ledger"] is None
 
 
+def test_inspect_of_copied_rows(collected: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_storage("data") as source, MemmapStorage("other") as storage:
+        id, made = source.manifest["id"], source.manifest["runs"]
+        storage.extend(source[:510])
+        storage.extend(source[510:].clone())
+    assert tallyroll("inspect", "other") == 0
+    said = capsys.readouterr().out
+    for part in (
+        f"0  510 rows from row 0, copied from rows 0 to 509 of storage {id}: CartPole-v1, 3 lanes, "
+        "seed 0, total frames 500, frames per batch 1023, policy random; CartPole-v1, 1 lanes, "
+        "seed 1, total frames 211, frames per batch 1024, policy random\n",
+        "1  unknown environment, 290 rows from row 510, ? lanes, seed ?, policy unknown\n",
+    ):
+        assert part in said, said
+    assert tallyroll("inspect", "other", "--json") == 0
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert (first["rows"], second["rows"]) == (510, 290)
+    assert first["copied_from"] == {"id": id, "rows": [0, 509]}
+    assert first["runs"] == made[:2]
+    assert tallyroll("verify", "other") == 0
+    assert tallyroll("collect", "--resume", "--frames", 900, "--out", "other") == 1
+    assert "other holds no run of a collector; use --append" in capsys.readouterr().err
+    assert tallyroll(*cartpole("other", 30), "--append", "--quiet") == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"copied_from": change, "runs": runs}
+        for change in (None, {}, {"id": 3, "rows": [0, 1]}, {"id": "x", "rows": [5, "y"]}, [1])
+        for runs in (None, [None, 3, {"environment": 3, "call": []}])
+    ],
+    ids=str,
+)
+def test_inspect_of_an_entry_that_is_no_copy(
+    here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    with MemmapStorage("data") as storage:
+        storage.extend({("x",): np.arange(3)})
+    file = here / "data/manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["crc32"]
+    manifest["runs"][0] |= change
+    file.write_text(json.dumps(manifest))
+    assert tallyroll("inspect", "data") == 0
+    assert "0  unknown environment, 3 rows from row 0" in capsys.readouterr().out
+    assert tallyroll("verify", "data") == 0
+    with MemmapStorage("data", mode="append") as storage, MemmapStorage("more") as more:
+        storage.extend({("x",): np.arange(3)})
+        assert len(storage.manifest["runs"]) == 1
+        storage.extend(storage[:])
+        more.extend(storage[:])
+    assert tallyroll("inspect", "more") == 0
+    assert "copied from rows 0 to 11 of storage " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

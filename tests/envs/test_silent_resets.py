@@ -20,7 +20,7 @@ from tallyroll.collector.batches.final_observations import FinalsWarning, Finals
 from tallyroll.collector.cli import main
 from tallyroll.collector.envs import known_faults
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SilentReset
-from tallyroll.storage import SchemaMismatch, open_storage, verify
+from tallyroll.storage import MemmapStorage, SchemaMismatch, open_storage, verify
 
 from collect_kit import collect
 from oracles import OracleTorchEnv, make_oracle_vec
@@ -182,6 +182,11 @@ def test_kept_is_not_checked_and_verify_knows(tmp_path: Path) -> None:
     assert verify(tmp_path / "data").sound
     with open_storage(tmp_path / "data") as storage:
         assert storage.manifest["runs"][0]["call"]["finals"] == "kept"
+        for name, rows in (("copy", storage[:]), ("unknown", storage[:].clone())):
+            with MemmapStorage(tmp_path / name) as other:
+                other.extend(rows)
+    assert verify(tmp_path / "copy").sound
+    assert not verify(tmp_path / "unknown").sound
 
 
 def test_another_word_is_no_argument() -> None:

@@ -1,0 +1,155 @@
+"""Entries of a manifest's runs for rows that were copied from another storage.
+
+Such an entry is ``{"first_row": 0, "copied_from": {"id": ..., "rows": [first, last]},
+"runs": [...]}``. ``rows`` is a range of the other storage that has all that were copied; its
+last one is None where they are copied in pieces, until the writer knows. ``runs`` are the entries
+there of the runs that made them, with the numbers of rows that they have there.
+``runs_left_out`` says how many more there were. After `_MOST_COPIES` one last entry,
+``{"first_row": n, "copies_left_out": true}``, is of all rows that come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Entry = dict[str, Any]
+
+COPIED = "copied_from"
+LEFT_OUT = "copies_left_out"
+FIRST_ROW_OF_RUN = "first_row_of_run"
+_RUNS, _RUNS_LEFT_OUT = "runs", "runs_left_out"
+_OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT)
+
+ENTRY_NBYTES = 2**14
+_ALL_NBYTES = 2**17
+"""Of all copies in a manifest: the runs of collectors have to fit beside them."""
+_MOST_COPIES = 256
+_DEEPEST = 24
+
+
+def is_copied(entry: Mapping[str, Any]) -> bool:
+    """Whether the entry is of rows that were copied; others may use the word for their own."""
+    return COPIED in entry and rows_copied(entry) is not None
+
+
+def is_collected(entry: Mapping[str, Any]) -> bool:
+    """Whether the entry is a collector's, whose record counts its rows."""
+    return FIRST_ROW_OF_RUN in entry
+
+
+def goes_on(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Whether `extend` made ``entry``, so that trajectories of ``before`` may go on in it."""
+    made = is_copied(entry) or LEFT_OUT in entry
+    made = made or (is_copied(before) and entry.keys() == {"first_row"})
+    return made and not is_collected(before)
+
+
+def copied_runs(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The runs that made the rows of a copy, as far as the entry has them."""
+    found = entry.get(_RUNS)
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def runs_left_out(entry: Mapping[str, Any]) -> int:
+    """How many runs the entry of a copy leaves out."""
+    count = entry.get(_RUNS_LEFT_OUT)
+    return count if type(count) is int and count > 0 else 0
+
+
+def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
+    """The storage that rows were copied from, and the first and the last of them there."""
+    source = entry.get(COPIED)
+    if not isinstance(source, dict) or not isinstance(id := source.get("id"), str):
+        return None
+    match source.get("rows"):
+        case [int(first), None] if first >= 0:
+            return id, first, None
+        case [int(first), int(last)] if 0 <= first <= last:
+            return id, first, last
+    return None
+
+
+def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
+    """The rows of storage ``id`` that the entry is of, empty where it has not the last one."""
+    found = rows_copied(entry)
+    if found is None or found[0] != id:
+        return None
+    _, first, last = found
+    return range(first, first if last is None else last + 1)
+
+
+def copy_entry(
+    entry: Mapping[str, Any],
+    id: str,
+    rows: list[int | None],
+    runs: Sequence[Any],
+    room: int,
+) -> Entry:
+    """``entry`` as one of rows that ``runs`` made and that were copied from storage ``id``.
+
+    It has the newest runs, as many as fit into ``room`` bytes.
+    """
+    kept = _that_fit(runs, room)
+    more = {_RUNS_LEFT_OUT: len(runs) - len(kept)} if len(kept) < len(runs) else {}
+    return {**without_copy(entry), COPIED: {"id": id, "rows": rows}, _RUNS: kept, **more}
+
+
+def without_copy(entry: Mapping[str, Any]) -> Entry:
+    """``entry`` without what it says of a copy."""
+    ours = _OURS if is_copied(entry) else ()
+    return {name: value for name, value in entry.items() if name not in ours}
+
+
+def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], range]:
+    """The entries of ``runs`` that made rows of ``span``, and the rows that these made in all."""
+    stops = [*(run["first_row"] for run in runs[1:]), 2**62]
+    found = [
+        (run, stop)
+        for run, stop in zip(runs, stops, strict=True)
+        if run["first_row"] < span.stop and stop > max(span.start, run["first_row"])
+    ]
+    if not found:
+        return [], span
+    return [run for run, _ in found], range(found[0][0]["first_row"], found[-1][1])
+
+
+def room_beside(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
+    """The bytes of runs that one more copy may have, where a manifest has ``others``."""
+    copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
+    return min(most, _ALL_NBYTES - copies)
+
+
+def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
+    kept: list[Any] = []
+    left: float = room
+    for run in reversed(runs):
+        left -= _nbytes_of(run)
+        if left < 0:
+            break
+        kept.append(run)
+    return kept[::-1]
+
+
+def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one more copy may stand among ``entries``."""
+    return sum(map(is_copied, entries)) < _MOST_COPIES
+
+
+def _nbytes_of(run: Any) -> float:
+    """Of its JSON; infinitely many where it is none, or nested too deep."""
+    if _is_deep(run, _DEEPEST):
+        return math.inf
+    try:
+        return len(json.dumps(run, allow_nan=False))
+    except (TypeError, ValueError):
+        return math.inf
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple):
+        return False
+    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
