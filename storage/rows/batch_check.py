@@ -165,7 +165,8 @@ def require_flat(rows: Mapping[Key, Any]) -> None:
 
 def _has_several_ids(rows: Mapping[Key, Any]) -> bool:
     # One id may have a dimension of its own, [n, 1].
-    return math.prod(getattr(rows.get(TRAJ_IDS), "shape", ())[1:]) > 1
+    shape: tuple[int, ...] = getattr(rows.get(TRAJ_IDS), "shape", ())
+    return math.prod(shape[1:]) > 1
 
 
 def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:

@@ -59,19 +59,22 @@ class CopiedRows:
         """Know nothing of the entries, which are others now."""
         self.copy: _Copy | None = None
         self._last: Entry | None = None
+        self._copied = self._collected = False
 
     def is_of_others(self, own: bool) -> bool:
         """Whether rows of which nothing is known are not the last entry's; ``own`` as `note`."""
-        last = self._last_entry
-        return is_copied(last) or (not own and is_collected(last))
+        if self._last is None:
+            self._look()
+        return self._copied or (self._collected and not own)
 
-    @property
-    def _last_entry(self) -> Entry:
+    def _look(self) -> Entry:
+        """The last entry, empty where there is none."""
         if self._last is None:
             reader = self._writer.reader
             if reader.engine is None or not (runs := reader.runs):
                 return {}
             self._last = runs[-1]
+            self._copied, self._collected = is_copied(self._last), is_collected(self._last)
         return self._last
 
     def settled(self) -> list[Any]:
@@ -98,7 +101,7 @@ class CopiedRows:
         Raises:
             InvalidProvenance: there is no room to say that they are no collector's.
         """
-        last = self._last_entry
+        last = self._look()
         if not last or (own and is_collected(last)) or LEFT_OUT in last:
             return False
         if told is not None:
