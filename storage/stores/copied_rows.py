@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,7 +53,9 @@ class CopiedRows:
     """Knows what the last entry of a writer's manifest says of the rows to come."""
 
     def __init__(self, writer: RowWriter) -> None:
-        self._writer, self._room = writer, ENTRY_NBYTES
+        self._room = ENTRY_NBYTES
+        # A writer that is dropped goes at once, and lets go of its files.
+        self._writer: RowWriter = weakref.proxy(writer)
         self.forget()
 
     def forget(self) -> None:
