@@ -22,12 +22,17 @@ class Acting:
 
     def __enter__(self) -> None:
         """Begin."""
-        self._gradients_before = torch.is_grad_enabled()
-        set_gradients(False)
-        self._exploration_before = self.place.get()
-        self.place.put(self.exploration)
+        self._gradients_before, self._exploration_before = torch.is_grad_enabled(), self.place.get()
+        try:  # handlers of signals come behind calls of what is compiled
+            set_gradients(False)
+            self.place.put(self.exploration)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: Any) -> None:
         """Let both be as they were."""
-        self.place.put(self._exploration_before)
-        set_gradients(self._gradients_before)
+        try:
+            self.place.put(self._exploration_before)
+        finally:
+            set_gradients(self._gradients_before)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import random
 import re
@@ -20,11 +21,13 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs.utils import exploration_type
 
 from tallyroll import collector as package
 from tallyroll.collector import torchrl as names
 from tallyroll.collector.batches.run_loop import Collector, _Undivided
 from tallyroll.collector.errors import StateError
+from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout import os_signals
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
@@ -47,9 +50,14 @@ from worker_kit import (
 
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "1"))
 INSIDE = str(Path(package.__file__).parent)
-GUARD = (_Undivided.__enter__.__code__, _Undivided.__exit__.__code__)
+GUARDS = {
+    method.__code__
+    for guard in (_Undivided, Acting)
+    for method in (guard.__enter__, guard.__exit__)
+}
 """Between their ends and the code that they guard there is only the interpreter."""
 FRAMES, BATCH = 72, 12
+EXPLORES = exploration_type()
 RUNS: dict[str, Callable[..., Collector]] = {
     "next": partial(alone, NEXT, Telling()),
     "same": partial(alone, SAME, Telling(), init_random_frames=33),
@@ -88,7 +96,7 @@ def interrupted_at(
     def look(frame: Any) -> None:
         if sent is None and frame.f_code.co_filename.endswith(("os_signals.py", "iterator.py")):
             return  # a signal's handler alone may raise there, and where it may is known
-        if sent is None and frame.f_code in GUARD:
+        if sent is None and frame.f_code in GUARDS:
             return
         count[0] += 1
         if count[0] == number:
@@ -106,7 +114,14 @@ def interrupted_at(
     finally:
         if sent is not None:
             signal.signal(sent, before)
-    assert os_signals._holder is None, "handlers would wait for ever"
+    assert_let_go()
+
+
+def assert_let_go() -> None:
+    """No guard is left on."""
+    assert os_signals._holder is None, "no later handler would wait"
+    assert torch.is_grad_enabled()
+    assert exploration_type() is EXPLORES
 
 
 def taken(collector: Collector, way: str, got: list[TensorDictBase], same: bool) -> str:
@@ -143,6 +158,7 @@ def run(
     make = RUNS[name]
     with in_threads():
         collector = make(frames_per_batch=BATCH, total_frames=FRAMES, storage=storage, seed=1)
+        gc.collect()  # or what runs as an earlier collector goes is interrupted
         with collector, interrupted_at(number, *CAUSES[cause]) as count:
             said = taken(collector, way, got, same)
         ledger = collector.ledger
@@ -403,26 +419,29 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
         assert stored.head == FRAMES
 
 
-def test_handlers_wait_no_longer_after_what_is_raised_where_they_begin_to() -> None:
+@pytest.mark.parametrize("guard", [_Undivided, Acting])
+def test_no_guard_is_left_on_by_what_is_raised_as_it_begins(guard: type[Any]) -> None:
     """At each instruction but the last two, which return."""
-    code = _Undivided.__enter__.__code__
-    last = max(each.offset for each in dis.get_instructions(code) if each.opname == "RETURN_VALUE")
-    places, raised = [], set()
+    code = guard.__enter__.__code__
+    instructions = [*dis.get_instructions(code)]
+    returns = max(each.offset for each in instructions if each.opname == "RETURN_VALUE")
+    raised: set[int] = set()
+    came = True
 
     def look(frame: Any) -> None:
-        if frame.f_code is code and frame.f_lasti < last - 2:
-            places.append(frame.f_lasti)
-            if frame.f_lasti not in raised:
-                raised.add(frame.f_lasti)
-                raise Interruption
+        nonlocal came
+        place = frame.f_lasti
+        if frame.f_code is code and place < returns - 2 and place not in raised and not came:
+            raised.add(place)
+            came = True
+            raise Interruption
 
-    while not raised or places:
-        places.clear()
+    while came:
+        came = False
         with alone(DISABLED, frames_per_batch=BATCH, total_frames=BATCH) as collector:
             with traced(INSIDE, look), suppress(Interruption):
-                collector.set_seed(1)
-                places.clear()
-            assert os_signals._holder is None
+                next(iter(collector))
+            assert_let_go()
             assert not collector._assembly.busy
     assert len(raised) > 10
 
