@@ -145,11 +145,11 @@ class IdChecks:
         self._admitted = int(begun.max()), order.own, id, steps.take(last) + 1
 
     def _require_trajectories(self, runs: Stretches, ids: np.ndarray, steps: np.ndarray) -> None:
-        """Refuse rows, by lane, whose steps do not rise, or runs of which two have one id."""
-        falls = steps[1:] <= steps[:-1]
-        falls[runs.at[1:] - 1] = False
-        if falls.any():
-            at = int(falls.argmax())
+        """Refuse rows, by lane, whose steps do not follow, or runs of which two have one id."""
+        gaps = steps[1:] != steps[:-1] + 1
+        gaps[runs.at[1:] - 1] = False
+        if gaps.any():
+            at = int(gaps.argmax())
             self._refuse(f"step {steps[at + 1]} follows step {steps[at]} in trajectory {ids[at]}")
         begun = ids.take(runs.at)
         back = (begun[1:] < begun[:-1]) & (runs.lane[1:] == runs.lane[:-1])
@@ -171,9 +171,9 @@ class IdChecks:
     def _refuse(self, why: str) -> NoReturn:
         raise TrajectoryIdTaken(
             f"these rows cannot be those of trajectories: {why}. Nothing was written to "
-            f"{self._path}; within a lane one trajectory follows the other, and ids and steps "
-            "rise. Give the rows in the order in which they were made, as ring.in_order() gives "
-            "those of a ring, with ids that rise."
+            f"{self._path}; within a lane one trajectory follows the other, ids rise, and of a "
+            "trajectory each step follows the one before it. Give all rows of a trajectory, in the "
+            "order in which they were made, as ring.in_order() gives those of a ring."
         )
 
     def settle(self, head: int) -> None:
