@@ -57,7 +57,6 @@ GUARDS = {
 }
 """Between their ends and the code that they guard there is only the interpreter."""
 FRAMES, BATCH = 72, 12
-EXPLORES = exploration_type()
 RUNS: dict[str, Callable[..., Collector]] = {
     "next": partial(alone, NEXT, Telling()),
     "same": partial(alone, SAME, Telling(), init_random_frames=33),
@@ -121,7 +120,6 @@ def assert_let_go() -> None:
     """No guard is left on."""
     assert os_signals._holder is None, "no later handler would wait"
     assert torch.is_grad_enabled()
-    assert exploration_type() is EXPLORES
 
 
 def taken(collector: Collector, way: str, got: list[TensorDictBase], same: bool) -> str:
@@ -426,7 +424,7 @@ def test_no_guard_is_left_on_by_what_is_raised_as_it_begins(guard: type[Any]) ->
     instructions = [*dis.get_instructions(code)]
     returns = max(each.offset for each in instructions if each.opname == "RETURN_VALUE")
     raised: set[int] = set()
-    came = True
+    came, explores = True, exploration_type()
 
     def look(frame: Any) -> None:
         nonlocal came
@@ -442,6 +440,7 @@ def test_no_guard_is_left_on_by_what_is_raised_as_it_begins(guard: type[Any]) ->
             with traced(INSIDE, look), suppress(Interruption):
                 next(iter(collector))
             assert_let_go()
+            assert exploration_type() is explores
             assert not collector._assembly.busy
     assert len(raised) > 10
 
