@@ -34,7 +34,7 @@ LAYOUT = {
 class Idle(Driver):
     """Fills slots by saying so; it accounts for them as a driver of this process does."""
 
-    used, stopping = 0, False
+    used, stopping, paused = 0, False, False
 
     def __init__(self, slab: Slab, reset_slot: bool) -> None:
         self.slab, self.run_lanes = slab, slab.lanes
@@ -44,6 +44,7 @@ class Idle(Driver):
         return admitted()
 
     def stop(self) -> None: ...
+    def go_on(self) -> None: ...
     def begin(self) -> None: ...
     def restart(self) -> None: ...
     def part(self, at: int, lanes: int, random_lanes: Any) -> None: ...

@@ -209,9 +209,8 @@ class BatchWriter:
         storage, last = self.storage, self._last
         if storage is None or last is None:
             return RANDOM_VERSION
-        span = range(max(last.first_row, storage.span.start), storage.span.stop)
-        versions = storage.column(POLICY_VERSION)
-        own = versions[storage.slots_of(np.asarray(span)) if storage.ring else slice(*_ends(span))]
+        rows = np.arange(max(last.first_row, storage.span.start), storage.span.stop)
+        own = storage.reader.column(POLICY_VERSION).take(rows)
         return int(own.max()) if len(own) else RANDOM_VERSION
 
     def next_id(self) -> int:
@@ -537,10 +536,6 @@ def _own_range(buffer: ReplayBuffer, writer: BatchWriter) -> int:
     if writer.id_range < 0:
         writer.id_range = 1 + max(ranges, default=-1)
     return writer.id_range * _RANGE
-
-
-def _ends(span: range) -> tuple[int, int]:
-    return span.start, max(span.start, span.stop)
 
 
 def _opened(path: str | Path, resume: Resume, frames: int | None) -> DiskStorage:

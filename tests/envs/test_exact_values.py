@@ -534,3 +534,15 @@ def test_where_torch_lacks_what_it_would_take() -> None:
 def test_spaces_without_values_are_refused(space: Any, wanted: str) -> None:
     with pytest.raises(SpaceError, match=wanted):
         collect(vec(MODES[0], space), **BUDGET)
+
+
+def test_what_a_reset_raises_is_not_taken_for_a_missing_observation() -> None:
+    class Refuses(gym.Env[Any, Any]):
+        observation_space = spaces.Dict({"seen": spaces.Box(-1.0, 1.0, (2,))})
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            raise TypeError("a fault of its own")
+
+    with pytest.raises(TypeError, match="a fault of its own"):
+        SyncCollector(SyncVectorEnv([Refuses] * 2), frames_per_batch=4, total_frames=8)

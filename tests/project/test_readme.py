@@ -112,7 +112,7 @@ class TestWalk(SystemContract):
 """
     (tmp_path / "test_walk.py").write_text(BLOCKS[4] + contract, encoding="utf-8")
     assert "[200, 200, 100]" in run("test_walk.py", cwd=tmp_path)
-    assert "14 passed" in run("-m", "pytest", "-q", "test_walk.py", cwd=tmp_path)
+    assert "16 passed" in run("-m", "pytest", "-q", "test_walk.py", cwd=tmp_path)
 
 
 def test_no_other_block_is_a_script() -> None:

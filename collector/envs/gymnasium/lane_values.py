@@ -1,6 +1,7 @@
 """What the lanes of a `SyncVectorEnv` return to it, looked at before the vector's casts hide it."""
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ CANNOT_TAKE = KeyError, IndexError, TypeError, ValueError
 """Raised by a vector that cannot take what a lane returned."""
 
 
+_UTILS = "gymnasium.vector.utils"
 _STEPS, _MOST_STEPS = 32, 2048
 
 
@@ -78,24 +80,34 @@ class LaneValues:
         flags = name != "reward"
         return checked(values, _FLAGS[name] if flags else self.reward, flags=flags)
 
-    def look(self, *, first: bool) -> None:
+    def look(self, *, first: bool, raised: Exception | None = None) -> None:
         """Look at the last observation of each lane, also where the vector could not take it.
+
+        ``raised``: by the vector; a lane may have raised before it observed anything.
 
         Raises:
             ValueRefused: it is not what the space declares.
         """
         if self._env is None:
             return
-        held = own_observations(self._env)
+        held = [*enumerate(own_observations(self._env))]
+        if raised is not None and not _puts_together(raised):
+            held = [(lane, seen) for lane, seen in held if seen is not None]
         for name, get, row in self._rows:
             right = row.is_right
-            for lane, seen in enumerate(held):
+            for lane, seen in held:
                 if name is None or type(seen) is not dict or name not in seen:
                     value = part_of(get, seen, row, lane)
                 else:
                     value = seen[name]
                 if not right(value):
                     row.of_lane(lane, value, first=first)
+
+
+def _puts_together(error: Exception) -> bool:
+    """Whether Gymnasium raised it while it put the observations of lanes together."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith(_UTILS) for frame in frames)
 
 
 def row_of(leaf: Leaf) -> ExactRow:

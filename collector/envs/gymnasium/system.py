@@ -292,8 +292,8 @@ class GymnasiumSystem(System):
         """What a call of the vector returns, where its lanes return what they declare."""
         try:
             returned = call()
-        except CANNOT_TAKE:
-            self._values.look(first=first)
+        except CANNOT_TAKE as error:
+            self._values.look(first=first, raised=error)
             raise
         self._values.look(first=first)
         return returned
@@ -341,8 +341,8 @@ class GymnasiumSystem(System):
         own = self._values
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
-        except CANNOT_TAKE:
-            own.look(first=False)
+        except CANNOT_TAKE as error:
+            own.look(first=False, raised=error)
             raise
         if self.forgets_resets:
             _ended[self.env.unwrapped] = np.logical_or(terminated, truncated)
