@@ -213,7 +213,9 @@ def ways() -> Iterator[tuple[str, str]]:
                 yield name, way
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize(
+    "cause", [pytest.param(each, marks=[pytest.mark.slow] * (each == "SIGUSR1")) for each in CAUSES]
+)
 @pytest.mark.parametrize(("name", "way"), [*ways()])
 def test_it_goes_on_or_says_why_not(
     name: str, way: str, cause: str, folder: Path, tmp_path: Path

@@ -98,7 +98,7 @@ def normed(lanes: int, first: int = 0) -> TransformedEnv:
 
 
 @pytest.mark.filterwarnings(IGNORED)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("layout", ["rows", "torchrl"])
 def test_several_workers_are_refused_or_warned_of_once(workers: int, layout: Any) -> None:
     makes = [partial(normed, 2, 2 * worker) for worker in range(workers)]
