@@ -33,7 +33,7 @@ class BatchIterator(Generator[Any, None, None]):
         raise StopIteration
 
     def send(self, value: None) -> Any:
-        """As ``next``; there is nothing to be sent."""
+        """Return the next batch; there is nothing to be sent."""
         return next(self)
 
     def throw(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What one lane returned, as a column has it: the same values, or an error that says why not."""
+"""Read what one lane returned: the same values as a column, or an error that says why not."""
 
 import warnings
 from math import isnan

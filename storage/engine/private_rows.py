@@ -23,8 +23,8 @@ from tallyroll.storage.rows.schema import Schema
 _COPIED_NBYTES: Final = 2**16
 """Slices of no more than so many bytes are copied: that takes no longer, and no maps."""
 _MOST_MAPS: Final = 2**14
-"""Of one process that may have some 65,000, see `maps_left`. While slices hold so many, others
-are copied."""
+"""Maps of one process, which may have some 65,000, see `maps_left`. While slices hold so many,
+others are copied."""
 _KEPT_AREAS: Final = 2
 
 _lent: dict[int, int] = {}

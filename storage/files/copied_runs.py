@@ -25,7 +25,7 @@ _OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT)
 
 ENTRY_NBYTES = 2**14
 _ALL_NBYTES = 2**17
-"""Of all copies in a manifest: the runs of collectors have to fit beside them."""
+"""Bytes of all copies in a manifest: the runs of collectors have to fit beside them."""
 _MOST_COPIES = 256
 _DEEPEST = 24
 
@@ -139,7 +139,7 @@ def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _nbytes_of(run: Any) -> float:
-    """Of its JSON; infinitely many where it is none, or nested too deep."""
+    """Bytes of its JSON; infinitely many where it is none, or nested too deep."""
     if _is_deep(run, _DEEPEST):
         return math.inf
     try:

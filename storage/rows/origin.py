@@ -44,7 +44,7 @@ class Origin:
         self._reader = weakref.ref(reader)
         self.manifest: dict[str, Any] | None = None
         self.until = 0
-        """Of the rows below this number, `manifest` has the runs."""
+        """`manifest` has the runs of the rows below this number."""
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()

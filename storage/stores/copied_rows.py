@@ -30,7 +30,7 @@ class _Copy(NamedTuple):
     """The copy that the last entry is of."""
 
     manifest: dict[str, Any]
-    """Of the storage that the rows came from."""
+    """The manifest of the storage that the rows came from."""
     span: range
     """The smallest range there that has them all."""
     made: range
@@ -118,7 +118,7 @@ class CopiedRows:
         return False
 
     def first_entry(self, told: Told) -> Entry:
-        """What the first entry of a new storage says of the rows that make it."""
+        """The first entry of a new storage, made of such rows."""
         return {} if told is None else self._entry_of({}, _copy_of(*told), [])
 
     def _note_copy(self, last: Entry, origin: Origin, rows: range) -> bool:
