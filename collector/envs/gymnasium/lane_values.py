@@ -1,6 +1,6 @@
 """What the lanes of a `SyncVectorEnv` return to it, looked at before the vector's casts hide it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -90,12 +90,14 @@ class LaneValues:
         """
         if self._env is None:
             return
-        held = [*enumerate(own_observations(self._env))]
+        held = own_observations(self._env)
+        lanes: Sequence[int] = range(len(held))
         if raised is not None and not _puts_together(raised):
-            held = [(lane, seen) for lane, seen in held if seen is not None]
+            lanes = [lane for lane in lanes if held[lane] is not None]
         for name, get, row in self._rows:
             right = row.is_right
-            for lane, seen in held:
+            for lane in lanes:
+                seen = held[lane]
                 if name is None or type(seen) is not dict or name not in seen:
                     value = part_of(get, seen, row, lane)
                 else:
