@@ -46,8 +46,11 @@ class IdChecks:
         keys = reader.keys
         self._reader, self._path = reader, reader.path
         self._places = tuple(keys.index(key) for key in (TRAJ_IDS, STEP, LANE))
-        ends = [keys.index(key) for key in (DONE, TERMINATED, TRUNCATED) if key in keys]
-        self._ends = ends[:1] if DONE in keys else ends  # which says it for both
+        ends = [key for key in (TERMINATED, TRUNCATED) if key in keys]
+        if len(ends) < 2 and DONE in keys:
+            ends = [DONE]
+        # As `verify` has it: done alone may also say that a batch was cut there.
+        self._ends = [keys.index(key) for key in ends]
         self._order = RowOrder(reader.schema)
         self.seen = 0
         """The rows up to this number are known."""
@@ -131,7 +134,8 @@ class IdChecks:
         ids, steps = ids.take(order.at), steps.take(order.at)
         goes_on = order.before(ids, self._tail_id) == ids
         runs = order.stretches(~goes_on)
-        self._require_trajectories(runs, ids, steps)
+        ended = self._ended(values, order.at)
+        self._require_trajectories(runs, ids, steps, ended)
         begun = ids.take(runs.at)
         if int(begun.min()) <= self._largest:
             goes_on &= order.before(steps + 1, self._tail_next) == steps
@@ -140,17 +144,20 @@ class IdChecks:
                 row, own, opens = int(order.at[at]), int(runs.lane[run]), at in order.first
                 self._require_own(int(ids[at]), int(steps[at]), own, row, opens=opens)
         last = order.last
-        ended = self._ended(values, order.at.take(last))
-        id = np.where(ended, NOBODY, ids.take(last))
+        id = np.where(ended.take(last), NOBODY, ids.take(last))
         self._admitted = int(begun.max()), order.own, id, steps.take(last) + 1
 
-    def _require_trajectories(self, runs: Stretches, ids: np.ndarray, steps: np.ndarray) -> None:
-        """Refuse rows, by lane, whose steps do not follow, or runs of which two have one id."""
+    def _require_trajectories(
+        self, runs: Stretches, ids: np.ndarray, steps: np.ndarray, ended: np.ndarray
+    ) -> None:
+        """Refuse rows, by lane, that cannot follow each other, or runs of which two have one id."""
         gaps = steps[1:] != steps[:-1] + 1
+        gaps |= ended[:-1]
         gaps[runs.at[1:] - 1] = False
         if gaps.any():
             at = int(gaps.argmax())
-            self._refuse(f"step {steps[at + 1]} follows step {steps[at]} in trajectory {ids[at]}")
+            where = f"step {steps[at]}, where it ended," if ended[at] else f"step {steps[at]}"
+            self._refuse(f"step {steps[at + 1]} follows {where} in trajectory {ids[at]}")
         begun = ids.take(runs.at)
         back = (begun[1:] < begun[:-1]) & (runs.lane[1:] == runs.lane[:-1])
         if back.any():

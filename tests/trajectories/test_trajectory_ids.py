@@ -194,10 +194,10 @@ def test_the_same_is_refused_as_by_a_plain_model(tmp_path: Path, seed: int, ring
 
 
 def steps_follow(rows: list[Row]) -> bool:
-    """Whether each trajectory is of one lane, and its steps go up one by one."""
+    """Whether each trajectory is of one lane, and its steps go up one by one until it ends."""
     for id in {row[0] for row in rows}:
         mine = [row for row in rows if row[0] == id]
-        if any(b[1] != a[1] + 1 or b[2] != a[2] for a, b in itertools.pairwise(mine)):
+        if any(b[1] != a[1] + 1 or b[2] != a[2] or a[3] for a, b in itertools.pairwise(mine)):
             return False
     return True
 
@@ -396,6 +396,8 @@ def test_other_rows_are_nobodys_business(tmp_path: Path) -> None:
         "one id in two lanes": [(9, 0, 0, False), (9, 1, 1, False)],
         "steps that fall": [(9, 1, 0, False), (9, 0, 0, False)],
         "a lane that goes to and fro": [(9, 0, 0, False), (8, 0, 0, False), (9, 1, 0, False)],
+        "steps after its end": [(9, 0, 0, False), (9, 1, 0, True), (9, 2, 0, False)],
+        "another end after its end": [(9, 0, 0, True), (8, 0, 1, False), (9, 1, 0, True)],
     }.items(),
     ids=lambda each: each[0],
 )
@@ -408,6 +410,27 @@ def test_rows_of_no_one_trajectory_are_refused_also_where_ids_are_new(
         with pytest.raises(TrajectoryIdTaken, match="cannot be those of trajectories"):
             storage.extend(batch(wrong))
         assert storage.head == 3
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_batch_that_was_cut_goes_on_where_neither_flag_says_end(
+    tmp_path: Path, split: bool
+) -> None:
+    """As `verify` has it: where both flags are there, done alone is no end."""
+    rows = batch([(1, 0, 0, False), (1, 1, 0, True), (1, 2, 0, False), (1, 3, 0, True)])
+    rows["next", "truncated"] = rows["next", "terminated"] & np.array([[0], [0], [0], [1]], bool)
+    rows["next", "terminated"] = np.zeros((4, 1), np.bool_)
+    rows["collector", "cut"] = np.array([False, True, False, False])
+    with MemmapStorage(tmp_path / "rows") as storage:
+        for part in (slice(0, 2), slice(2, 4)) if split else (slice(0, 4),):
+            storage.extend({key: each[part] for key, each in rows.items()})
+    assert not verify(tmp_path / "rows").findings
+    rows = rows | {STEP: rows[STEP] + 4}
+    with (
+        MemmapStorage(tmp_path / "rows", mode="append") as storage,
+        pytest.raises(TrajectoryIdTaken, match="it ended there"),
+    ):
+        storage.extend(rows)
 
 
 def test_ids_that_are_no_whole_numbers_are_not_renumbered(tmp_path: Path) -> None:
