@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from itertools import pairwise
@@ -209,3 +210,45 @@ def test_a_run_without_rows_is_not_taken_for_the_next(tmp_path: Path) -> None:
         with collector(2, storage=storage, seed=6, resume="auto") as again:
             assert sum(map(len, again)) == 40
     assert_ids_are_unique(path)
+
+
+def test_a_run_without_rows_leaves_no_count_to_one_that_was_killed_as_early(tmp_path: Path) -> None:
+    """Each says itself how it began, and with which seed."""
+    path = tmp_path / "rows"
+    with MemmapStorage(path) as storage:
+        collector(2, storage=storage, seed=5).shutdown()
+        killed = collector(2, storage=storage, seed=6)
+        del killed
+    with (
+        MemmapStorage(path, mode="append") as storage,
+        collector(2, storage=storage, seed=6, resume=True) as again,
+    ):
+        assert sum(map(len, again)) == 40
+        assert again.ledger.incarnation == 1
+    assert_ids_are_unique(path)
+
+
+def test_a_run_in_a_buffer_gives_its_ids_back_when_it_is_over() -> None:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000))
+    kept = [collector(2, replay_buffer=buffer) for _ in range(2)]
+    for each in kept:
+        each.shutdown()
+    with collector(2, replay_buffer=buffer) as other:
+        other.collect(10)
+    assert buffer[:][IDS].max() < 10
+
+
+def test_one_that_was_dropped_without_an_end_is_over(tmp_path: Path) -> None:
+    """Even where only the garbage collector finds that it was."""
+    gc.disable()
+    try:
+        with MemmapStorage(tmp_path / "rows") as storage:
+            dropped: Any = collector(3, storage=storage)
+            dropped.collect(6)
+            dropped.itself = dropped
+            del dropped
+            with collector(2, storage=storage) as other:
+                assert sum(map(len, other)) == 40
+    finally:
+        gc.enable()
+    assert_ids_are_unique(tmp_path / "rows")
