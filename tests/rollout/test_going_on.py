@@ -21,7 +21,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs.utils import exploration_type
+from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tallyroll import collector as package
 from tallyroll.collector import torchrl as names
@@ -33,7 +33,7 @@ from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from collect_kit import assert_same, balanced
 from oracles import check_rows
-from random_runs import flat
+from random_runs import flat, restored
 from traced_code import Interruption, traced
 from worker_kit import (
     DISABLED,
@@ -447,6 +447,22 @@ def test_no_guard_is_left_on_by_what_is_raised_as_it_begins(guard: type[Any]) ->
     assert len(raised) > 10
 
 
+def test_gradients_are_as_they_were_where_the_end_of_acting_raises() -> None:
+    acting = Acting(ExplorationType.RANDOM)
+
+    def broken(_: Any) -> None:
+        raise Interruption
+
+    before, put = acting.place.get(), acting.place.put
+    try:
+        with pytest.raises(Interruption), acting:  # noqa: PT012
+            assert not torch.is_grad_enabled()
+            acting.place.put = broken
+        assert torch.is_grad_enabled()
+    finally:
+        put(before)
+
+
 # --- what comes from outside ----------------------------------------------------------------------
 
 
@@ -486,15 +502,44 @@ class Interrupting(Failing):
             signal.raise_signal(signal.SIGTERM)
 
 
+def interrupt(*_: Any) -> None:
+    """A handler."""
+    raise Interruption
+
+
+@pytest.mark.parametrize("way", ["next", "loop", "again"])
+@pytest.mark.parametrize("kind", ["alone", "sync"])
+def test_a_batch_that_is_made_when_a_handler_raises_comes_next(
+    kind: str, way: str, tmp_path: Path
+) -> None:
+    """The signal comes while a batch is put together, and waits until it is stored."""
+    sends = Interrupting(2)
+    kwargs: dict[str, Any] = {"frames_per_batch": BATCH, "total_frames": FRAMES, "seed": 1}
+    kwargs |= {"postproc": lambda rows: (sends(), rows)[1], "storage": tmp_path / "rows"}
+    make = partial(alone, NEXT) if kind == "alone" else partial(spread, NEXT, 2, mode=kind)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with in_threads(), make(**kwargs) as collector:
+            batches = iter(collector)
+            got = [next(batches)]
+            with pytest.raises(Interruption):
+                next(batches)
+            assert collector.ledger.stored == 2 * BATCH
+            got += [next(batches)] if way == "next" else []
+            got += batches if way == "loop" else collector
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [len(batch) for batch in got] == [BATCH] * (FRAMES // BATCH)
+    with open_storage(tmp_path / "rows") as stored:
+        assert_same(restored(torch.cat(got)), flat(stored.get(slice(None))))
+
+
 @contextmanager
 def parted(at: int, path: Path, source: str = DISABLED, **kwargs: Any) -> Iterator[Collector]:
     """A collector whose first batch is interrupted in its slot of that number."""
 
-    def handle(*_: Any) -> None:
-        raise Interruption
-
     fails = Interrupting(-1)
-    before = signal.signal(signal.SIGTERM, handle)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         with alone(
             source,
