@@ -6,16 +6,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import Categorical, LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, InitTracker, TransformedEnv
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, split_trajectories
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage import TrajectorySliceSampler, open_storage
+
+from agents_kit import AGENTS, GROUP, AgentsEnv
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,3 +200,41 @@ def test_a_tracker_of_another_name() -> None:
         for batch in made:
             assert torch.equal(batch["begins"], batch["is_init"])
             assert batch["begins"].sum() >= LANES
+
+
+class TrackingAgentsEnv(AgentsEnv):
+    """Says of each agent where its trajectory begins."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes, [[2], [5], [40]])
+        flag = Categorical(2, shape=(lanes, AGENTS, 1), dtype=torch.bool)
+        spec = self.observation_spec.clone()
+        spec[(GROUP, *INIT)] = flag
+        self.observation_spec = spec
+
+    def _out(self, *flags: Any) -> Any:
+        begins = np.repeat(self.at == 0, AGENTS).reshape(-1, AGENTS, 1)
+        return super()._out(*flags).set((GROUP, *INIT), self._shaped(begins))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super()._step(tensordict)
+        return out.set((GROUP, *INIT), torch.zeros_like(out[(GROUP, *INIT)]))
+
+
+@pytest.mark.parametrize("frames", [30, LANES])
+def test_those_of_agents_are_marked_too_and_stored_as_they_were(
+    frames: int, tmp_path: Path
+) -> None:
+    make, key = partial(TrackingAgentsEnv, LANES), (GROUP, *INIT)
+    given: dict[str, Any] = {"total_frames": 60, "storage": tmp_path / "rows"}
+    with SyncCollector(make, None, frames_per_batch=frames, **given) as made:
+        for batch in made:
+            ids = batch["collector", "traj_ids"].tolist()
+            first = torch.tensor([each not in ids[:row] for row, each in enumerate(ids)])
+            assert torch.equal(batch[key], first[:, None, None].expand(-1, AGENTS, 1))
+            assert not batch[("next", *key)].any()
+    with open_storage(tmp_path / "rows", mode="read") as storage:
+        rows = storage[:]
+    begins = rows["collector", "step"] == 0
+    assert torch.equal(rows[key], begins[:, None, None].expand(-1, AGENTS, 1))
+    assert not rows[("next", *key)].any()
