@@ -907,6 +907,28 @@ def test_inspect_json(collected: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found["first_rows"][1]["collector/step"] == 1
 
 
+def test_inspect_says_at_which_rows_a_run_was_resumed(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among all rows, of which those of an earlier run come first."""
+    given: dict[str, Any] = {"frames_per_batch": 5, "seed": 1}
+    with MemmapStorage(here / "data") as storage:
+        for frames, resume in ((7, False), (10, False), (12, True), (15, True), (19, True)):
+            with SyncCollector(
+                "CartPole-v1", total_frames=frames, storage=storage, resume=resume, **given
+            ) as made:
+                made.collect(frames)
+    assert tallyroll("inspect", "data", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["resumed_at"] for run in runs] == [[], [17, 19, 22]]
+    assert tallyroll("inspect", "data") == 0
+    assert "seed 1, resumed 3 times (at row 17, 19, 22), total" in capsys.readouterr().out
+    again = ("collect", "--resume", "--frames", 22, "--out", "data", "--quiet", "--num-envs", 1)
+    assert tallyroll(*again) == 0
+    assert tallyroll("inspect", "data") == 0
+    assert "seed 1, resumed 4 times (at row …, 19, 22, 26), total" in capsys.readouterr().out
+
+
 def test_inspect_for_people(collected: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tallyroll("inspect", "data") == 0
     said = capsys.readouterr().out
