@@ -11,6 +11,8 @@ import os
 import random
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -392,15 +394,21 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
         with collector:
             with pytest.raises(Exception, match="broken"):  # noqa: PT012
                 for batch in collector if way != "collect" else iter(lambda: 0, 1):
-                    got += batch if way != "collect" else 0
+                    got += len(batch) if way != "collect" else 0
                     if way == "collect":
                         collector.collect(BATCH)
             for again in (lambda: next(iter(collector)), lambda: list(collector)):
                 with pytest.raises(StateError, match=r"was raised within it \(.*broken") as said:
                     again()
             if way != "iterate":
+                missing = re.search(r"Rows (\d+) to (\d+) of these were not", str(said.value))
                 with pytest.raises(StateError, match="resume=True"):
                     collector.collect(1)
+                assert not (missing and way == "collect")
+                rows = range(int(missing[1]), int(missing[2]) + 1) if missing else range(0)
+                if way == "store":
+                    assert rows == range(got, collector.ledger.stored)
+                    assert rows or where != "policy"
             else:
                 assert "load_state_dict" in str(said.value)
         collector.ledger.check()
@@ -445,6 +453,19 @@ def test_no_guard_is_left_on_by_what_is_raised_as_it_begins(guard: type[Any]) ->
             assert exploration_type() is explores
             assert not collector._assembly.busy
     assert len(raised) > 10
+
+
+def test_no_guard_is_left_on_where_its_end_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    policy = FailingPolicy(Failing(-1))
+    with alone(DISABLED, policy, frames_per_batch=BATCH, total_frames=BATCH) as collector:
+        policy.fails.left = 1
+        monkeypatch.setattr(collector._assembly, "end_by", broken)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(collector))
+        assert_let_go()
 
 
 def test_gradients_are_as_they_were_where_the_end_of_acting_raises() -> None:
@@ -499,7 +520,7 @@ class Interrupting(Failing):
     def __call__(self) -> None:
         self.left -= 1
         if self.left == 0:
-            signal.raise_signal(signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def interrupt(*_: Any) -> None:
@@ -532,6 +553,34 @@ def test_a_batch_that_is_made_when_a_handler_raises_comes_next(
     assert [len(batch) for batch in got] == [BATCH] * (FRAMES // BATCH)
     with open_storage(tmp_path / "rows") as stored:
         assert_same(restored(torch.cat(got)), flat(stored.get(slice(None))))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_signal_while_workers_step_loses_nothing(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sends = tmp_path / "rows", Interrupting(-1)
+
+    def sends_and_waits() -> None:
+        sends()
+        if sends.left == 0:  # so that the collector waits too
+            time.sleep(0.05)
+
+    monkeypatch.setattr(Telling, "forward", broken_at(sends_and_waits, Telling.forward))
+    kwargs: dict[str, Any] = {"frames_per_batch": 60, "total_frames": 90, "storage": path}
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with in_threads(), spread(DISABLED, 2, Telling(), mode=mode, **kwargs) as collector:
+            sends.left = 9
+            with pytest.raises(Interruption):
+                next(iter(collector))
+            assert [len(batch) for batch in collector] == [60, 30]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with open_storage(path) as stored:
+        rows = flat(stored.get(slice(None)))
+    check_rows(rows, LENGTHS, ends="mixed", from_start=True, contiguous=mode == "sync")
+    assert verify(path).sound
 
 
 @contextmanager
@@ -587,3 +636,13 @@ def test_new_trajectories_in_a_parted_batch(tmp_path: Path) -> None:
         assert [len(batch) for batch in collector] == [60, 30]
     assert collector.ledger.stored == 90
     assert verify(tmp_path / "rows").sound
+
+
+def test_a_parted_batch_begins_once(tmp_path: Path) -> None:
+    """Lanes are reset at its beginning alone."""
+    given: dict[str, Any] = {"reset_at_each_iter": True, "seed": 1}
+    with alone(DISABLED, Telling(), frames_per_batch=60, total_frames=90, **given) as collector:
+        whole = [*collector]
+    with parted(7, tmp_path / "rows", **given) as collector:
+        for batch, wanted in zip(collector, whole, strict=True):
+            assert_same(batch, wanted)
