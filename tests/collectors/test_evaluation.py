@@ -121,6 +121,32 @@ def test_modes_and_buffers_are_as_before(wrapped: bool, training: bool) -> None:
     assert first.returns.tolist() == again.returns.tolist()
 
 
+def test_buffers_of_odd_kinds_are_as_before() -> None:
+    """One with gradients, one whose values share memory, one of two names, one of no size yet."""
+
+    class Odd(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("graded", torch.zeros(3, requires_grad=True))
+            self.register_buffer("wide", torch.zeros(1).expand(3))
+            self.register_buffer("also", self.last)
+            self.lazy = torch.nn.LazyBatchNorm1d()
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.graded += 1
+            self.also = observation[0]
+            return super().forward(self.lazy(observation))
+
+    net = Odd()
+    last = net.last
+    evaluate(net, lambda: make_oracle_vec(3, LENGTHS), episodes=5, seed=1)
+    assert net.seen
+    assert net.graded.requires_grad
+    assert not net.graded.any()
+    assert net.also is net.last is last
+
+
 def test_they_are_as_before_where_it_fails() -> None:
     class Fails(Layers):
         def forward(self, observation: torch.Tensor) -> torch.Tensor:

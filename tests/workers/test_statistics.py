@@ -27,6 +27,7 @@ from tallyroll.collector.envs.statistics import StatisticsWarning, StatisticsWat
 from tallyroll.collector.errors import EnvironmentRefused
 
 from oracles import OracleTorchEnv
+from worker_kit import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,3 +117,12 @@ def test_several_workers_are_refused_or_warned_of_once(workers: int, layout: Any
     told = [str(each.message) for each in caught if each.category is StatisticsWarning]
     assert len(told) == (workers > 1)
     assert all("VecNormV2: expected statistics of all lanes" in each for each in told)
+
+
+@pytest.mark.filterwarnings(IGNORED)
+def test_those_of_one_worker_are_of_all_lanes() -> None:
+    with in_threads(), warnings.catch_warnings():
+        warnings.simplefilter("error", StatisticsWarning)
+        given: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 16}
+        with MultiprocessCollector([partial(normed, 2)], None, **given) as collector:
+            assert sum(batch.numel() for batch in collector) == 16
