@@ -62,7 +62,10 @@ def test_it_goes_on_where_the_run_does(kind: str, tmp_path: Path) -> None:
             assert (first, second, third) == ([0, 1, 2], [3, 4], [5])
         with MemmapStorage(path, mode="append") as storage:
             collect(make, storage, 20, 1)
-    assert versions_of(path)[-1][0] == 0  # another run
+        assert versions_of(path)[-1][0] == 0  # another run
+        collect(make, path, 40, 0, resume=True)
+    *_, other, again = versions_of(path)
+    assert again == [other[-1] + 1]
     assert verify(path).sound
 
 

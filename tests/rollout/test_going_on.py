@@ -316,6 +316,22 @@ def test_by_torchrl_s_names(kind: str, cause: str) -> None:
             raise
 
 
+@pytest.mark.parametrize("way", ["next", "iterate", "rollout", "trajectories"])
+def test_an_ended_run_is_said_by_torchrl_s_names_too(way: str) -> None:
+    policy, given = FailingPolicy(Failing(-1)), dict(NAMED["batches"])
+    if way == "trajectories":
+        given["trajs_per_batch"] = 2
+    frames = {"frames_per_batch": 4 * LANES, "total_frames": 12 * LANES}
+    with names.Collector(factory(DISABLED, 0, LANES), policy, **frames, **given) as collector:
+        named_ways = {"next": collector.next, "rollout": collector.rollout}
+        call = named_ways.get(way, lambda: next(iter(collector)))
+        policy.fails.left = 3
+        with pytest.raises(RuntimeError, match="broken"):
+            call()
+        with pytest.raises(StateError, match=r"was raised within it \(broken\)"):
+            call()
+
+
 # --- what is raised within ------------------------------------------------------------------------
 
 
