@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
@@ -72,7 +73,7 @@ def test_a_ring_is_appended_oldest_first(
                 target.extend(ring[:], ids=ids)
                 require(target, wanted(episodes))
             smaller = MemmapStorage(tmp_path / f"{episodes}-smaller", max_size=10)
-            with pytest.raises(BatchTooLong):
+            with pytest.raises(BatchTooLong, match="or the last 10 of them"):
                 smaller.extend(ring[:], ids=ids)
             smaller.extend(ring.in_order()[-10:], ids=ids)
             require(smaller, wanted(episodes)[-10:])
@@ -135,3 +136,54 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, ids: Any) -> None:
                 target.extend(ring[:].clone(), ids=ids)
             target.extend(ring.in_order().clone(), ids=ids)
             assert target[:]["observation"].tolist() == wanted(episodes)
+
+
+def test_rows_in_order_have_the_columns_that_are_asked_for(tmp_path: Path) -> None:
+    keys = [("next", "done"), ("collector", "step")]
+    with ring_of(tmp_path / "ring", 7) as ring, open_storage(tmp_path / "ring") as reader:
+        for opened in (ring, reader):
+            every, some = opened.in_order(), opened.in_order(keys)
+            assert set(some.keys(True, True)) == {*keys}
+            assert all(torch.equal(some[key], every[key]) for key in keys)
+
+
+def test_rows_that_are_overwritten_while_they_are_put_in_order_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ring_of(tmp_path / "ring", 7) as ring, open_storage(tmp_path / "ring") as reader:
+        rows = reader.reader
+        real = rows.copies
+
+        def copies(*args: Any) -> Any:
+            ring.extend(episode(7, 1))
+            return real(*args)
+
+        monkeypatch.setattr(rows, "copies", copies)
+        assert reader.in_order()["observation"].tolist() == wanted(7)[LENGTH:]
+
+
+@pytest.mark.parametrize("ids", ["check", "renumber", "fresh"])
+def test_a_copy_that_begins_within_a_trajectory_is_sound(tmp_path: Path, ids: Any) -> None:
+    with MemmapStorage(tmp_path / "ring", max_size=SIZE - 2) as ring:
+        for number in range(7):
+            ring.extend(episode(number, 1))
+        target = MemmapStorage(tmp_path / "archive")
+        target.extend(ring.in_order().clone(), ids=ids)
+        require(target, wanted(7)[2:])
+
+
+def test_a_second_source_may_have_an_older_policy(tmp_path: Path) -> None:
+    """Within a trajectory a version that goes back is a fault all the same."""
+
+    def versions(number: int, *given: int) -> TensorDict:
+        rows = episode(number, 1)
+        return rows.set(("collector", "policy_version"), torch.tensor([*given]))
+
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(versions(0, 7, 7, 8, 8, 9))
+        storage.extend(versions(1, 2, 2, 2, 3, 3))
+    assert not verify(storage.path).findings
+    with open_storage(storage.path, "append") as storage:
+        storage.extend(versions(2, 4, 4, 3, 4, 4))
+    (found,) = verify(storage.path).findings
+    assert "version goes back" in found.message

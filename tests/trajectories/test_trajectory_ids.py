@@ -261,6 +261,17 @@ def test_an_id_that_falls_within_its_lane_is_refused(tmp_path: Path, kind: str) 
         assert stored(storage)[3:] == [(5, 0, 2, False), (8, 0, 0, False)]
 
 
+def test_rows_that_fill_a_ring_follow_none_that_was_there(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "rows", max_size=3) as ring:
+        for rows in (THREE, THREE, [(2, 0, 1, False), (2, 1, 1, False), (3, 0, 0, True)]):
+            ring.extend(batch(rows))
+            assert stored(ring) == rows
+            assert ring.trajectories.ids.tolist() == sorted({row[0] for row in rows})
+        with pytest.raises(TrajectoryIdTaken, match="it ended there"):
+            ring.extend(batch([(3, 1, 0, False)]))
+    assert not verify(tmp_path / "rows").findings
+
+
 def test_a_lane_that_went_on_does_not_come_back(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         storage.extend(batch(THREE))
