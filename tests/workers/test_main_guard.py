@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import pytest
+
+from tallyroll.collector import SyncCollector
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, WorkerRaised
+
+from worker_kit import in_threads, start
 
 SCRIPT = """
 from tallyroll.collector import MultiprocessCollector
@@ -143,3 +151,64 @@ def test_an_environment_that_starts_processes_without_a_guard(tmp_path: Path, co
     (tmp_path / "script.py").write_text(ASYNC.format(guard=guard, context=context))
     run = ran(tmp_path, "script.py")
     assert (run.returncode, run.stdout) == (0, "[5, 5]\n"), run.stderr
+
+
+# --- the same, without a process of their own -----------------------------------------------------
+
+RUN: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 5}
+HINT = "a worker process has what modules register when they are imported"
+
+
+@pytest.mark.parametrize("worker", [True, False])
+def test_an_id_that_is_unknown_has_a_hint_in_workers_alone(
+    worker: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = multiprocessing.current_process() if worker else None
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    with pytest.raises(ArgumentError, match="gymnasium cannot make 'Nowhere-v0'") as found:
+        SyncCollector("Nowhere-v0", **RUN)
+    assert (HINT in str(found.value)) is worker
+    with pytest.raises(ArgumentError) as found:
+        SyncCollector("CartPole-v1", env_kwargs={"nope": 1}, **RUN)
+    assert HINT not in str(found.value)
+
+
+def test_a_factory_of_an_id_that_is_unknown_has_a_hint() -> None:
+    def unknown() -> Any:
+        return gymnasium.make_vec("Nowhere-v0", 1, vectorization_mode="sync")
+
+    def failing() -> Any:
+        raise ValueError("no luck")
+
+    for create, has_hint in ((unknown, True), (failing, False)):
+        with in_threads(), pytest.raises(WorkerRaised) as found:
+            start([create], **RUN)
+        assert (HINT in str(found.value)) is has_hint
+
+
+@pytest.mark.parametrize(
+    ("raised", "starting", "wanted"),
+    [
+        (EOFError(), False, "the environment's own processes ended while it was made"),
+        (ConnectionResetError(), False, "the environment's own processes ended while it was made"),
+        (RuntimeError("an attempt"), True, "came to the collector itself: make environment and"),
+        (RuntimeError("of its own"), False, None),
+    ],
+    ids=str,
+)
+def test_what_an_environment_raises_that_starts_processes(
+    raised: Exception, starting: bool, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        raise raised
+
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", starting, raising=False)
+    with pytest.raises(Exception) as found:  # noqa: PT011
+        SyncCollector(make, **RUN)
+    if wanted is None:
+        assert found.value is raised
+        return
+    assert isinstance(found.value, EnvironmentRefused)
+    assert wanted in str(found.value)
+    assert 'if __name__ == "__main__":' in str(found.value)
+    assert found.value.__cause__ is raised
