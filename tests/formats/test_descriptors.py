@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.engine import private_rows
-from tallyroll.storage.errors import CorruptStorage, TooManyFiles
+from tallyroll.storage.errors import CorruptStorage, MissingLibrary, TooManyFiles
+from tallyroll.storage.formats.hdf5 import datasets
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import arrays, assert_rows, rows
 
@@ -114,14 +116,28 @@ def test_no_file_is_taken_for_damage_where_no_more_may_be_open(
     """However many are left."""
     with kind(tmp_path / "rows", capacity=100) as storage:
         storage.extend(rows(0, 10))
-    opened = 0
+    opened, said = 0, []
     for mode in ("read", "append"):
         for left in range(12):
-            with no_more_files(but=left), contextlib.suppress(TooManyFiles):
-                open_storage(tmp_path / "rows", mode).close()  # type: ignore[arg-type]
+            try:
+                with no_more_files(but=left):
+                    open_storage(tmp_path / "rows", mode).close()  # type: ignore[arg-type]
                 opened += 1
+            except TooManyFiles as error:
+                said.append(str(error))
     assert 0 < opened < 24
+    assert all(each.startswith(f"{tmp_path}") for each in said)
     assert not verify(tmp_path / "rows").findings
+
+
+def test_a_library_whose_files_may_not_be_opened_is_not_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "h5py", None)  # as where none of its files can be read
+    with no_more_files(), pytest.raises(TooManyFiles, match="ulimit -n"):
+        datasets._h5py()
+    with pytest.raises(MissingLibrary):
+        datasets._h5py()
 
 
 @pytest.mark.parametrize("kind", [MemmapStorage, ZarrStorage])
