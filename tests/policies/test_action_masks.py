@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Binary, Bounded
 
 from tallyroll.collector import Info, SyncCollector
+from tallyroll.collector.batches.value_checks import OutOfRangeWarning
 from tallyroll.collector.errors import CollectorError, PolicyError, SpaceError, TransitionError
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.policies.masked_actions import Choices
@@ -237,6 +238,48 @@ def test_where_a_mask_allows_nothing_no_policy_is_blamed(mode: AutoresetMode, ra
         collect(vec("from 10", mode, spoilt=3), None if random else policy, **BUDGET)
 
 
+def test_a_mask_that_passes_is_warned_of_once() -> None:
+    env = vec("from 10", spoilt=2, raises=False)
+    with pytest.warns(OutOfRangeWarning, match="action_mask, .* at lane 0, step 2 of") as caught:
+        rows = joined(collect(env, validate="warn", **BUDGET)[0])
+    assert [each.category for each in caught] == [OutOfRangeWarning]
+    assert len(rows) == 40
+
+
+def test_a_mask_that_a_policy_is_given_is_its_own_affair() -> None:
+    env = vec("from 10", spoilt=3, raises=False)
+    always = partial(torch.full, (2,), 11)
+    rows = joined(
+        collect(env, lambda td: td.set("action", always()), init_random_frames=4, **BUDGET)[0]
+    )
+    assert (~rows["action_mask"].bool().any(-1)).sum() == 10
+
+
+class Late(Masked):
+    """It raises in its fifth step."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute any action."""
+        if self.time == 4:
+            raise RuntimeError("a fault of its own")
+        return *super().step(action)[:2], False, False, {}
+
+    def marks(self) -> Any:
+        return np.ones(self.shape, self.kind)
+
+
+@pytest.mark.parametrize("spoil", [0, [1, 0, 1]])
+def test_masks_of_reset_slots_are_blamed_for_nothing(spoil: Any) -> None:
+    """What lane 0 saw last is beside an action that is ignored, when lane 1 raises."""
+    space, shape = CASES["from 10"]
+    ends = partial(Masked, space, shape, spoilt=4, spoil=spoil, raises=False)
+    env = SyncVectorEnv([ends, partial(Late, space, shape)], autoreset_mode=AutoresetMode.NEXT_STEP)
+    always = partial(torch.full, (2,), 11)
+    with pytest.raises(RuntimeError, match="a fault of its own") as found:
+        collect(env, lambda td: td.set("action", always()), **BUDGET)
+    assert not isinstance(found.value, CollectorError)
+
+
 @pytest.mark.parametrize(
     ("space", "shape", "wanted"),
     [
@@ -327,6 +370,73 @@ def test_where_no_mask_tells_who_acts_one_agent_must() -> None:
     assert rule.wrong(marks, None)[0].tolist() == [[False, False, True]]
     acts = np.array([[[True, True], [True, False], [False, False]]])
     assert rule.wrong(marks, acts)[0].tolist() == [[False, True, False]]
+
+
+LAID: dict[str, tuple[Choices, tuple[int, ...]]] = {
+    "one": (Choices((7,), (3,)), (3,)),
+    "parts": (Choices((5, -2), (2, 3), (2,)), (5,)),
+    "combinations": (Choices((5, -2), (2, 3), (2,)), (2, 3)),
+    "rows": (Choices((1, 4), (3, 3), (2,)), (2, 3)),
+}
+"""How a mask may be laid out, by name: the values, and the shape of one mask."""
+
+
+def parts_of(laid: str, marks: Any) -> list[Any]:
+    if laid == "parts":
+        return [marks[:2], marks[2:]]
+    return list(marks) if laid == "rows" else [marks.reshape(-1)]
+
+
+def allows(laid: str, marks: Any, action: Any) -> bool:
+    choices, _ = LAID[laid]
+    index = np.ravel(action) - choices.starts
+    if (index < 0).any() or (index >= choices.sizes).any():
+        return False
+    if laid == "combinations":
+        return bool(marks[tuple(index)])
+    return all(part[at] for part, at in zip(parts_of(laid, marks), index, strict=True))
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.int64, np.float32])
+@pytest.mark.parametrize("laid", LAID)
+def test_a_quick_look_finds_what_is_wrong(laid: str, kind: Any) -> None:
+    choices, shape = LAID[laid]
+    rule, rng = MaskRule(("action",), ("action_mask",), choices, (), None), np.random.default_rng(0)
+    others = {np.uint8: [2, 255], np.int64: [2, -1], np.float32: [2, -1, 0.5, np.nan]}.get(kind, [])
+    seen = set()
+    for number in range(60):
+        marks = (rng.random((2, 3, *shape)) < (0.5, 0.95)[number % 2]).astype(kind)
+        spoilt = bool(others) and rng.random() < 0.3
+        if spoilt:
+            marks.reshape(-1)[rng.integers(marks.size)] = rng.choice(others)
+        every = marks.reshape(6, *shape)
+        odd = [bool(((each != 0) & (each != 1)).any()) for each in every]
+        empty = [any(not part.any() for part in parts_of(laid, each)) for each in every]
+        assert rule.wrong(marks, None)[0].reshape(-1).tolist() == (odd if spoilt else empty)
+        right = not any(odd) and not any(empty)
+        assert rule.quick(marks, zeros_and_ones=False)() is right
+        if not spoilt:
+            assert rule.quick(marks, zeros_and_ones=True)() is right
+        seen.add((right, spoilt))
+    assert len(seen) == (3 if others else 2)
+
+
+@pytest.mark.parametrize("laid", LAID)
+def test_actions_that_masks_forbid(laid: str) -> None:
+    choices, shape = LAID[laid]
+    rule = MaskRule(("team", "action"), ("team", "action_mask"), choices, (2,), None)
+    rng, count = np.random.default_rng(1), len(choices.sizes)
+    for _ in range(20):
+        marks = rng.random((2, 3, 2, *shape)) < 0.7
+        index = rng.integers(-1, 4, (2, 3, 2, count)) if rng.random() < 0.5 else 1
+        actions = np.asarray(choices.starts) + np.broadcast_to(index, (2, 3, 2, count))
+        actions = actions.reshape(2, 3, 2, *choices.shape)
+        acts = rng.random((2, 3, 2)) < 0.5
+        legal = np.reshape(
+            [allows(laid, marks[at], actions[at]) for at in np.ndindex(2, 3, 2)], (2, 3, 2)
+        )
+        assert (rule.forbids(actions, marks, None) == (~legal).any(-1)).all()
+        assert (rule.forbids(actions, marks, acts) == (~legal & acts).any(-1)).all()
 
 
 def test_errors_are_of_one_tree() -> None:
