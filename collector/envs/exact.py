@@ -83,7 +83,7 @@ def _number(value: Any, key: Key, wanted: str, advice: str) -> float:
     """
     plain = _plain(value)
     if not isinstance(plain, (bool, int, float)):
-        if np.size(plain) == 1 and _kind(plain) in _NUMBERS:
+        if _kind(plain) in _NUMBERS and np.prod(np.shape(plain)) == 1:
             advice += ", of an array its one element: .item()"
         raise ValueRefused(key, wanted, told(value), advice)
     try:

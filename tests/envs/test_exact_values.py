@@ -178,6 +178,7 @@ FORMS: dict[str, Form] = {
     "infinite": each(lambda v: np.asarray(v, np.float64) + 1e300),
     "an axis more": each(lambda v: np.asarray(v)[None]),
     "an axis behind": each(lambda v: np.asarray(v)[..., None]),
+    "another way round": each(lambda v: np.ascontiguousarray(np.transpose(v))),
     "one number": each(lambda v: np.ravel(v)[0]),
     "text": each(str),
     "none": each(lambda v: None),
@@ -242,6 +243,7 @@ REWARDS: dict[str, tuple[Form, bool]] = {
     "(0,)": (lambda t: np.array([]), False),
     "torch (1,)": (lambda t: torch.tensor([1.0]), False),
     "list": (lambda t: [1.0], False),
+    "ragged": (lambda t: [[1.0, 2.0], [3.0]], False),
     "none": (lambda t: None, False),
     "text": (str, False),
     "complex": (lambda t: 1j, False),
@@ -325,6 +327,7 @@ def test_a_reward_is_in_its_row_as_it_is_or_refused(
             place = "next/reward at lane 0, step 1 of its trajectory: expected "
             assert found.startswith(place), found
             assert ", got " in found
+            assert ("of an array its one element: .item()" in found) is ("(1,)" in name)
 
 
 @pytest.mark.parametrize("mode", MODES_AND_TWIN)
@@ -345,6 +348,44 @@ def test_a_flag_is_in_its_row_as_it_is_or_refused(
         if found:
             assert found.startswith("next/terminated at lane 0, step "), found
             assert ": expected one bool, or 0 or 1, got " in found
+
+
+@pytest.mark.parametrize("mode", MODES_AND_TWIN)
+def test_a_flag_is_refused_by_its_name(
+    mode: AutoresetMode | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cut(Given):
+        def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+            """Execute any action."""
+            return *super().step(action)[:3], 2 * (self.time == 3), {}
+
+    mode = mode or without_extension(monkeypatch)
+    wanted = "^next/truncated at lane 0, step 2 of its trajectory: .* got 2 "
+    with pytest.raises(ValueRefused, match=wanted):
+        collect(SyncVectorEnv([Cut] * 2, autoreset_mode=mode), **BUDGET)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_end_is_looked_at_however_late_it_comes(mode: AutoresetMode) -> None:
+    class Long(Given):
+        def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+            """Execute any action."""
+            self.time += 1
+            return self.look(), 1.0, 2 * (self.time == 50), False, {}
+
+    env = SyncVectorEnv([Long] * 2, autoreset_mode=mode)
+    with pytest.raises(ValueRefused, match=r"^next/terminated at lane 0, step 49 of .* got 2 "):
+        collect(env, frames_per_batch=60, total_frames=120)
+
+
+def test_what_a_later_reset_returns_is_looked_at() -> None:
+    class Beginning(Given):
+        def look(self) -> Any:
+            return ragged(0) if self.episode == 1 and self.time == 0 else super().look()
+
+    env = SyncVectorEnv([Beginning] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    with pytest.raises(ValueRefused, match=r"^observation at lane 0, step 0 of its trajectory: "):
+        collect(env, **BUDGET)
 
 
 @pytest.mark.parametrize("run", ["sync", "async"])
@@ -397,6 +438,14 @@ def test_a_value_is_the_same_or_refused(data: st.DataObject) -> None:
     for got, wanted in zip(found.tolist(), values.tolist(), strict=True):
         rounded = source.kind == target.kind == "f" and np.isfinite(got) == np.isfinite(wanted)
         assert got == wanted or rounded, (values, found)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_what_rounding_would_make_infinite_is_refused(kind: Any) -> None:
+    row = ExactRow(("x",), (2,), np.dtype(kind))
+    assert row.array(np.array([1.0, -np.inf])).tolist() == [1.0, -np.inf]
+    with pytest.raises(ValueRefused, match=r"got 1e\+300 of float64 at \[1\]"):
+        row.array(np.array([1.0, 1e300]))
 
 
 def test_digits_are_rounded_and_said_once() -> None:
