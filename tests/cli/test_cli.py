@@ -23,8 +23,8 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.cli import main
-from tallyroll.collector.cli.output import CommandError
+from tallyroll.collector.cli import foreign_traceback, main
+from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.storage import MemmapStorage, open_storage
 
@@ -494,6 +494,15 @@ def test_what_is_mistyped_shows_the_usage_of_its_command(
     assert len(said.splitlines()[-1]) < 2100
 
 
+def test_an_error_is_no_longer_than_a_screen(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tallyroll("collect", 9000 * "x" + "-v0", "--frames", 5, "--out", "data") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("tallyroll: error: gymnasium cannot make 'xxx")
+    assert len(said) < 2100
+
+
 def test_a_time_beyond_what_clocks_show(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_progress("episodes", quiet=False) as progress:
         for done in (1, 2, 3):
@@ -508,8 +517,9 @@ def test_a_policy_of_a_file(server: WarmServer, tmp_path: Path, attr: str, worke
     """A module beside it is found, and its name is not that of a module of the library."""
     (tmp_path / "my code").mkdir()
     (tmp_path / "my code" / "beside.py").write_text("def zeros(td): return td.long() * 0\n")
+    (tmp_path / "my code" / "wave.py").write_text("raise RuntimeError('not the library')\n")
     (tmp_path / "my code" / "random.py").write_text(
-        "import beside\n"
+        "import wave, beside\n"
         "def act(td):\n"
         "    return td.set('action', beside.zeros(td['observation'][..., 0]))\n"
         "class Actor:\n"
@@ -671,6 +681,23 @@ def stop_in_the_middle(command: Command, number: signal.Signals) -> float:
     command.kill(number)
     command.status = command.wait(10)  # type: ignore[attr-defined]
     return time.monotonic() - began
+
+
+def test_a_traceback_has_our_frames_where_the_error_is_ours() -> None:
+    def policy(td: Any) -> Any:
+        raise LookupError("of its own")
+
+    def traceback_of(act: Callable[[], Any], kind: type[Exception]) -> str:
+        with pytest.raises(kind) as found:
+            act()
+        return foreign_traceback(found.value)
+
+    ours = traceback_of(lambda: shortened(3), TypeError)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 2}
+    theirs = traceback_of(lambda: SyncCollector("CartPole-v1", policy, **options), LookupError)
+    assert "of its own" in theirs
+    folder = f"{os.sep}collector{os.sep}"
+    assert (f"{folder}cli{os.sep}output.py" in ours, folder in theirs) == (True, False)
 
 
 def test_an_error_with_a_command_says_its_message_alone() -> None:

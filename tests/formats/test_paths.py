@@ -9,18 +9,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.errors import (
     CorruptStorage,
+    PathIsFile,
     StorageError,
     StorageFull,
     StorageLocked,
     StorageMissing,
 )
-from tallyroll.storage.files.paths import failed, make_directory
+from tallyroll.storage.files.paths import failed, make_directory, require_creatable
 from tallyroll.storage.storages import storage_class
 from tallyroll.storage.testing.storage_contract import assert_rows, rows
 
@@ -58,6 +60,12 @@ def test_a_tilde_is_the_home_directory(name: str, home: Path) -> None:
     assert not os.listdir()
 
 
+def test_a_tilde_of_what_no_suffix_tells(home: Path) -> None:
+    with ZarrStorage("~/plain") as storage:
+        storage.extend(rows(0, 5))
+    assert storage_class("~/plain") is ZarrStorage
+
+
 def test_a_tilde_of_a_run_and_a_checkpoint(home: Path) -> None:
     with SyncCollector(
         make_oracle_vec(2, [(3,), (4,)]), frames_per_batch=4, total_frames=8, storage="~/runs/a"
@@ -70,6 +78,18 @@ def test_a_tilde_of_a_run_and_a_checkpoint(home: Path) -> None:
         storage.loads("~/copy")
         assert len(storage) == 8
     assert sorted(os.listdir(home)) == ["cli", "copy", "loaded", "runs"]
+    assert os.listdir() == []
+
+
+def test_a_tilde_of_a_checkpoint_that_torchrl_makes(home: Path) -> None:
+    with MemmapStorage("~/rows") as storage, MemmapStorage("~/loaded") as other:
+        storage.extend(rows(0, 5))
+        for each in (storage, other):
+            each.checkpointer = TensorStorageCheckpointer()
+        storage.dumps("~/theirs")
+        other.loads("~/theirs")
+        assert len(other) == 5
+    assert sorted(os.listdir(home)) == ["loaded", "rows", "theirs"]
     assert os.listdir() == []
 
 
@@ -147,6 +167,12 @@ def test_a_link_to_a_storage_is_one(closed: Path, tmp_path: Path) -> None:
     moved.rename(closed)
 
 
+def test_a_place_below_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(PathIsFile, match=r"link is a link to nothing\. Give another path"):
+        require_creatable(tmp_path / "link" / "rows")
+
+
 # --- locks ----------------------------------------------------------------------------------------
 
 
@@ -195,6 +221,23 @@ def test_inodes_that_are_used_up(
         storage.extend(rows(0, 5))
     with open_storage(tmp_path / name) as storage:
         assert_rows(storage, 5)
+
+
+def test_a_lock_file_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a storage was copied without it to a disk that is full since."""
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(rows(0, 5))
+    (tmp_path / "rows" / "tallyroll.lock").unlink()
+    real = os.open
+
+    def no_more(path: str, flags: int, *more: object, **options: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, flags, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", no_more)
+    with pytest.raises(StorageFull, match="Free space"):
+        open_storage(tmp_path / "rows", "append")
 
 
 @pytest.mark.parametrize(
