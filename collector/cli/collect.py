@@ -1,6 +1,7 @@
 """``tallyroll collect``: run a collector, show how far it is, report what it made."""
 
 import argparse
+import atexit
 import math
 import shlex
 import signal
@@ -25,7 +26,11 @@ from tallyroll.collector.envs import registry
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
-from tallyroll.collector.workers.unblocked_output import output_dropped
+from tallyroll.collector.workers.unblocked_output import (
+    drop_output,
+    output_dropped,
+    wait_no_more,
+)
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
 from tallyroll.storage.storages import DiskStorage
@@ -60,6 +65,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.received, self.number = self.received, True, signal.Signals(number)
+        wait_no_more()
         if self.stop is None or again:
             raise KeyboardInterrupt
         self.stop()
@@ -415,3 +421,6 @@ def run(args: argparse.Namespace) -> int:
                 return CollectRun(args, storage, signals).run()
         except KeyboardInterrupt:
             return signals.exit_status
+        finally:
+            if signals.received:  # what code of others does at exit may print, too
+                atexit.register(drop_output)

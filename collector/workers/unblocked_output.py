@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-_PATIENCE_SECONDS = 0.25
+_patience_seconds = 0.25
 """How long a write waits for room, where the one before found some."""
 _CHUNK_NBYTES = 512
 """Fit into any pipe that says that it has room (POSIX's smallest PIPE_BUF)."""
@@ -37,9 +37,9 @@ class _Dropping(io.RawIOBase):
         """Write what finds room soon; all of it counts as written."""
         left = memoryview(content).cast("B")
         length = len(left)
-        until = time.monotonic() + (0 if self._dropped else _PATIENCE_SECONDS)
+        until = time.monotonic() + (0 if self._dropped else _patience_seconds)
         if self._dropped and self._taken(self._notice(), until):
-            self._dropped, until = 0, time.monotonic() + _PATIENCE_SECONDS
+            self._dropped, until = 0, time.monotonic() + _patience_seconds
         while left and not self._dropped and (taken := self._taken(left, until)):
             left = left[taken:]
         self._dropped += len(left)
@@ -110,9 +110,18 @@ def drop_output() -> None:
     sys.stdout, sys.stderr = unblocked(sys.stdout), unblocked(sys.stderr)
 
 
+def wait_no_more() -> None:
+    """Drop at once what finds no room, from now on: this process was asked to end."""
+    global _patience_seconds
+    _patience_seconds = 0.0
+
+
 @contextlib.contextmanager
 def output_dropped(*names: str) -> Iterator[None]:
-    """Within it, the streams of these names, ``"stdout"`` and ``"stderr"``, never block."""
+    """Within it, the streams of these names, ``"stdout"`` and ``"stderr"``, never block.
+
+    What got one there, as handlers of `logging` do, may keep it.
+    """
     before = {name: getattr(sys, name) for name in names}
     ours = {name: unblocked(stream) for name, stream in before.items()}
     vars(sys).update(ours)
@@ -122,4 +131,4 @@ def output_dropped(*names: str) -> Iterator[None]:
         vars(sys).update(before)
         for name, stream in ours.items():
             if stream is not None and stream is not before[name]:
-                stream.close()
+                stream.flush()

@@ -24,8 +24,10 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import foreign_traceback, main
+from tallyroll.collector.cli.collect import Signals
 from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.workers.unblocked_output import unblocked
 from tallyroll.storage import MemmapStorage, open_storage
 
 from oracles import check_rows
@@ -1360,6 +1362,85 @@ def test_output_that_is_read_late_says_what_is_missing(server: WarmServer, tmp_p
     finally:
         os.close(pipe)
     assert re.search(rb"\ntallyroll: [\d,]+ bytes of output were not read in time: dropped", read)
+
+
+PRINTS_AT_EXIT = """
+import atexit, logging, sys
+from tallyroll.collector.cli import main
+
+atexit.register(lambda: print("x" * 2**17, file=sys.{stream}, flush=True))
+status = main(sys.argv[1:])
+logging.getLogger("noisy").warning("at the end")
+atexit._run_exitfuncs()
+sys.exit(status)
+"""
+LOGS = """
+import logging, sys
+
+logging.getLogger("noisy").addHandler(logging.StreamHandler())  # it keeps the stderr of the run
+"""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_is_printed_at_exit_and_not_read(
+    server: WarmServer, tmp_path: Path, stream: str
+) -> None:
+    """A command that was told to end does not block in it."""
+    (tmp_path / "noisy.py").write_text(LOGS + NOISY.format(stream=stream))
+    (tmp_path / "script.py").write_text(PRINTS_AT_EXIT.format(stream=stream))
+    pipe = full_pipe(tmp_path, "pipe")
+    try:
+        words = cartpole("data", 10**7, "--policy", "noisy:act", "--frames-per-batch", 20)
+        command = server.start(tmp_path, "python", "script.py", *words, **{stream: "pipe"})
+        rows_that_grow(tmp_path)
+        command.kill(signal.SIGTERM)
+        assert command.wait(10 * AT_ONCE) == 143
+    finally:
+        os.close(pipe)
+    assert "Logging error" not in command.err
+    server.run(tmp_path, "verify", "data", "--quiet")
+
+
+def test_after_a_signal_no_write_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    class Poll:
+        def register(self, *_: int) -> None:
+            pass
+
+        def poll(self, milliseconds: float) -> list[int]:
+            waited.append(milliseconds)
+            return []
+
+    monkeypatch.setattr("tallyroll.collector.workers.unblocked_output.select.poll", Poll)
+    monkeypatch.setattr("tallyroll.collector.workers.unblocked_output._patience_seconds", 0.25)
+    end, pipe = os.pipe()
+    with os.fdopen(end), os.fdopen(pipe, "w") as stream:
+        signals = Signals()
+        signals.stop = lambda: None
+        with signals.taken_over():
+            for stopped in (False, True):
+                if stopped:
+                    signal.raise_signal(signal.SIGTERM)
+                for _ in range(2):  # of each, the first write waits
+                    ours = unblocked(stream)
+                    print("a line", file=ours, flush=True)
+                    print("another", file=ours, flush=True)
+    assert [milliseconds > 0 for milliseconds in waited] == [True, False, True, False] + 4 * [False]
+
+
+def test_the_interpreter_looks_for_no_garbage_when_a_command_has_ended() -> None:
+    """That takes longer than all else after a signal."""
+    script = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "from tallyroll.collector.cli import main\n"
+        "sys.exit(main(['--version']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert int(done.stdout.split()[-1]) > 1000
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
