@@ -261,20 +261,11 @@ class SystemContract:
             return
         one, other = self.hand(), self.hand()
         differs, ends = False, 0
-        after_end = np.zeros(one.d.lanes, np.bool_)
-        others = self.actions(one.system, self.steps, seed=1)
-        for action, another in zip(self.actions(one.system, self.steps), others, strict=True):
-            changed = [value.copy() for value in action]
-            for value, new in zip(changed, another, strict=True):
-                value[after_end] = new[after_end]
-            out, after, _ = one.step(action)
-            _, after_other, _ = other.step(changed)
-            equal = all(np.array_equal(a, b) for a, b in zip(after, after_other, strict=True))
-            if not equal:
+        for same, ended in self._twins(one, other):
+            if not same:
                 differs = True
                 break
-            after_end = as_flags(out.terminated) | as_flags(out.truncated)
-            ends += int(after_end.sum())
+            ends += int(ended.sum())
         declared = one.d.at_end
         if declared == "reset_slot":
             assert not differs, (
@@ -302,6 +293,25 @@ class SystemContract:
         if not self.repeatable or possible == "none" or (possible == "all" and not whole):
             return self.close(one.system, other.system)
         differs, ends = False, 0
+        for same, ended in self._twins(one, other):
+            if not same:
+                differs = True
+                break
+            ends += int(ended.sum())
+            if ended.any():
+                try:
+                    one.reset(None if whole else ended)
+                    other.reset(None if whole else ended)
+                except EnvironmentRefused:
+                    return self.close(one.system, other.system)
+        assert differs or ends < 5 or not self._acts(one), (
+            f"the actions that followed {ends} ends and resets had no effect: does the system "
+            "reset such lanes once more?"
+        )
+        return self.close(one.system, other.system)
+
+    def _twins(self, one: Hand, other: Hand) -> Iterator[tuple[bool, Mask]]:
+        """Step both, with other actions after ends: whether they observe the same, and new ends."""
         after_end = np.zeros(one.d.lanes, np.bool_)
         others = self.actions(one.system, self.steps, seed=1)
         for action, another in zip(self.actions(one.system, self.steps), others, strict=True):
@@ -310,22 +320,9 @@ class SystemContract:
                 value[after_end] = new[after_end]
             out, after, _ = one.step(action)
             after_other = other.step(changed)[1]
-            if any(not np.array_equal(a, b) for a, b in zip(after, after_other, strict=True)):
-                differs = True
-                break
+            same = all(np.array_equal(a, b) for a, b in zip(after, after_other, strict=True))
             after_end = as_flags(out.terminated) | as_flags(out.truncated)
-            ends += int(after_end.sum())
-            if after_end.any():
-                try:
-                    one.reset(None if whole else after_end)
-                    other.reset(None if whole else after_end)
-                except EnvironmentRefused:
-                    return self.close(one.system, other.system)
-        assert differs or ends < 5 or not self._acts(one), (
-            f"the actions that followed {ends} ends and resets had no effect: does the system "
-            "reset such lanes once more?"
-        )
-        return self.close(one.system, other.system)
+            yield same, after_end
 
     def _acts(self, hand: Hand) -> bool:
         """Actions change what this system returns at all."""
