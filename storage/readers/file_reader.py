@@ -24,7 +24,7 @@ from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.rows.slot_order import in_all_slots, remember
+from tallyroll.storage.rows.slot_order import in_all_slots
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 
@@ -287,7 +287,6 @@ class FileReader(RowReader):
                 rows = nest(arrays, (len(arrays[0]),))
                 if span.start > engine.floor:  # it began again
                     gives = partial(in_all_slots, slots, span.start, self.ring)
-                    remember(rows, gives)
                     came_from(rows, self.origin, gives)
                 else:
                     first = span.start  # of an array that other steps begin at
@@ -299,9 +298,7 @@ class FileReader(RowReader):
             if self.ring:
                 arrays, numbers = engine.take_numbered(where, only)
                 rows = nest(arrays, where.shape)
-                gives = partial(np.asarray, numbers)
-                remember(rows, gives)
-                came_from(rows, self.origin, gives)
+                came_from(rows, self.origin, partial(np.asarray, numbers))
                 return rows
             rows = nest(engine.take(where, only), where.shape)
             came_from(rows, self.origin, these)

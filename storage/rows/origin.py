@@ -63,7 +63,7 @@ class Origin:
 
 
 Numbers: TypeAlias = range | Callable[[], np.ndarray]
-"""The numbers of rows, or what gives them, [rows]."""
+"""Of a slice of a ring, what gives the number of each row, [rows]; of others, where they were."""
 
 
 def came_from(rows: TensorDictBase, origin: Origin, numbers: Numbers) -> None:
@@ -72,6 +72,12 @@ def came_from(rows: TensorDictBase, origin: Origin, numbers: Numbers) -> None:
     What is made of them does not.
     """
     vars(rows)[_ORIGIN] = origin, numbers
+
+
+def numbers_of(rows: TensorDictBase) -> np.ndarray | None:
+    """The number of each row, where ``rows`` are a slice of a ring."""
+    _, numbers = vars(rows).get(_ORIGIN, (None, range(0)))
+    return None if isinstance(numbers, range) else numbers()
 
 
 Told: TypeAlias = tuple[Origin, range] | None

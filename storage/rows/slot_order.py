@@ -6,17 +6,11 @@ and what appends them wants the oldest first: so such a slice says which rows it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
-
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-Numbers: TypeAlias = Callable[[], np.ndarray]
-"""Gives the numbers of rows, [rows]."""
-
-_NUMBERS: Final = "_tallyroll_row_numbers"
+from tallyroll.storage.rows.origin import numbers_of
 
 
 def in_all_slots(slots: slice, first: int, ring: int) -> np.ndarray:
@@ -24,17 +18,9 @@ def in_all_slots(slots: slice, first: int, ring: int) -> np.ndarray:
     return first + (np.arange(ring)[slots] - first) % ring
 
 
-def remember(rows: TensorDictBase, numbers: Numbers) -> None:
-    """Let ``rows`` [n] say their numbers. What is made of them does not."""
-    vars(rows)[_NUMBERS] = numbers
-
-
 def oldest_first(rows: TensorDictBase) -> TensorDictBase:
-    """The rows [n, ...] in the order of their numbers, where they say these."""
-    told = vars(rows).get(_NUMBERS)
-    if told is None:
-        return rows
-    numbers = told()
-    if (numbers[1:] >= numbers[:-1]).all():
+    """The rows [n, ...] in the order of their numbers, where they say the number of each."""
+    numbers = numbers_of(rows)
+    if numbers is None or (numbers[1:] >= numbers[:-1]).all():
         return rows
     return rows[torch.from_numpy(np.argsort(numbers, kind="stable"))]
