@@ -90,7 +90,8 @@ def processes_guarded() -> Iterator[None]:
     except (EOFError, ConnectionError) as error:
         raise EnvironmentRefused(
             "the environment's own processes ended while it was made. If it starts some that "
-            f'import the main module, as AsyncVectorEnv(context="spawn") does, {_GUARD}'
+            'import the main module, as AsyncVectorEnv does with context="spawn" or "forkserver", '
+            f"{_GUARD}"
         ) from error
     except RuntimeError as error:
         if not is_starting():

@@ -140,7 +140,7 @@ def make():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["spawn"])
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_an_environment_that_starts_processes_without_a_guard(tmp_path: Path, context: str) -> None:
     (tmp_path / "script.py").write_text(ASYNC.format(guard="if True:", context=context))
     run = ran(tmp_path, "script.py")
