@@ -175,13 +175,6 @@ class System(ABC):
         """The names of observations, in their order; some may be declared by the first reset."""
         return [Named(key, key) for key in self.declares.observation]
 
-    def hand_over(self) -> bool:
-        """From here on what :meth:`step` returns is nobody else's, if it can be; whether it is.
-
-        A policy is given it as it is, to write to and to keep.
-        """
-        return False
-
     def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:  # noqa: B027
         """Write the next observations to ``rows`` ``[lane, ...]``, which spares a copy; or no more.
 

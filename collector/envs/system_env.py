@@ -106,11 +106,8 @@ class SystemEnv(SlotEnds):
             if ended < 0:
                 self._step_block(cursor, 0, 1, None, lambda _: out)
                 return
-            if finish is not None:
-                if ended:
-                    finish(cursor, terminated | truncated, out, (row,))
-                elif cursor.wants_given:
-                    cursor.given = obs[0]
+            if finish is not None and ended:
+                finish(cursor, terminated | truncated, out, (row,))
             board[FILLED] = 1
 
         return step

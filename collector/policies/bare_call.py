@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
@@ -32,7 +31,6 @@ class BareCall:
         self.network = network_of(module)
         """What the module calls now; None where it is to be called itself, for that does more."""
         self._inputs = inputs
-        self.has_one_input = len(inputs) == 1
         self._out = module.out_keys[0]
 
     @staticmethod
@@ -55,18 +53,11 @@ class BareCall:
             return None
         return BareCall(module, found)
 
-    def __call__(self, network: Any, at: int, given: NDArray[Any] | None = None) -> Any:
-        """What ``network`` chooses in slot ``at``, of inputs of its own.
+    def __call__(self, network: Any, at: int) -> Any:
+        """Return what ``network`` chooses in slot ``at``, given copies of its inputs."""
+        return self._one(network(*[rows[at].clone() for rows in self._inputs]))
 
-        ``given``: the values of the only observation, where nobody else has that array.
-        """
-        if given is not None:
-            out = network(torch.from_numpy(given))
-        else:
-            out = network(*[rows[at].clone() for rows in self._inputs])
-        return self.one(out)
-
-    def one(self, out: Any) -> Any:
+    def _one(self, out: Any) -> Any:
         """The output, as the module unwraps it; None where it is not one output."""
         if isinstance(out, torch.Tensor):
             return out

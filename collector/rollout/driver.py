@@ -1,7 +1,7 @@
 """Drivers fill the slots of a slab: their interface, and the one of this process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,9 +15,8 @@ from tallyroll.collector.policies.bare_call import BareCall
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
 from tallyroll.collector.policies.trial import no_tensordict
-from tallyroll.collector.rollout.lanes import Account, Lanes, SystemLanes, changed, ended_in
+from tallyroll.collector.rollout.lanes import Account, Lanes, changed, ended_in
 from tallyroll.collector.rollout.os_signals import pausable
-from tallyroll.collector.rollout.plain_step import plain_step
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -36,8 +35,6 @@ class Driver(ABC):
     """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
     used_at = 0
     """The address of ``used``; 0 where it is no word of this process."""
-    plain_step: Callable[[Any], None] | None = None
-    """As ``policy_steps(0, 1)``, of the driver that it is given; None: there is no shorter way."""
 
     @property
     @abstractmethod
@@ -151,11 +148,6 @@ class LocalDriver(Driver):
         self._bare: BareCall | None = None
         if lanes.fills_slab and not self._extra:
             self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
-            if self._bare is not None and lanes.cursor is not None:
-                one = self._bare.has_one_input
-                lanes.cursor.wants_given = one and lanes.env.system.hand_over()
-        if self._bare is not None and isinstance(lanes, SystemLanes) and lanes.cursor.wants_given:
-            self.plain_step = plain_step(self._bare, lanes, self._outputs[0][1][0])
         self._action_rows = dict(self._outputs[: len(self._actions)])
         self._masks = random.masks_in(self.slab.arrays) if lanes.fills_slab else None
         self._first: TensorDictBase | None = None
@@ -294,10 +286,7 @@ class LocalDriver(Driver):
         bare = self._bare
         network = None if bare is None else bare.network()
         if bare is not None and network is not None:
-            given, cursor = None, self.stepped.cursor
-            if cursor is not None:
-                given, cursor.given = cursor.given, None
-            self.put_column(0, bare(network, at, given), at)
+            self.put_column(0, bare(network, at), at)
             return
         out = self._called(self.stepped.seen(at))
         self._put(out, at)

@@ -130,11 +130,7 @@ class Rollout:
             return
         self.version = policy.version
         if not policy.refreshes:
-            driver = self.driver
-            if driver.plain_step is None:
-                driver.policy_steps(0, 1)
-            else:
-                driver.plain_step(driver)
+            self.driver.policy_steps(0, 1)
             return
         self.slab.version[0] = self.version
         self.driver.policy_steps(0, 1)  # newer weights write theirs

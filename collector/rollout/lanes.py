@@ -52,8 +52,6 @@ class Lanes(ABC):
 
     fills_slab = False
     """The environment writes to the slab itself: what policies see and choose is all there."""
-    cursor: Cursor | None = None
-    """Whose ``given`` a policy may have."""
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -140,10 +138,6 @@ class SystemLanes(Lanes):
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
-        cursor = self.cursor
-        cursor.given = None
-        if cursor.wants_given:  # the reset may have made the system anew
-            cursor.wants_given = self.env.system.hand_over()
         self.slab.set_root(at, first)
         self._pending[:] = False
 
@@ -155,11 +149,9 @@ class SystemLanes(Lanes):
 
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
-        cursor = self.cursor
-        cursor.given = None
         try:
             if start or stop > 1:
-                self.env.step_block(cursor, start, stop)
+                self.env.step_block(self.cursor, start, stop)
             else:
                 self.step_first()
         except BaseException as error:
@@ -173,7 +165,7 @@ class SystemLanes(Lanes):
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""
-        self.cursor.at, self.cursor.given = at, None
+        self.cursor.at = at
         try:
             self.env.step_part(self.cursor, lanes)
         except BaseException as error:

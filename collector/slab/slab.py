@@ -74,10 +74,6 @@ class Cursor:
     board: memoryview
     """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
-    given: Array | None = None
-    """What the last step returned, where that is what the policy sees next, and nobody else's."""
-    wants_given: bool = False
-    """There is a policy that takes it, and a system that hands it over."""
     while_waiting: Callable[[], None] | None = None
     """What can be done with slots that are complete, while the system computes the next one."""
 

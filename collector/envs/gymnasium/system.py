@@ -182,7 +182,6 @@ class GymnasiumSystem(System):
         self._plain = len(self._leaves) == 1 and not (self._leaves[0].path or self._leaves[0].text)
         self.lends = self._plain and not self.infos and type(env) is SyncVectorEnv and not env.copy
         self.lends = self.lends and hasattr(env, OBSERVATIONS) and bool(own_observations(env))
-        self._anew = False
         self._own: Any = None
         self._in_turn: LanesInTurn | None = None  # from the first reset on
         self.declares = self._declared()
@@ -224,18 +223,6 @@ class GymnasiumSystem(System):
     def close(self) -> None:
         """Close the vector environment."""
         self.env.close()
-
-    def hand_over(self) -> bool:
-        """Arrays of its own; wrappers may keep what they return, and other steps theirs."""
-        is_bare = type(self.env) in (SyncVectorEnv, AsyncVectorEnv) and "step" not in vars(self.env)
-        if not (is_bare and self._plain and not self.infos):
-            return False
-        if type(self).step is not GymnasiumSystem.step:
-            return False
-        if self.lends:
-            self.lend(None)
-        self._anew = self.lends
-        return self.lends or bool(getattr(self.env, "copy", False))
 
     def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:
         """Let a `SyncVectorEnv` put its next observations there."""
@@ -349,8 +336,6 @@ class GymnasiumSystem(System):
         own.look(first=False)
         if own.watching:
             own.stepped(np.logical_or(terminated, truncated))
-        if self._anew and self._own is None:  # it puts the next ones elsewhere
-            setattr(self.env, OBSERVATIONS, np.empty_like(obs))
         if self._one_of_many:
             reward = reward[..., 0]
         if self._infoless and "final_obs" not in info:
