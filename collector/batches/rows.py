@@ -16,7 +16,7 @@ from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import SlabColumn
-from tallyroll.storage.engine.kernel import copy_table, kernel
+from tallyroll.storage.engine.kernel import compiled, copy_table
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import BatchDims, Shapes, fitting, shapes_of
 from tallyroll.storage.rows.keys import (
@@ -201,6 +201,7 @@ class RowSource:
         if pool is None:
             pool = self._pools[key] = BufferPool([(column.dtype, column.shape[1:])])
         (out,) = pool.arrays((len(index),))
+        kernel = compiled()
         if kernel is None:
             # "clip" copies straight to `out`; indices are within bounds, whoever made them.
             column.take(index, axis=0, out=out, mode="clip")

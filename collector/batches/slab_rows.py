@@ -17,7 +17,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.engine.kernel import compiled, table_of
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -50,7 +50,7 @@ class SlabRows:
     """
 
     def __init__(self, slab: Slab, plan: SlabPlan) -> None:
-        self.slab = slab
+        self.slab, self._kernel = slab, compiled()
         self.columns: dict[Key, Array] = {key: slab.flat[key] for key in plan.layout}
         self._slots: dict[Key, Array] = {}
         """Those that are filled here ``[slot, lane]``."""
@@ -82,7 +82,7 @@ class SlabRows:
     @property
     def can_compile(self) -> bool:
         """The kernel numbers the rows."""
-        return kernel is not None and self._fits_kernel
+        return self._kernel is not None and self._fits_kernel
 
     @staticmethod
     def fits(slab: Slab, plan: SlabPlan) -> bool:
@@ -151,9 +151,9 @@ class SlabRows:
         return self._ended[:count]
 
     def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
-        assert kernel is not None
+        assert self._kernel is not None
         taken = None if len(block) == block.taken.size else block.taken
-        found = kernel.number_slots(self.numbering(state), block.used, taken)
+        found = self._kernel.number_slots(self.numbering(state), block.used, taken)
         begun, ended = found >> 32, found & 0xFFFF_FFFF
         part = self._part(
             block,

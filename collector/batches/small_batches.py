@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
-from tallyroll.storage.engine.kernel import copy_table, kernel
+from tallyroll.storage.engine.kernel import compiled, copy_table
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
@@ -36,6 +36,7 @@ class SmallBatches:
         marks: bool = True,
         inits: Sequence[Key] = (),
     ) -> None:
+        self._kernel = compiled()
         self._columns = [table.columns[key] for key in keys]
         self._pool = BufferPool([(each.dtype, each.shape[1:]) for each in self._columns])
         self._done = keys.index(DONE)
@@ -63,6 +64,7 @@ class SmallBatches:
 
     def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabPart) -> None:
         index = part.index
+        kernel = self._kernel
         if kernel is None:
             for array, column in zip(arrays, self._columns, strict=True):
                 some = slice(index.start, index.stop) if isinstance(index, range) else index

@@ -20,7 +20,7 @@ from tallyroll.collector.options import Validate
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.kernel import KINDS, kernel, table_of
+from tallyroll.storage.engine.kernel import KINDS, compiled, table_of
 from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, Key, as_key, spell
 
 
@@ -172,6 +172,7 @@ class _SlotChecks:
 
     def __init__(self, ranges: Sequence[Range], slab: Slab) -> None:
         ranges = [each for each in ranges if each.key in slab.columns]
+        self._kernel = compiled()
         self.fit = all(_SlotCheck.fits(each, slab) for each in ranges)
         self._checks = [_SlotCheck(each, slab) for each in ranges] if self.fit else []
         self.table = table_of(chain.from_iterable(check.words for check in self._checks))
@@ -180,8 +181,8 @@ class _SlotChecks:
         """Everything in the first slots is inside; False also where nobody looked."""
         if not self.fit:
             return False
-        if kernel is not None:
-            return kernel.are_inside(self.table, used)
+        if self._kernel is not None:
+            return self._kernel.are_inside(self.table, used)
         return all(check.is_good(at) for check in self._checks for at in range(used))
 
 

@@ -20,7 +20,7 @@ from tallyroll.collector.envs.system import Array, Step
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Cursor
-from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.engine.kernel import compiled, table_of
 from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED
 
 _SMALL_NBYTES = 2**12
@@ -266,6 +266,7 @@ def _compiled_putting(
     """The same, which knows contiguous arrays and rewards of floats; None: there is none."""
     places = row, root, payoff, terminated, truncated
     floats = np.dtype(np.float32), np.dtype(np.float64)
+    kernel = compiled()
     if kernel is None or payoff.ndim > 1 or payoff.dtype not in floats:
         return None
     if not all(each.flags.c_contiguous for each in places):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
 
-from tallyroll.storage.engine.kernel import kernel
+from tallyroll.storage.engine.kernel import compiled
 
 Array = NDArray[Any]
 Uniform = NDArray[np.float64]
@@ -151,6 +151,7 @@ def _alike(rows: Array) -> tuple[int, ...] | None:
 def _nth(marks: Array, uniform: Uniform) -> NDArray[np.int64]:
     """Index of one of the marked entries of the last axis of ``marks``."""
     marks = marks if marks.dtype == np.bool_ else marks.astype(np.bool_)
+    kernel = compiled()
     if kernel is not None and marks.flags.c_contiguous and uniform.flags.c_contiguous:
         found = np.empty(uniform.shape, np.int64)
         kernel.nth_marked(marks, uniform, found)

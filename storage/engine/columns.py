@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import copy_table, kernel
+from tallyroll.storage.engine.kernel import compiled, copy_table
 from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
@@ -50,7 +50,7 @@ class Columns:
     def __init__(
         self, format: Format, schema: Schema, arrays: list[np.ndarray], *, warm: bool
     ) -> None:
-        self.arrays = arrays
+        self.arrays, self._kernel = arrays, compiled()
         self.room = len(arrays[0])
         """Slots that are mapped."""
         self.warm = warm
@@ -119,7 +119,7 @@ class Columns:
 
     def copy_fixed(self, slot: int, rows: FixedRows, index: RowIndex) -> None:
         """Copy some rows of fixed memory to slots from ``slot`` on, which must be `in_place`."""
-        if kernel is not None:
+        if (kernel := self._kernel) is not None:
             table = self.table_of(rows)
             if isinstance(index, range):
                 kernel.copy_rows(table, slot, index.start, len(index))
@@ -150,6 +150,7 @@ class Columns:
 
         False, and nothing done, where there is no kernel, or the slots are not all there.
         """
+        kernel = self._kernel
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
             return False
         if room.table is None or room.of is not self:

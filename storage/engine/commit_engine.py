@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import kernel
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.ring import first_valid, pieces, rows_in, slots_at, slots_of
@@ -80,6 +80,7 @@ class Engine:
     ) -> None:
         self.schema = schema
         self._format, self._header, self._lock = format, header, lock
+        self._kernel = compiled()
         self._power = durability == "power"
         self._access: Access = "read" if lock is None else "write"
         self.ring = header.ring
@@ -255,6 +256,7 @@ class Engine:
             slot = start % self.ring if self.ring else start
             if not count or not columns.in_place(slot, count):
                 return self._append(rows.taken(index), record)  # type: ignore[arg-type]
+            kernel = self._kernel
             if kernel is not None and record and type(index) is range and not self._power:
                 one = self._header.commit_in_one(count, record)
                 if one is not None:
@@ -271,7 +273,7 @@ class Engine:
 
         Returns how many episodes ended; -1, and nothing done, where it takes the longer way.
         """
-        lock, now = self._lock, time.monotonic()
+        lock, now, kernel = self._lock, time.monotonic(), self._kernel
         if kernel is None or now >= self._refresh_at or lock is None or self._power:
             return -1
         if now >= self._look_at:

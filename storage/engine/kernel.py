@@ -2,18 +2,19 @@
 
 They do what Python and NumPy do elsewhere here, in one call where those take one a column; every
 use says what it stands for, and the same tests run with and without them. Where no compiler was
-found when the package was installed, `kernel` is None, and all goes the longer way; so it does
-where ``TALLYROLL_KERNEL=0`` is in the environment.
+found when the package was installed, or they are switched off (``-kernel``, see
+`ways`), all goes the longer way.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
+
+from tallyroll.storage import ways
 
 
 class Kernel(Protocol):
@@ -155,10 +156,18 @@ def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Itera
     return table_of(chain.from_iterable(zip(targets, sources, row_nbytes, strict=True)))
 
 
-kernel: Kernel | None
+_kernel: Kernel | None
 try:
-    from tallyroll.storage.engine import _kernel as kernel  # type: ignore[no-redef]
+    from tallyroll.storage.engine import _kernel  # type: ignore[no-redef]
 except ImportError:
-    kernel = None
-if os.environ.get("TALLYROLL_KERNEL") == "0":
-    kernel = None
+    _kernel = None
+
+
+def is_built() -> bool:
+    """Whether the extension is there."""
+    return _kernel is not None
+
+
+def compiled() -> Kernel | None:
+    """Return the functions; None where they were not built, or are switched off."""
+    return _kernel if ways.is_on("kernel") else None

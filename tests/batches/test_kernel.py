@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tallyroll.collector.batches import slab_rows, value_checks
 from tallyroll.collector.batches.slab_rows import SlabRows
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
@@ -22,11 +20,9 @@ from tallyroll.collector.envs import system_env
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab, SlabColumn
-from tallyroll.storage import MemmapStorage
-from tallyroll.storage.engine import commit_engine
-from tallyroll.storage.engine import kernel as compiled
+from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.engine.fixed_rows import FixedRows
-from tallyroll.storage.engine.kernel import KINDS, Kernel, table_of
+from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.rows.schema import Schema
 
@@ -36,10 +32,13 @@ REWARD = ("next", "reward")
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
     """The compiled functions, which are there wherever a compiler was."""
-    if compiled.kernel is None:
-        assert shutil.which("cc") is None, "there is a compiler, and no kernel was built"
+    found = compiled()
+    if found is None:
+        assert "kernel" in ways.off() or shutil.which("cc") is None, (
+            "there is a compiler, and no kernel was built"
+        )
         pytest.skip("there is no compiler")
-    return compiled.kernel
+    return found
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -83,12 +82,9 @@ def test_commits_are_alike(
     }
     rows = TensorDict({key: torch.from_numpy(array) for key, array in arrays.items()}, [40])
     found = []
-    for way in (kernel, None):
+    for off in ((), ("kernel",)):
         path = tmp_path_factory.mktemp("rows") / "rows"
-        with (
-            patch.object(commit_engine, "kernel", way),
-            MemmapStorage(path, max_size=ring or None) as storage,
-        ):
+        with ways.switched_off(*off), MemmapStorage(path, max_size=ring or None) as storage:
             storage.initialise(Schema.of(rows))
             fixed = FixedRows(storage.schema, arrays)
             for first, count in enumerate(counts):
@@ -151,7 +147,9 @@ def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
     slab = plan.slab(slots, lanes, first_lane=first)
     run_lanes = first + lanes + 1
     states = [LaneState.fresh(run_lanes, 100) for _ in range(2)]
-    tables = [SlabRows(slab, plan) for _ in range(2)]
+    tables = [SlabRows(slab, plan)]
+    with ways.switched_off("kernel"):
+        tables.append(SlabRows(slab, plan))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for _ in range(data.draw(st.integers(1, 4))):
         used = data.draw(st.integers(1, slots))
@@ -163,12 +161,8 @@ def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
         block = Block.of(slab, first_in_slot_order(marks, want), want)
         if not len(block):
             continue
-        parts = []
-        for table, state, by in zip(tables, states, (None, kernel), strict=True):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(slab_rows, "kernel", by)
-                parts.append(table.part(block, state, by_lane=by_lane))
-        _assert_alike(*parts)
+        each = zip(tables, states, strict=True)
+        _assert_alike(*(table.part(block, state, by_lane=by_lane) for table, state in each))
         for name in ("traj_id", "step", "returns", "first_version", "length"):
             one, other = (getattr(state, name) for state in states)
             assert np.allclose(one, other), name
@@ -337,8 +331,3 @@ def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
     counts["p"] = "text"  # type: ignore[assignment]
     with pytest.raises(TypeError):
         stored()
-
-
-def test_all_uses_are_of_one_name() -> None:
-    for module in (slab_rows, value_checks):
-        assert module.kernel is compiled.kernel

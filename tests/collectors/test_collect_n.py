@@ -17,13 +17,10 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.batches import slab_rows, value_checks
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.envs.gymnasium import lanes_in_turn
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
-from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.engine import columns
+from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage
 
@@ -52,8 +49,7 @@ def stored_in(path: Path) -> TensorDictBase:
 
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no compiler was found."""
-    for module in (columns, lanes_in_turn, slab_rows, value_checks):
-        monkeypatch.setattr(module, "kernel", None)
+    monkeypatch.setattr(ways, "_off", frozenset({"kernel"}))
 
 
 # --- random configurations ------------------------------------------------------------------------

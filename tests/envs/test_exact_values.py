@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.envs import system_env
 from tallyroll.collector.envs.arrays import as_flags, fitting
 from tallyroll.collector.envs.exact import (
     ExactRow,
@@ -31,14 +30,13 @@ from tallyroll.collector.envs.exact import (
     reward_of,
     terminated_of,
 )
-from tallyroll.collector.envs.gymnasium import lanes_in_turn
 from tallyroll.collector.errors import (
     ArgumentError,
     SpaceError,
     TransitionError,
     ValueRefused,
 )
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 
 import toy_systems
 from collect_kit import collect, joined
@@ -271,8 +269,7 @@ MODES_AND_TWIN = [*MODES, None]
 
 
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> AutoresetMode:
-    monkeypatch.setattr(lanes_in_turn, "kernel", None)
-    monkeypatch.setattr(system_env, "kernel", None)
+    monkeypatch.setattr(ways, "_off", frozenset({"kernel"}))
     return AutoresetMode.NEXT_STEP
 
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector.compat import ENDED, own_observations
-from tallyroll.collector.envs.gymnasium import lanes_in_turn
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.workers.worker import report_of
+from tallyroll.storage import ways
 
 
 class Scripted(gymnasium.Env):
@@ -53,7 +53,7 @@ class Scripted(gymnasium.Env):
 def way(request: Any, monkeypatch: Any) -> None:
     """Both are the same where there is no compiler."""
     if request.param == "in Python":
-        monkeypatch.setattr(lanes_in_turn, "kernel", None)
+        monkeypatch.setattr(ways, "_off", frozenset({"kernel"}))
 
 
 def vector(

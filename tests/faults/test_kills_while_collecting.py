@@ -23,11 +23,11 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 from tallyroll.storage.engine import commit_engine
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.kernel import kernel
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.files.commit_header import Header
 
 from collect_kit import ByObservation
@@ -161,7 +161,7 @@ def killed_at_each_step(folder: str) -> int:
                     how: tuple[bool, int] = (behind, calls),
                 ) -> None:
                     step = patch.object(owner, name, kill_around(owner, name, *how))
-                    with patch.object(commit_engine, "kernel", None), step:
+                    with ways.switched_off("kernel"), step:
                         collect_for_ever(path, RING, 4, "DISABLED", told)
 
                 _, status = os.waitpid(forked(act), 0)
@@ -187,12 +187,12 @@ class Fatal:
 
     def commit_rows(self, table: bytes, *args: Any) -> None:
         table, header = self._spoilt("commit_rows", table, args[3])
-        assert kernel is not None
+        kernel: Any = compiled()
         kernel.commit_rows(table, *args[:3], header, *args[4:])
 
     def store_slot(self, plan: tuple[Any, ...], *args: Any) -> int:
         columns, header = self._spoilt("store_slot", *plan[3:5])
-        assert kernel is not None
+        kernel: Any = compiled()
         return kernel.store_slot((*plan[:3], columns, header, *plan[5:]), *args)
 
     def _spoilt(self, way: str, columns: bytes, header: bytes) -> tuple[bytes, bytes]:
@@ -218,7 +218,7 @@ def killed_within_one_call(folder: str) -> int:
             def act(path: Path = path, told: Told = told, fatal: Fatal = fatal) -> None:
                 faulthandler.disable()
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                with patch.object(commit_engine, "kernel", fatal):
+                with patch.object(commit_engine, "compiled", lambda: fatal):
                     collect_for_ever(path, RING, 4, "DISABLED", told)
 
             _, status = os.waitpid(forked(act), 0)
@@ -229,7 +229,7 @@ def killed_within_one_call(folder: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(kernel is None, reason="commits in one call are the extension's")
+@pytest.mark.skipif(compiled() is None, reason="commits in one call are the extension's")
 def test_killed_within_a_commit_in_one_call(tmp_path: Path) -> None:
     done = in_a_process(killed_within_one_call, str(tmp_path), seconds=110)
     assert done == 2 * 3 * len(PLACES)

@@ -130,7 +130,7 @@ def test_without_a_compiler_it_installs_and_collects(tmp_path: Path) -> None:
         "-c",
         "import tallyroll.storage.engine.kernel as k; from tallyroll.collector import *\n"
         "with SyncCollector('CartPole-v1', frames_per_batch=4, total_frames=9, storage='s') as c:\n"
-        "    print(k.kernel, k.__file__, c.collect(4), c.collect(99))",
+        "    print(k.compiled(), k.__file__, c.collect(4), c.collect(99))",
         cwd=tmp_path,
         PYTHONPATH=str(site),
     )

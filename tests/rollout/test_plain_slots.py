@@ -39,6 +39,7 @@ from tallyroll.collector.errors import (
 )
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.engine import commit_engine
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import StorageClosed, StorageLocked
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.storages import DiskStorage
@@ -50,7 +51,7 @@ from self_reset_kit import vector
 from traced_code import Interruption, traced
 from worker_kit import DISABLED, LANES, LENGTHS, SAME, Telling, alone, in_threads
 
-pytestmark = pytest.mark.skipif(commit_engine.kernel is None, reason="there is no compiler")
+pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiler")
 
 FRAMES = 60
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "6"))

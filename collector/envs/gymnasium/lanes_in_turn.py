@@ -17,7 +17,7 @@ from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.exact import ExactRow, reward_of, terminated_of, truncated_of
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
-from tallyroll.storage.engine.kernel import kernel, table_of
+from tallyroll.storage.engine.kernel import Kernel, compiled, table_of
 
 _ARRAYS = Box, MultiBinary, MultiDiscrete
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
@@ -40,7 +40,8 @@ class LanesInTurn:
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
         self._lane = np.full(1, -1)  # which the extension is stepping
-        self._step_lanes = self._in_python if kernel is None else self._compiled()
+        kernel = compiled()
+        self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
     def __reduce__(self) -> Any:
         """A copy has arrays of its own, and their addresses."""
@@ -122,8 +123,7 @@ class LanesInTurn:
         np.logical_or(self._terminated, self._truncated, out=ended)
         return False
 
-    def _compiled(self) -> Any:
-        assert kernel is not None
+    def _compiled(self, kernel: Kernel) -> Any:
         arrays = self._rewards, self._terminated, self._truncated, self._lane
         row = self._shape[1:]
         nbytes = int(np.prod(row)) * self._dtype.itemsize

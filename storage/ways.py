@@ -1,0 +1,84 @@
+"""Faster ways of working, each of which can be switched off by name.
+
+A run with some of them switched off gives the same rows, batches and bytes as one with all of them,
+so tests and users can compare. The names are those of `WAYS`; in the environment::
+
+    TALLYROLL_PLAN=-kernel,-slab
+
+It is read when this module is imported. An object asks when it is made, and keeps to that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+VARIABLE: Final = "TALLYROLL_PLAN"
+
+WAYS: Final = {
+    "kernel": "the extension in C does what Python and NumPy do otherwise",
+    "network": "a policy's network is called without the TensorDicts around it",
+    "in-turn": "the lanes of a bare SyncVectorEnv are stepped one after the other",
+    "lend": "a system writes its observations into the slab itself",
+    "views": "a step of one small column of each kind is copied to views of its slot",
+    "slab": "rows are stored from where they lie in the slab",
+    "one-call": "one slot of all lanes is stored in one call of the extension",
+    "small": "batches of few slots are laid out from the columns that they were stored from",
+    "ahead": "rows enter a batch while the system computes its next step",
+    "address": "TensorDicts of one layout are copied to a storage by address",
+}
+"""Each way, and what it does."""
+
+
+def parsed(setting: str) -> frozenset[str]:
+    """Return the ways that ``setting``, as ``-kernel,-slab``, switches off.
+
+    Raises:
+        ValueError: it is none such.
+    """
+    words = [word.strip() for word in setting.split(",") if word.strip()]
+    for word in words:
+        if not word.startswith("-") or word[1:] not in WAYS:
+            raise ValueError(
+                f"{VARIABLE}: expected ways to switch off, of {', '.join(f'-{w}' for w in WAYS)}, "
+                f"got {word!r}"
+            )
+    return frozenset(word[1:] for word in words)
+
+
+_off = parsed(os.environ.get(VARIABLE, ""))
+if os.environ.get("TALLYROLL_KERNEL") == "0":  # its older name
+    _off |= {"kernel"}
+
+
+def is_on(way: str) -> bool:
+    """Whether ``way`` may be taken."""
+    return way not in _off
+
+
+def off() -> frozenset[str]:
+    """The ways that are switched off."""
+    return _off
+
+
+def switch_off(ways: frozenset[str]) -> None:
+    """Switch off ``ways``, and all others on, for what this process makes from now on."""
+    global _off
+    _off = parsed(",".join(f"-{way}" for way in sorted(ways)))
+
+
+@contextmanager
+def switched_off(*ways: str) -> Iterator[None]:
+    """Switch off ``ways``, and all others on, for what is made within.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    before = _off
+    switch_off(frozenset(ways))
+    try:
+        yield
+    finally:
+        switch_off(before)
