@@ -3,7 +3,8 @@
 # virtual environment first; a second run reuses it.
 #
 #   ./check.sh                the core, in .venv, but for tests that take long (marked slow)
-#   ./check.sh --all          with these, and environment systems, in .venv-NAME for each NAME in
+#   ./check.sh --all          with these, the core again without the extension in C, and environment
+#                             systems, in .venv-NAME for each NAME in
 #                             tests/systems/environments.toml that has run = "all"
 #   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
 #                             that has no 7 GB to spare, or will not run this again
@@ -94,9 +95,15 @@ run_tests() { # what fails is printed again at the end: much is printed meanwhil
     reasons+=$(grep -E '^(E  |FAILED|ERROR|_____|[^ ]+\.py:[0-9]+: )' "$said" | tail -n 60)$'\n'
     return 1
 }
+without_extension() { # the same tests as where there is no C compiler
+    TALLYROLL_PLAN=-kernel $bin/pytest --numprocesses 2 --dist worksteal -m "not slow" "$@"
+}
 said=$(mktemp) reasons=
 trap 'rm -f "$said"' EXIT
 step "pytest" run_tests "$@"
+if [[ $environment == core && ${#chosen[@]} == 0 ]]; then
+    step "pytest without the extension" without_extension "$@"
+fi
 
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 

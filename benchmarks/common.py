@@ -102,6 +102,8 @@ class Result:
     per_transition: list[float] = field(default_factory=list)
     per_vector_step: list[float] = field(default_factory=list)
     own_per_transition: list[float] = field(default_factory=list)
+    plan: str = ""
+    """The way that each part of a Tallyroll run goes."""
 
     def add(self, played: Round) -> None:
         """Record one round."""
@@ -159,7 +161,7 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
 
     Each contender is advanced once, untimed, before the first round.
     """
-    results = [Result(contender.name) for contender in contenders]
+    results = [Result(contender.name, plan=plan_of(contender)) for contender in contenders]
     for contender in contenders:
         contender.make_ready()
         contender.advance()
@@ -170,6 +172,14 @@ def interleave(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
             result.add(play_round(contender, seconds))
             contender.end_round()
     return results
+
+
+def plan_of(contender: Contender) -> str:
+    """Return the ways of its collector's plan in one line; empty for a peer."""
+    plan = getattr(getattr(contender, "collector", None), "plan", None)
+    if not hasattr(plan, "as_json"):
+        return ""
+    return ", ".join(f"{part} {each['way']}" for part, each in plan.as_json().items())
 
 
 def play_and_close(contenders: Sequence[Contender], rounds: int, seconds: float) -> list[Result]:
@@ -207,6 +217,9 @@ def print_results(
             f"{result.spread:.1%}",
         )
     console.print(table)
+    for result in results:
+        if result.plan:
+            console.print(f"  {result.name}: {result.plan}", markup=False, style="dim")
     for remark in remarks:
         console.print(f"  {remark}", markup=False)
 

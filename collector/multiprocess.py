@@ -39,6 +39,7 @@ from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.policies.slot_rng import width_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.failures import limits_named, require_guard
@@ -50,6 +51,7 @@ from tallyroll.collector.workers.shared.memory import Arena, Measure, require
 from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.supervision_options import OnDeath, Supervision, supervision_of
+from tallyroll.storage import ways
 
 Factory = Callable[[], EnvBase | VectorEnv]
 Mode = Literal["sync", "async"]
@@ -152,7 +154,8 @@ class MultiprocessCollector(Collector):
         if self._policy is not None:
             copied = on_device(self._policy.source, torch.device("cpu"))
         jobs = [
-            Job(create, copied, options.for_worker(lanes), threads) for create, lanes in factories
+            Job(create, copied, options.for_worker(lanes), threads, ways.off())
+            for create, lanes in factories
         ]
         pickled = [_pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
@@ -198,6 +201,10 @@ class MultiprocessCollector(Collector):
             num_workers=self.num_workers,
             mode=self._mode,
         )
+
+    def _stepping(self) -> dict[str, Decision]:
+        ahead = Decision("after", "worker processes fill the slots")
+        return {**self._startup.decisions, "ahead": ahead}
 
     def _torchrl_layout(self, plan: SlabPlan) -> TorchrlLayout | None:
         if self._options.layout != "torchrl":

@@ -10,7 +10,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.resume import Resume
-from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.rows_ahead import RowsAhead, decided
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.value_checks import ranges_of
@@ -31,6 +31,7 @@ from tallyroll.collector.options import (
 from tallyroll.collector.policies.policy import Policy, PolicyFn
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.slab.progress import new_board
@@ -197,6 +198,7 @@ class SyncCollector(Collector):
         torchrl = None
         if options.layout == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
+        self._driver, self._rows_ahead = driver, decided(driver.stepped, plan, options)
         self._drive(
             self._rollout_of(driver, plan),
             plan,
@@ -205,6 +207,9 @@ class SyncCollector(Collector):
             torchrl,
             RowsAhead.of(driver.stepped, driver.board, plan, options),
         )
+
+    def _stepping(self) -> dict[str, Decision]:
+        return {**self._driver.decisions(), "ahead": self._rows_ahead}
 
     def _close_source(self) -> None:
         if self._owns_env:

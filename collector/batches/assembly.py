@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tallyroll.collector.batches.rows import (
     merge,
 )
 from tallyroll.collector.batches.rows_ahead import RowsAhead
-from tallyroll.collector.batches.slab_rows import FEW_SLOTS, SlabPart, SlabRows
+from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
 from tallyroll.collector.batches.small_batches import SmallBatches
 from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
@@ -44,8 +45,17 @@ from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.os_signals import call_waiting, later, pausable, waits
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
+from tallyroll.collector.run_plan import (
+    FEW_SLOTS,
+    StoringTraits,
+    batching,
+    committing,
+    extension_used,
+    placing,
+)
 from tallyroll.collector.slab.names import new_name, split
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.engine.kernel import is_built
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.readers.file_reader import FileReader
@@ -64,6 +74,7 @@ from tallyroll.storage.rows.keys import (
     as_key,
     spell,
 )
+from tallyroll.storage.storages import DiskStorage
 
 EPISODES_KEPT = 50_000
 """With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
@@ -130,10 +141,8 @@ class Assembly:
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
-        self._straight = options.postproc is None and writer.replay_buffer is None
-        """Rows may go to the storage from where they lie in a slab."""
-        self._tables: dict[Slab, SlabRows | None] = {}
-        """Of the slabs that there are; None of those that NumPy has no columns of."""
+        self._tables: dict[Slab, SlabRows] = {}
+        """The row table of each slab."""
         hidden = () if options.yield_large else source.large
         self._plain: dict[Slab, PlainSlots] = {}
         self.plain: PlainSlots | None = None
@@ -175,6 +184,40 @@ class Assembly:
         """Another collector drives the environment; it stays ``busy``."""
         if options.postproc is None:
             writer.open(source.no_rows, provenance, source.behind)
+        traits = self._traits()
+        self.rows, self.extension = placing(traits), extension_used(built=is_built())
+        self.batches = batching(traits, self.rows)
+        self.commits = committing(traits, self.rows)
+        self._straight = self.rows.way == "slab"
+        """Rows go to the storage from where they lie in a slab."""
+        self._lays_out_slots = self.batches.way == "slab"
+        """Small batches are laid out from there too."""
+        self._in_one_call = self.commits.way == "one call"
+
+    def _traits(self) -> StoringTraits:
+        """Look at the run for its plan."""
+        options, plan, rollout = self._options, self._source.plan, self._rollout
+        storage, torchrl, slab = self._writer.target, self._torchrl, rollout.slabs[0]
+        return StoringTraits(
+            postproc=options.postproc is not None,
+            replay_buffer=self._writer.replay_buffer is not None,
+            storage="" if storage is None else type(storage).__name__,
+            has_engine=storage is not None and isinstance(storage.reader, FileReader),
+            waits_for_disk=storage is not None and storage.writer.durability == "power",
+            elsewhere=[key for key in plan.layout if key not in slab.flat],
+            by_lane="" if rollout.counts.way == "whole" else rollout.counts.because,
+            arrivals=slab.lane is not None,
+            extension=is_built(),
+            one_float_reward=_is_one_float(plan),
+            draws=self._draws,
+            masked_agents=bool(self._masks),
+            counts_ticks=not isinstance(self._ticks, int),
+            follows_flags=torchrl is not None and torchrl.follows,
+            resets_batches=options.reset_at_each_iter,
+            wide_bounds=self._checks.table(slab) is None,
+            slots_of_batch=ceil(options.largest_batch / slab.lanes),
+            yields_large=bool(self._source.large) and options.yield_large,
+        )
 
     # --- from blocks to rows ----------------------------------------------------------------------
 
@@ -324,7 +367,7 @@ class Assembly:
         self.plain = None
         try:
             block = self._filled(want)
-            if block.again is not None and size == 0 and self._store_plain(block):
+            if self._in_one_call and block.again and size == 0 and self._store_plain(block):
                 return
             self._check(block)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -394,8 +437,7 @@ class Assembly:
             return False
         if block.giver is not None:
             block.giver.given(block)
-        if not self._options.reset_at_each_iter:
-            self.plain = plain
+        self.plain = plain
         return True
 
     def _plain_of(self, block: Block) -> PlainSlots | None:
@@ -404,17 +446,12 @@ class Assembly:
         if plain is not None and plain.was_made_for(block.entry, self.state, checks.eased):
             return plain
         table, ticks, storage = self._table_of(block), self._ticks, self._writer.direct
-        if table is None or not table.can_compile or self._draws or self._masks:
-            return None
-        if storage is None or not isinstance(ticks, int):
-            return None
-        if not isinstance(storage.reader, FileReader):
-            return None
-        if self._torchrl is not None and self._torchrl.follows:
-            return None
         count, bounds = len(block), checks.table(block.slab)
-        if block.again is None or bounds is None:
+        if table is None or bounds is None or block.again is None:
             return None
+        assert isinstance(ticks, int)  # as the plan says
+        assert isinstance(storage, DiskStorage)
+        assert isinstance(storage.reader, FileReader)
         if block.entry != LedgerEntry(slots=count, executed=count):
             return None
         delivered = _delivered(count, 0, count * ticks, 0, count * self._agents)
@@ -444,18 +481,14 @@ class Assembly:
 
     def _table_of(self, block: Block) -> SlabRows | None:
         """What rows of the block's slab can be stored from, where they lie, and would be."""
-        if not self._straight or (self._lays_out and not self._is_small(block)):
+        if not self._straight:
             return None
-        try:
-            return self._tables[block.slab]
-        except KeyError:
-            fits = SlabRows.fits(block.slab, self._source.plan)
-            table = SlabRows(block.slab, self._source.plan) if fits else None
-            return self._tables.setdefault(block.slab, table)
-
-    def _is_small(self, block: Block) -> bool:
-        """Its rows are stored as they lie, and gathered when they are laid out."""
-        return block.used <= FEW_SLOTS and not (self._source.large and self._options.yield_large)
+        if self._lays_out and not (self._lays_out_slots and block.used <= FEW_SLOTS):
+            return None
+        table = self._tables.get(block.slab)
+        if table is None:
+            table = self._tables[block.slab] = SlabRows(block.slab, self._source.plan)
+        return table
 
     def _log(self, part: Part | SlabPart) -> None:
         if isinstance(self._ticks, tuple):
@@ -793,6 +826,14 @@ def _delivered(count: int, drawn: int, ticks: int, ends: int, agents: int) -> Le
     return LedgerEntry(
         stored=count, random=drawn, ticks=ticks, episodes_complete=ends, agent_transitions=agents
     )
+
+
+def _is_one_float(plan: SlabPlan) -> bool:
+    """A lane's reward is one float32 or float64."""
+    if len(plan.rewards) != 1:
+        return False
+    reward = plan.layout[plan.rewards[0]]
+    return prod(reward.shape) == 1 and reward.dtype in (torch.float32, torch.float64)
 
 
 def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:

@@ -15,6 +15,7 @@ from tallyroll.collector.counting.episode_log import episodes_of
 from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.run_plan import POOLED_NBYTES
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.engine.kernel import compiled, copy_table
 from tallyroll.storage.engine.pool import BufferPool
@@ -36,9 +37,6 @@ from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
-
-POOLED_NBYTES = 2**20
-"""New memory of so many bytes comes from the kernel, page by page, at every batch."""
 
 
 @dataclass

@@ -4,20 +4,17 @@ from collections.abc import Mapping
 
 import torch
 
-from tallyroll.collector.batches.rows import POOLED_NBYTES, Rows, RowSource
-from tallyroll.collector.batches.slab_rows import FEW_SLOTS
+from tallyroll.collector.batches.rows import Rows, RowSource
 from tallyroll.collector.batches.value_checks import RangeChecks
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.run_plan import POOLED_NBYTES, WIDE_NBYTES, Decision, copying_ahead
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.keys import Key
-
-WIDE_NBYTES = 2**9
-"""Rows that are narrower take less time to gather at once than slot by slot."""
 
 
 class RowsAhead:
@@ -48,22 +45,11 @@ class RowsAhead:
     def of(
         cls, lanes: Lanes, board: memoryview, plan: SlabPlan, options: Options
     ) -> "RowsAhead | None":
-        """None where the system does not wait, or where batches are other ones, or small."""
-        if not (isinstance(lanes, SystemLanes) and lanes.env.system.waits):
+        """None where `decided` says so."""
+        slots = options.frames_per_batch // lanes.slab.lanes
+        if not isinstance(lanes, SystemLanes) or decided(lanes, plan, options).way != "ahead":
             return None
-        slab, rows = lanes.slab, options.frames_per_batch
-        slots, rest = divmod(rows, slab.lanes)
-        if rest or not FEW_SLOTS < slots <= slab.slots or not lanes.all_are_transitions:
-            return None
-        large = RowSource(plan).large  # all of which a batch is given in the same way
-        columns = {
-            key: slab.arrays[key]
-            for key, flat in slab.flat.items()
-            if (options.yield_large if key in large else _pays(rows, flat[:1].nbytes))
-        }
-        if not columns:
-            return None
-        ahead = cls(slab, board, slots, columns)
+        ahead = cls(lanes.slab, board, slots, _wide(lanes, plan, options))
         lanes.cursor.while_waiting = ahead.proceed
         return ahead
 
@@ -102,6 +88,30 @@ class RowsAhead:
         """No batch is under way, and what was copied of it is not needed."""
         self._copied, self._targets = 0, []
         self._checks.forget()
+
+
+def decided(lanes: Lanes, plan: SlabPlan, options: Options) -> Decision:
+    """Choose whether rows of ``lanes`` enter a batch ahead."""
+    slots, rest = divmod(options.frames_per_batch, lanes.slab.lanes)
+    return copying_ahead(
+        waits=isinstance(lanes, SystemLanes) and lanes.env.system.waits,
+        whole=not rest,
+        slots=slots,
+        most=lanes.slab.slots,
+        transitions=lanes.all_are_transitions,
+        wide=bool(_wide(lanes, plan, options)),
+    )
+
+
+def _wide(lanes: Lanes, plan: SlabPlan, options: Options) -> dict[Key, Array]:
+    """Return the columns for which it pays."""
+    slab, rows = lanes.slab, options.frames_per_batch
+    large = RowSource(plan).large  # all of which a batch is given in the same way
+    return {
+        key: slab.arrays[key]
+        for key, flat in slab.flat.items()
+        if (options.yield_large if key in large else _pays(rows, flat[:1].nbytes))
+    }
 
 
 def _pays(rows: int, nbytes: int) -> bool:

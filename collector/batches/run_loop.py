@@ -35,6 +35,7 @@ from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.collector.run_plan import Decision, RunPlan
 from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
@@ -190,6 +191,26 @@ class Collector(ABC):
         )
         self._undivided = _Undivided(self._assembly)
         self.episodes = self._assembly.episodes
+
+    @property
+    def plan(self) -> RunPlan:
+        """Which way each part of the run goes, and why not a faster one; print it.
+
+        What may change while it runs is read anew at each look.
+        """
+        assembly = self._assembly
+        return RunPlan(
+            **self._stepping(),
+            counts=self._rollout.counts,
+            rows=assembly.rows,
+            batches=assembly.batches,
+            commits=assembly.commits,
+            extension=assembly.extension,
+        )
+
+    @abstractmethod
+    def _stepping(self) -> dict[str, Decision]:
+        """Return the decisions of the plan on acting and stepping."""
 
     # --- iteration --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from tallyroll.collector.counting.episode_log import EPISODE, episodes_of
 from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.engine.kernel import compiled, table_of
@@ -31,9 +32,6 @@ from tallyroll.storage.rows.keys import (
 )
 from tallyroll.storage.rows.schema import Schema
 
-FEW_SLOTS = 4
-"""So few are numbered and checked slot by slot: that takes less time than all at once."""
-
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 Array = NDArray[Any]
@@ -45,7 +43,7 @@ class SlabRows:
     """Every column of the rows of a slab ``[slots * lanes, ...]``.
 
     Args:
-        slab: whose columns NumPy has, one behind the other (:meth:`fits`).
+        slab: whose columns are all in its ``flat``.
         plan: of the slab.
     """
 
@@ -83,11 +81,6 @@ class SlabRows:
     def can_compile(self) -> bool:
         """The kernel numbers the rows."""
         return self._kernel is not None and self._fits_kernel
-
-    @staticmethod
-    def fits(slab: Slab, plan: SlabPlan) -> bool:
-        """Whether the columns of ``slab`` are such."""
-        return all(key in slab.flat for key in plan.layout)
 
     def fixed(self, schema: Schema) -> FixedRows:
         """The columns, as a storage of ``schema`` takes them."""

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.batches.slab_rows import FEW_SLOTS
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.options import Validate
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.rollout.lanes import ended_in
+from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.kernel import KINDS, compiled, table_of
 from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, Key, as_key, spell

@@ -112,7 +112,7 @@ class BatchWriter:
         self.replay_buffer = replay_buffer
         behind = None if replay_buffer is None else replay_buffer.storage
         # A buffer over this very storage writes to it: writing twice would store each row twice.
-        self._direct = None if storage is behind else storage
+        self.target = None if storage is behind else storage
         self.storage = storage if storage is not None else behind
         if not isinstance(self.storage, DiskStorage):
             self.storage = None
@@ -381,7 +381,7 @@ class BatchWriter:
         ring = self.storage.ring if self.storage is not None else 0
         pieces = _pieces({**rows, **large}, ring)
         _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
-        buffer, direct = self.replay_buffer, self._direct
+        buffer, direct = self.replay_buffer, self.target
         if buffer is not None and shaped is not None:
             try:
                 for batch in shaped:
@@ -420,7 +420,7 @@ class BatchWriter:
     @property
     def direct(self) -> DiskStorage | None:
         """The storage that rows of a slab may go straight to."""
-        return self._direct if self.ready else None
+        return self.target if self.ready else None
 
     @property
     def schema(self) -> Schema | None:
@@ -440,7 +440,7 @@ class BatchWriter:
         Raises:
             LedgerError: the ledger does not balance; nothing is stored.
         """
-        direct = self._direct
+        direct = self.target
         assert direct is not None
         if next_id > self._next_id:
             self._next_id = next_id
@@ -503,8 +503,8 @@ class BatchWriter:
         """Close the storage if it was opened here."""
         if self.storage is not None:
             self.storage.release(self)
-        if self.owned and self._direct is not None:
-            self._direct.close()
+        if self.owned and self.target is not None:
+            self.target.close()
 
     def _record(
         self, ledger: Ledger, open_lanes: int, values: tuple[int, ...] | None = None

@@ -149,10 +149,10 @@ class CollectRun:
                 "out, or use --append for a new run"
             )
 
-    def note(self, text: str, below: str = "") -> None:
-        """One line to whoever watches, and a command below it."""
+    def note(self, text: str, below: str = "", *, lines: bool = False) -> None:
+        """Write one line, or ``lines``, to stderr unless --quiet, and a command below it."""
         if not self.args.quiet:
-            say(f"tallyroll: {text}", below=below)
+            say(f"tallyroll: {text}", below=below, lines=lines)
 
     # --- collecting -------------------------------------------------------------------------------
 
@@ -201,6 +201,8 @@ class CollectRun:
         with self._collector(plan.env, policy) as collector:
             self.began, self.has_begun = collector.ledger.stored, True
             self._say_what_it_takes()
+            if self.args.plan:
+                self.note(f"the plan of the run:\n{collector.plan}", lines=True)
             self.signals.stop = collector.stop
             started = time.monotonic()
             what = "frames" if plan.frames else "episodes"

@@ -328,6 +328,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}"),
     "--json": (None, "", "print one JSON object instead of text"),
+    "--plan": (None, "", "say which way each part of the run goes, and why not a faster one"),
     "--quiet": (None, "", "no progress, no report"),
     "--traceback": (None, "", "print the traceback of an error"),
 }
@@ -400,7 +401,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     storage = parser.add_argument_group("storage")
     _add(storage, "--format", "--durability", "--max-size", "--finalize")
     details = parser.add_argument_group("details")
-    _add(details, "--frames-per-batch", "--validate", "--finals", "--quiet")
+    _add(details, "--frames-per-batch", "--validate", "--finals", "--plan", "--quiet")
     _add(parser, "--traceback")
 
 

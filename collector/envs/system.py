@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 from tallyroll.storage.rows.keys import Key
@@ -122,6 +123,10 @@ class System(ABC):
     next_context: dict[str, NDArray[Any]]
     """``[lane, ...]``, by the names of ``Declares.context``: read at each lane's next reset, and
     drawn anew after it by the driver. Copy what is kept."""
+    stepped_by: Decision = Decision("system")
+    """How its lanes are stepped, where a run can choose; for `RunPlan.steps`."""
+    lent: Decision = Decision("copied", "the system returns arrays of its own")
+    """Where it writes its observations; for `RunPlan.observations`."""
     lends: bool = False
     """:meth:`lend` has an effect."""
     waits: bool = False

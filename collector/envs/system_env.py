@@ -18,12 +18,12 @@ from tallyroll.collector.envs.arrays import are_small, fitting
 from tallyroll.collector.envs.slot_ends import SlotEnds
 from tallyroll.collector.envs.system import Array, Step
 from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Cursor
 from tallyroll.storage.engine.kernel import compiled, table_of
 from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED
 
-_SMALL_NBYTES = 2**12
 _BOOL = np.dtype(np.bool_)
 
 
@@ -80,14 +80,21 @@ class SystemEnv(SlotEnds):
             if lend is not None:
                 lend(None)
 
-    def step_of_first(self, cursor: Cursor) -> Callable[[], None]:
-        """What steps through slot 0 alone, time after time.
+    def writes_to(self, cursor: Cursor) -> Decision:
+        """Choose how steps are written to slots of ``cursor``."""
+        return writing(
+            small=cursor.next_obs[0][0].nbytes <= SMALL_NBYTES,
+            single=len(cursor.next_obs) == len(cursor.actions) == len(cursor.rewards) == 1,
+            looks_behind=self._looks_behind,
+            reset_slots=self.has_reset_slots,
+            lost_finals=cursor.next_valid is not None,
+        )
 
-        Where that is one small column of each kind it has views of them, and copies what a step
-        returns: to let the system write there would cost more.
+    def step_of_first(self, cursor: Cursor) -> Callable[[], None]:
+        """Return a function that steps through slot 0, and copies results to views of it.
+
+        To let the system write there would cost more; `writes_to` has chosen it.
         """
-        if not self._is_plain(cursor):
-            return partial(self.step_block, cursor, 0, 1)
         action, *slot = cursor.slot(0)
         row, _, terminated, truncated, _ = slot
         put, compiled = _putting(*slot), _compiled_putting(*slot)
@@ -111,13 +118,6 @@ class SystemEnv(SlotEnds):
             board[FILLED] = 1
 
         return step
-
-    def _is_plain(self, cursor: Cursor) -> bool:
-        """A slot has one small column of each kind, and no more than these is to be done."""
-        columns = cursor.next_obs, cursor.actions, cursor.rewards
-        small = cursor.next_obs[0][0].nbytes <= _SMALL_NBYTES
-        more = self._looks_behind or self.has_reset_slots or cursor.next_valid is not None
-        return small and not more and [*map(len, columns)] == [1, 1, 1]
 
     def _step_block(
         self,

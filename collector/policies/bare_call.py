@@ -14,9 +14,29 @@ from tensordict.nn import TensorDictModule
 
 from tallyroll.collector.compat import network_of
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.run_plan import PolicyTraits
 from tallyroll.storage.rows.keys import Key, as_key
 
 Rows = Sequence[torch.Tensor]
+
+
+def traits_of(
+    policy: Policy, actions: Sequence[Key], rows: Callable[[Key], Rows | None]
+) -> PolicyTraits:
+    """Look at ``policy`` for `run_plan.acting`; ``rows`` finds the slots of a column."""
+    module: Any = policy.around
+    is_module = isinstance(module, TensorDictModule)
+    reads = [as_key(key) for key in module.in_keys] if is_module else []
+    writes = [as_key(key) for key in module.out_keys] if is_module else [*policy.writes]
+    return PolicyTraits(
+        kind=type(module).__name__,
+        is_module=is_module,
+        does_more=is_module and network_of(module)() is None,
+        elsewhere=policy.device is not None,
+        unseen=[key for key in reads if rows(key) is None],
+        writes=writes if writes != [*actions] else [*policy.writes],
+        actions=actions,
+    )
 
 
 class BareCall:
@@ -33,25 +53,12 @@ class BareCall:
         self._inputs = inputs
         self._out = module.out_keys[0]
 
-    @staticmethod
-    def of(
-        policy: Policy | None, action: Sequence[Key], rows: Callable[[Key], Rows | None]
-    ) -> "BareCall | None":
-        """A call of ``policy`` that writes one ``action``; None where it does more than that.
-
-        ``rows`` finds the slots of a column.
-        """
-        if policy is None or policy.device is not None:
-            return None
+    @classmethod
+    def of(cls, policy: Policy, rows: Callable[[Key], Rows | None]) -> "BareCall":
+        """Make a call of ``policy``, whose traits allow it; ``rows`` finds a column's slots."""
         module: Any = policy.around
-        if not isinstance(module, TensorDictModule) or network_of(module)() is None:
-            return None
-        inputs = [rows(as_key(key)) for key in module.in_keys]
-        found = [each for each in inputs if each is not None]
-        writes = [as_key(key) for key in module.out_keys]
-        if len(found) < len(inputs) or writes != [*action] or [*policy.writes] != writes:
-            return None
-        return BareCall(module, found)
+        inputs = (rows(as_key(key)) for key in module.in_keys)
+        return cls(module, [each for each in inputs if each is not None])
 
     def __call__(self, network: Any, at: int) -> Any:
         """Return what ``network`` chooses in slot ``at``, given copies of its inputs."""

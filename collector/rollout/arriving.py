@@ -10,6 +10,7 @@ from tallyroll.collector.envs.arrays import reordered
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.rollout.lanes import Account, Lanes
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -73,6 +74,12 @@ class ArrivingLanes(Lanes):
         self._pending[:] = self._away[:] = False
         self._random_away = 0
         self._ready = np.arange(len(self._away), dtype=np.int32)
+
+    def decisions(self) -> dict[str, Decision]:
+        """Return those of a `RunPlan` on steps."""
+        why = "lanes come back in any order"
+        ways = {"steps": "arriving", "observations": "copied", "writes": "columns"}
+        return {name: Decision(way, why) for name, way in ways.items()}
 
     @property
     def random_under_way(self) -> int:

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.policies.bare_call import BareCall
+from tallyroll.collector.policies.bare_call import BareCall, traits_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
 from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.collector.rollout.lanes import Account, Lanes, changed, ended_in
 from tallyroll.collector.rollout.os_signals import pausable
+from tallyroll.collector.run_plan import Decision, acting
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -31,6 +32,8 @@ class Driver(ABC):
     slab: Slab
     run_lanes: int
     """Lanes of the environment; the slab's columns are as many, but where lanes arrive."""
+    in_workers = True
+    """Worker processes fill them."""
     all_are_transitions = False
     """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
     used_at = 0
@@ -123,6 +126,7 @@ class LocalDriver(Driver):
         board: where progress is written; see :mod:`tallyroll.collector.slab.progress`.
     """
 
+    in_workers = False
     drawn: Mapping[Key, Array] | None = None
     """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
 
@@ -145,12 +149,18 @@ class LocalDriver(Driver):
         self._random = random
         self._actions = action_keys(lanes.env)
         self._outputs = [(key, lanes.rows(key)) for key in (*self._actions, *self._extra)]
+        traits = None if policy is None else traits_of(policy, self._actions, lanes.seen_rows)
+        self.acts = acting(traits, fills_slab=lanes.fills_slab, extra=self._extra)
         self._bare: BareCall | None = None
-        if lanes.fills_slab and not self._extra:
-            self._bare = BareCall.of(policy, self._actions, lanes.seen_rows)
+        if policy is not None and self.acts.way == "network":
+            self._bare = BareCall.of(policy, lanes.seen_rows)
         self._action_rows = dict(self._outputs[: len(self._actions)])
         self._masks = random.masks_in(self.slab.arrays) if lanes.fills_slab else None
         self._first: TensorDictBase | None = None
+
+    def decisions(self) -> dict[str, Decision]:
+        """Return those of a `RunPlan` that are made here."""
+        return {"acts": self.acts, **self.stepped.decisions()}
 
     # --- progress ---------------------------------------------------------------------------------
 

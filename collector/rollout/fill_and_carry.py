@@ -18,6 +18,7 @@ from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.run_plan import counting
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -49,6 +50,7 @@ class Rollout:
         gate: EpisodeBudget | None,
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
+        self.slabs = (self.slab,)
         self.lanes = self.slab.lanes
         self.gate = gate
         self.random_frames = random_frames
@@ -62,7 +64,12 @@ class Rollout:
         self._cuts: NDArray[np.bool_] | None = None
         self._restarting = True
         self._limit = self.slab.slots
-        self._all_taken = driver.all_are_transitions and gate is None
+        self.counts = counting(
+            workers=driver.in_workers,
+            transitions=driver.all_are_transitions,
+            episodes=gate is not None,
+        )
+        self._all_taken = self.counts.way == "whole"
         self._plain_block: Block | None = None
         """The same for every such slot: the one before is done with when the next one begins."""
         self._put_back = False

@@ -8,7 +8,7 @@ returns is copied (`copying.py`).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
@@ -57,6 +58,12 @@ class Lanes(ABC):
         self.env, self.slab = env, slab
         self.lanes = slab.lanes
         self.all_are_transitions = False
+
+    def decisions(self) -> dict[str, Decision]:
+        """Return those of a `RunPlan` on steps."""
+        other = "the environment is no System, and returns TensorDicts"
+        ways = {"steps": "environment", "observations": "copied", "writes": "tensors"}
+        return {name: Decision(way, other) for name, way in ways.items()}
 
     @abstractmethod
     def begin(self, at: int, first: TensorDictBase) -> None:
@@ -132,9 +139,16 @@ class SystemLanes(Lanes):
         self.cursor = slab.cursor(
             env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
         )
+        self.writes = env.writes_to(self.cursor)
         self._tds: list[TensorDictBase] = []
         self.all_are_transitions = not env.has_reset_slots
         self._pending = np.zeros(self.lanes, np.bool_)
+
+    def decisions(self) -> dict[str, Decision]:
+        """Return those of a `RunPlan` on steps."""
+        system = self.env.system
+        lent = Decision("slab") if system.lends else system.lent
+        return {"steps": system.stepped_by, "observations": lent, "writes": self.writes}
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """The next slot begins every lane's trajectory."""
@@ -161,7 +175,9 @@ class SystemLanes(Lanes):
     @cached_property
     def step_first(self) -> Callable[[], None]:
         """Step through slot 0."""
-        return self.env.step_of_first(self.cursor)
+        if self.writes.way == "views":
+            return self.env.step_of_first(self.cursor)
+        return partial(self.env.step_block, self.cursor, 0, 1)
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""

@@ -28,6 +28,7 @@ from tallyroll.collector.counting.transitions import (
     lane_major,
     whole_slots,
 )
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
 
@@ -152,6 +153,14 @@ class TransitionSource(Protocol):
 
     random_frames: int
     """That many transitions still have random actions."""
+
+    @property
+    def slabs(self) -> Sequence[Slab]:
+        """Those whose blocks it gives, alike but for their lanes."""
+
+    @property
+    def counts(self) -> Decision:
+        """How a slot of all lanes is counted; see `RunPlan.counts`."""
 
     def block(self, want: int) -> Block:
         """At most ``want`` transitions that follow those of the last block; perhaps none yet."""

@@ -15,6 +15,7 @@ from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.rollout.os_signals import pausable, waits
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
@@ -147,6 +148,8 @@ class Leases:
             ]
             for worker in range(len(share.lanes))
         ]
+        self.slabs = [segment.slab for each in self._segments for segment in each]
+        self.counts = Decision("by lane", "worker processes fill the slots")
         self.random_frames = random_frames
         self._opens = random_frames > 0
         self._stopping = False
@@ -339,7 +342,7 @@ class Leases:
         return block
 
     def _nothing(self) -> Block:
-        slab = self._segments[0][0].slab
+        slab = self.slabs[0]
         block = Block.of(slab, np.zeros((0, slab.lanes), np.bool_), 0)
         block.entry = self._take_entry()
         return block

@@ -4,7 +4,7 @@ The parent asks, a worker answers each question once, in their order::
 
     Job    -> Made       make the environment                   (with the process)
     Seed   -> Planned    seed it, reset it, try the policy out
-    Bind   -> Done       this is the memory, and where your lanes lie in it
+    Bind   -> Bound      this is the memory, and where your lanes lie in it
     Steps  -> Done       mode="sync":  fill these slots
     Begin  -> Done       mode="sync":  reset every lane
     Lease  -> Filled     mode="async": so many transitions, into that segment
@@ -29,6 +29,7 @@ from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.workers.shared.placement import Share
 from tallyroll.storage.rows.keys import Key
 
@@ -45,6 +46,8 @@ class Job:
     policy: Any
     options: Options
     threads: int
+    off: frozenset[str]
+    """Ways that are switched off."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,14 @@ class Done:
     """What was asked for is done: of :class:`Steps`, up to the slot that the board names."""
 
     state: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The memory is taken over, and the way of stepping chosen."""
+
+    decisions: Mapping[str, Decision]
+    """Those of a `RunPlan` on acting and stepping."""
 
 
 @dataclass(frozen=True)

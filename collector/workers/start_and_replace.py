@@ -97,7 +97,8 @@ class WorkerStartup:
         self._memory = arena, share, blocks
         for member in self._worker_pool.members:
             self._worker_pool.ask(member, self._bind(member))
-        self._answers(self._make_ready)
+        bound = self._answers(self._make_ready)
+        self.decisions = bound[0].decisions
         for member in self._worker_pool.members:
             member.ready = True
 
@@ -186,7 +187,7 @@ class WorkerStartup:
             except WorkerError as again:
                 error = again
 
-    def _make_ready(self, member: Member) -> None:
+    def _make_ready(self, member: Member) -> m.Bound:
         assert self.ledger.seed is not None
         pool, state = self._worker_pool, member.state
         self._hear_made(member)
@@ -197,8 +198,9 @@ class WorkerStartup:
         if state is not None:
             pool.answer(member, m.Load(state))
             member.state = state
-        pool.answer(member, self._bind(member))
+        bound: m.Bound = pool.answer(member, self._bind(member))
         member.ready = True
+        return bound
 
     def _hear_made(self, member: Member) -> None:
         made: m.Made = self._worker_pool.hear(member)

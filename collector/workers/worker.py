@@ -37,6 +37,7 @@ from tallyroll.collector.workers.shared.memory import Arena
 from tallyroll.collector.workers.shared.placement import Blocks
 from tallyroll.collector.workers.shared.weights import SharedWeights
 from tallyroll.collector.workers.unblocked_output import drop_output
+from tallyroll.storage import ways
 
 
 def main(connection: Connection, job: Arena, alive: Connection, unblocked: bool) -> None:
@@ -64,7 +65,9 @@ def main(connection: Connection, job: Arena, alive: Connection, unblocked: bool)
 def work(connection: Connection, job: Arena) -> None:
     """Make the environment, and answer questions until the end."""
     try:
-        worker = Worker(cloudpickle.loads(job.array((job.nbytes,), np.uint8)))
+        loaded = cloudpickle.loads(job.array((job.nbytes,), np.uint8))
+        ways.switch_off(loaded.off)
+        worker = Worker(loaded)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
         m.send(connection, report_of(error, "making the environment"))
         return
@@ -184,7 +187,7 @@ class Worker:
             self._statistics,
         )
 
-    def bind(self, message: m.Bind) -> m.Done:
+    def bind(self, message: m.Bind) -> m.Bound:
         """Take over the memory."""
         assert self.plan is not None
         arena, share = Arena.attach(message.fd, message.nbytes), message.share
@@ -212,7 +215,7 @@ class Worker:
             self._slots = share.slots
         # What was imported stays: looking through it for garbage takes a quarter of a second.
         gc.freeze()
-        return m.Done()
+        return m.Bound(driver.decisions())
 
     def load(self, message: m.Load) -> m.Done:
         """The state of the environment's transforms."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDictBase
 
+from tallyroll.storage import ways
 from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
 from tallyroll.storage.engine.kernel import compiled
@@ -80,7 +81,7 @@ class Engine:
     ) -> None:
         self.schema = schema
         self._format, self._header, self._lock = format, header, lock
-        self._kernel = compiled()
+        self._kernel, self._by_address = compiled(), ways.is_on("address")
         self._power = durability == "power"
         self._access: Access = "read" if lock is None else "write"
         self.ring = header.ring
@@ -228,7 +229,8 @@ class Engine:
             leaves = self._batch_check.leaves(rows, without)
             if leaves is None:
                 return None
-            addresses, count = self._batch_check.seen.addresses(leaves), self._batch_check.count
+            addresses = self._batch_check.seen.addresses(leaves) if self._by_address else None
+            count = self._batch_check.count
             start = self._header.head
             slot = slots_of(start, self.ring)
             if (

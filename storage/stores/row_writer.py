@@ -77,7 +77,7 @@ class RowWriter:
         accept_copy: bool = False,
     ) -> None:
         self.path, self.reader = reader.path, reader
-        self._capacity, self._durability = capacity, durability
+        self._capacity, self.durability = capacity, durability
         self.turn = threading.RLock()
         """Held while rows are written, and while what they are written to is made or replaced."""
         self.provenance: Mapping[str, Any] = {}
@@ -103,7 +103,7 @@ class RowWriter:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"capacity": self._capacity, "durability": self._durability}
+        return {"capacity": self._capacity, "durability": self.durability}
 
     def _make_ready(self, wanted: int | None) -> None:
         reader = self.reader
@@ -193,7 +193,7 @@ class RowWriter:
             reader.open(writable=True, **{**self._options, "capacity": capacity})
         except BaseException:
             try:
-                reader.open(writable=True, durability=self._durability)
+                reader.open(writable=True, durability=self.durability)
             except BaseException:
                 reader.lose(head)
                 raise
@@ -227,7 +227,7 @@ class RowWriter:
         with self.turn:
             try:
                 if reader.engine is not None and reader.engine.owns_lock:
-                    reader.trajectory_index.save(reader, synced=self._durability == "power")
+                    reader.trajectory_index.save(reader, synced=self.durability == "power")
                     if (runs := self._copied.settled()) is not reader.runs:
                         self.write_runs(runs)
             finally:

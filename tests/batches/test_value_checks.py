@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.collector.batches.slab_rows import FEW_SLOTS
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Key
 

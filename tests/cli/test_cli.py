@@ -28,7 +28,7 @@ from tallyroll.collector.cli.collect import Signals
 from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.workers.unblocked_output import unblocked
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, open_storage, ways
 
 from oracles import check_rows
 from warm_cli import LENGTHS, Command, WarmServer
@@ -101,6 +101,29 @@ def test_quiet_says_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert tallyroll(*cartpole(), "--quiet") == 0
     said = capsys.readouterr()
     assert said.out + said.err == ""
+
+
+def test_the_plan_is_said_before_the_run_begins(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ways.switched_off("slab"):
+        assert tallyroll(*cartpole(), "--plan") == 0
+    said = capsys.readouterr().err.splitlines()
+    at = said.index("tallyroll: the plan of the run:")
+    assert said[at + 1 : at + 3] == ["acts          drawn", "steps         in turn"]
+    assert "commits       rows, because -slab switches it off" in said[at:]
+    assert tallyroll(*cartpole("more"), "--plan", "--quiet") == 0
+    assert "plan" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_setting_that_names_no_way_is_one_line(here: Path) -> None:
+    words = [sys.executable, "-m", "tallyroll.collector.cli", *map(str, cartpole())]
+    environment = {**os.environ, "TALLYROLL_PLAN": "-warp"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "TALLYROLL_PLAN: expected ways to switch off, of -kernel" in done.stderr
 
 
 def test_episodes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,7 @@ def test_a_storage_that_takes_fewer_rows_than_it_is_given(
             storage=tmp_path / "rows",
         ) as collector,
     ):
-        storage = collector._writer._direct
+        storage = collector._writer.target
         assert storage is not None
         original = getattr(storage, way)
         with (

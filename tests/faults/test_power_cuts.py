@@ -163,7 +163,7 @@ class Story:
 
     @property
     def promising(self) -> bool:
-        return self.storage.writer._durability == self.durability
+        return self.storage.writer.durability == self.durability
 
     def extend(self, count: int, *, record: bool = False, salt: int = 0) -> None:
         """Write rows and commit them, a record with them if wanted."""

@@ -6,7 +6,7 @@ of a small environment takes.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Box, MultiBinary, MultiDiscrete
@@ -17,6 +17,7 @@ from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.exact import ExactRow, reward_of, terminated_of, truncated_of
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.run_plan import VectorTraits
 from tallyroll.storage.engine.kernel import Kernel, compiled, table_of
 
 _ARRAYS = Box, MultiBinary, MultiDiscrete
@@ -24,8 +25,27 @@ _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
 _READERS = np.bool_, np.float32, reward_of, terminated_of, truncated_of
 
 
+def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTraits:
+    """Look at ``env`` for `run_plan.stepping_vector`, which has the meaning of the others."""
+    bare = type(env) is SyncVectorEnv
+    patched = SyncVectorEnv.step is not _STEP or SyncVectorEnv.reset is not _RESET
+    if bare:
+        patched |= type(getattr(env, "envs", None)) is not list
+        patched |= type(own_observations(env)) is not list
+    spaces = env.single_observation_space, env.action_space
+    return VectorTraits(
+        kind=type(env).__name__,
+        bare=bare,
+        patched=patched,
+        same_step=getattr(env, "autoreset_mode", None) is AutoresetMode.SAME_STEP,
+        arrays=all(type(space) in _ARRAYS for space in spaces),
+        infos=infos,
+        many_rewards=many_rewards,
+    )
+
+
 class LanesInTurn:
-    """Steps and resets the lanes of ``env``, which :meth:`of` has found fit.
+    """Steps and resets the lanes of ``env``, which `run_plan.stepping_vector` has found fit.
 
     The vector knows afterwards what it would know: its own methods go on from there.
     """
@@ -46,18 +66,6 @@ class LanesInTurn:
     def __reduce__(self) -> Any:
         """A copy has arrays of its own, and their addresses."""
         return type(self), (self._env,)
-
-    @classmethod
-    def of(cls, env: VectorEnv) -> Self | None:
-        """What steps the lanes of ``env``, whose rewards are numbers; None where it has to."""
-        if type(env) is not SyncVectorEnv or env.autoreset_mode is AutoresetMode.SAME_STEP:
-            return None
-        if SyncVectorEnv.step is not _STEP or SyncVectorEnv.reset is not _RESET:
-            return None
-        if type(env.envs) is not list or type(own_observations(env)) is not list:
-            return None
-        spaces = env.single_observation_space, env.action_space
-        return cls(env) if all(type(space) in _ARRAYS for space in spaces) else None
 
     @property
     def are_alone(self) -> bool:

@@ -38,7 +38,7 @@ from tallyroll.collector.envs.gymnasium.lane_values import (
     part_of,
     row_of,
 )
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.probe import overwrites_itself, single_env
 from tallyroll.collector.envs.reuse import share_memory, sharing
@@ -46,6 +46,7 @@ from tallyroll.collector.envs.system import AtEnd, Declares, Mask, Step, System
 from tallyroll.collector.envs.throwaway import distinct
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
 from tallyroll.collector.options import ResetSlots, one_of
+from tallyroll.collector.run_plan import lending, stepping_vector
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 
@@ -180,8 +181,10 @@ class GymnasiumSystem(System):
         self._after_end = RESET_SLOT if self._at_end == "reset_slot" else 0
         # The vector may put observations together where they are wanted: one copy less.
         self._plain = len(self._leaves) == 1 and not (self._leaves[0].path or self._leaves[0].text)
-        self.lends = self._plain and not self.infos and type(env) is SyncVectorEnv and not env.copy
-        self.lends = self.lends and hasattr(env, OBSERVATIONS) and bool(own_observations(env))
+        other = not self._plain or bool(self.infos) or type(env) is not SyncVectorEnv
+        other = other or not (hasattr(env, OBSERVATIONS) and own_observations(env))
+        self.lent = lending(copies=bool(getattr(env, "copy", True)), other=other)
+        self.lends = self.lent.way == "slab"
         self._own: Any = None
         self._in_turn: LanesInTurn | None = None  # from the first reset on
         self.declares = self._declared()
@@ -266,8 +269,11 @@ class GymnasiumSystem(System):
         call = partial(self.env.reset, seed=seed, options=options)
         obs, info = self._called(call, first=True)
         self._refuse_shared()
-        if self._plain and self._infoless and not self._rewards:
-            self._in_turn = LanesInTurn.of(self.env)
+        traits = traits_of(self.env, infos=bool(self.infos), many_rewards=bool(self._rewards))
+        self.stepped_by = stepping_vector(traits)
+        self._in_turn = None
+        if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
+            self._in_turn = LanesInTurn(self.env)
         self._values.watch()
         if not self.infos.declared:
             self.infos.declare(info)

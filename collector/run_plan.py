@@ -1,0 +1,382 @@
+"""The plan of a run: which way each part of it goes, and why not a faster one.
+
+All conditions that are known when a run begins are here, and nowhere else: each function takes the
+traits of environment, policy, storage and options as plain values, and chooses. Conditions that
+change while it runs are asked where they change; they are few:
+
+* a policy's module is hooked or changed, or newer weights arrive (`bare_call`, `Rollout.fill`);
+* someone replaces the step of a vector environment (`LanesInTurn.are_alone`);
+* a value outside its space was let pass, so that bounds are others (`RangeChecks.eased`);
+* final observations are not judged yet (`FinalsWatch.curious`);
+* a call asks for other than one slot of all lanes (`Rollout.block`, `Assembly.collect_plain`);
+* the budget ends, the run was stopped, or the storage was closed (`Assembly.collect_plain`);
+* the extension finds other arrays than it knows, a full file or a lost lock (`store_slot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from tallyroll.storage import ways
+from tallyroll.storage.rows.keys import Key, spell
+
+FEW_SLOTS = 4
+"""So few are numbered and checked slot by slot: that takes less time than all at once."""
+SMALL_NBYTES = 2**12
+"""Observations of a slot that are larger are written by the system itself."""
+WIDE_NBYTES = 2**9
+"""Rows that are narrower take less time to gather at once than slot by slot."""
+POOLED_NBYTES = 2**20
+"""New memory of so many bytes comes from the kernel, page by page, at every batch."""
+
+_NOT_BUILT = "not built, for there was no C compiler"
+
+_NOT_BUILT = "not built, for there was no C compiler"
+
+Obstacle = tuple[bool, str]
+"""Whether it is in the way, and the words that say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The way that a part of a run goes, and why it is not a faster one."""
+
+    way: str
+    because: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.way}, because {self.because}" if self.because else self.way
+
+
+def choose(fast: str, slow: str, *obstacles: Obstacle, way: str) -> Decision:
+    """Choose ``fast`` unless ``way`` is switched off or an obstacle is there."""
+    for stands, why in ((not ways.is_on(way), f"-{way} switches it off"), *obstacles):
+        if stands:
+            return Decision(slow, why)
+    return Decision(fast)
+
+
+# --- who acts, and how lanes are stepped ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTraits:
+    """A policy, as far as calls of its network without TensorDicts depend on it."""
+
+    kind: str
+    """Its type's name."""
+    is_module: bool
+    """It is a `TensorDictModule` itself, of no subclass."""
+    does_more: bool
+    """Its module was changed or hooked."""
+    elsewhere: bool
+    """It is called on a device of its own."""
+    unseen: Sequence[Key]
+    """Keys that it reads and that are no observations in the slab."""
+    writes: Sequence[Key]
+    actions: Sequence[Key]
+    """Keys of the environment's actions."""
+
+
+def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key]) -> Decision:
+    """Choose who acts: ``network``, ``module`` (the policy as it is), or ``drawn`` at random.
+
+    Args:
+        policy: None draws random actions.
+        fills_slab: the environment writes to the slab what policies see.
+        extra: keys that the policy writes and that become columns, beside the action.
+    """
+    if policy is None:
+        return Decision("drawn")
+    return choose(
+        "network",
+        "module",
+        (not fills_slab, "the environment does not write to the slab"),
+        (bool(extra), f"the policy writes {_listed(extra)} beside the action"),
+        (policy.elsewhere, "policy_device= is not the environment's"),
+        (not policy.is_module, f"the policy is a {policy.kind}, and no TensorDictModule"),
+        (policy.does_more, "the policy's module was changed or hooked"),
+        (bool(policy.unseen), f"the policy reads {_listed(policy.unseen)}, no observation"),
+        (
+            len(policy.actions) != 1 or [*policy.writes] != [*policy.actions],
+            f"the policy writes {_listed(policy.writes)}, and the action is "
+            f"{_listed(policy.actions)}",
+        ),
+        way="network",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTraits:
+    """A Gymnasium vector environment, as far as stepping its lanes ourselves depends on it."""
+
+    kind: str
+    """Its type's name."""
+    bare: bool
+    """It is a `SyncVectorEnv` itself, without a wrapper, and no subclass."""
+    patched: bool
+    """Its ``step`` or ``reset`` is not Gymnasium's, or its lanes are kept in another way."""
+    same_step: bool
+    """Its lanes are reset within the step that ends an episode."""
+    arrays: bool
+    """Its observations and actions are single arrays of numbers."""
+    infos: bool
+    """Entries of infos are columns."""
+    many_rewards: bool
+    """A lane's reward is no single number."""
+
+
+def stepping_vector(vector: VectorTraits) -> Decision:
+    """Choose how lanes are stepped: ``in turn`` by us, or by the ``vector`` itself."""
+    return choose(
+        "in turn",
+        "vector",
+        (not vector.bare, f"the environment is a {vector.kind}, and no bare SyncVectorEnv"),
+        (vector.patched, "the SyncVectorEnv was changed"),
+        (vector.same_step, "lanes are reset within the step that ends an episode (SAME_STEP)"),
+        (not vector.arrays, "observations and actions are not one array of numbers each"),
+        (vector.infos, "info_keys= are read from the vector's infos"),
+        (vector.many_rewards, "a lane's reward is no single number"),
+        way="in-turn",
+    )
+
+
+def lending(*, copies: bool, other: bool) -> Decision:
+    """Choose whether a `SyncVectorEnv` writes its observations to the ``slab``, or ``copied``.
+
+    Args:
+        copies: it was made with ``copy=True``, its default.
+        other: it is no bare `SyncVectorEnv` of one array, or entries of infos are columns.
+    """
+    return choose(
+        "slab",
+        "copied",
+        (other, "it is no bare SyncVectorEnv of one array of observations"),
+        (copies, "it was made with copy=True"),
+        way="lend",
+    )
+
+
+def writing(
+    *, small: bool, single: bool, looks_behind: bool, reset_slots: bool, lost_finals: bool
+) -> Decision:
+    """Choose how a step is written to its slot: to ``views`` of it, or column by column.
+
+    Args:
+        small: the observations of a slot are at most `SMALL_NBYTES` bytes.
+        single: there is one column of actions, observations and rewards each.
+        looks_behind: groups of agents, or contexts, are looked at after each step.
+        reset_slots: some slots are no transitions.
+        lost_finals: some final observations are lost, and marked.
+    """
+    return choose(
+        "views",
+        "columns",
+        (not single, "actions, observations or rewards are several columns"),
+        (not small, f"observations of a slot are larger than {SMALL_NBYTES:,} bytes"),
+        (looks_behind, "more than observations, rewards and ends is looked at after a step"),
+        (reset_slots, "the environment has reset slots"),
+        (lost_finals, "some final observations are lost"),
+        way="views",
+    )
+
+
+def counting(*, workers: bool, transitions: bool, episodes: bool) -> Decision:
+    """Choose how slots are counted where a call wants one of all lanes: ``whole``, ``by lane``.
+
+    Args:
+        workers: worker processes fill them.
+        transitions: each slot is one of every lane, and no lane is ever cut.
+        episodes: the budget is one of episodes.
+    """
+    return choose(
+        "whole",
+        "by lane",
+        (workers, "worker processes fill the slots"),
+        (not transitions, "some slots are no transitions, as reset slots"),
+        (episodes, "total_episodes= wants those of its episodes alone"),
+        way="whole",
+    )
+
+
+# --- where rows lie, and how they are stored ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoringTraits:
+    """A run, as far as the way of its rows from the slab to a storage depends on it."""
+
+    postproc: bool
+    replay_buffer: bool
+    storage: str
+    """The type's name of the storage that is written to directly; empty: there is none."""
+    has_engine: bool
+    """Its rows are read from files of its own."""
+    waits_for_disk: bool
+    """``durability="power"``."""
+    elsewhere: Sequence[Key]
+    """Columns that NumPy cannot hold, or that lie on another device."""
+    by_lane: str
+    """Why slots are counted lane by lane; empty where they are not."""
+    arrivals: bool
+    """Lanes come back in any order."""
+    extension: bool
+    """The extension was built."""
+    one_float_reward: bool
+    """A lane's reward is one float32 or float64."""
+    draws: bool
+    """Some first actions are drawn, and counted."""
+    masked_agents: bool
+    """Masks say which agents of a group are there."""
+    counts_ticks: bool
+    """``frame_skip`` is the key of a column."""
+    follows_flags: bool
+    """TorchRL's layout follows flags below the root."""
+    resets_batches: bool
+    """``reset_at_each_iter=True``."""
+    wide_bounds: bool
+    """Rows of a slot are too many bytes to be compared with their space one slot at a time."""
+    slots_of_batch: int
+    """Slots that a batch takes, at least."""
+    yields_large: bool
+    """Columns of rows of 4 KiB and more are yielded."""
+
+
+def placing(run: StoringTraits) -> Decision:
+    """Choose where rows are stored from: the ``slab`` where they lie, or ``gathered`` before."""
+    return choose(
+        "slab",
+        "gathered",
+        (run.postproc, "postproc= is applied to them"),
+        (run.replay_buffer, "replay_buffer= takes TensorDicts"),
+        (bool(run.elsewhere), f"NumPy has no view of {_listed(run.elsewhere)} in the slab"),
+        way="slab",
+    )
+
+
+def batching(run: StoringTraits, placed: Decision) -> Decision:
+    """Choose what batches that are yielded are laid out from."""
+    return choose(
+        "slab",
+        "gathered",
+        (placed.way != "slab", placed.because),
+        (run.yields_large, "rows of 4 KiB and more are yielded; yield_large=False spares that"),
+        (
+            run.slots_of_batch > FEW_SLOTS,
+            f"a batch is {run.slots_of_batch:,} slots, and more than {FEW_SLOTS} take less time "
+            "at once",
+        ),
+        way="small",
+    )
+
+
+def committing(run: StoringTraits, placed: Decision) -> Decision:
+    """Choose how ``collect(n)`` of one slot of all lanes is stored.
+
+    In ``one call``, or as ``rows``; to a ``buffer``, or nowhere (``none``).
+    """
+    if not run.storage:
+        return Decision("buffer" if run.replay_buffer else "none")
+    return choose(
+        "one call",
+        "rows",
+        (placed.way != "slab", placed.because),
+        (not ways.is_on("kernel"), "-kernel switches the extension off"),
+        (not run.extension, f"the extension was {_NOT_BUILT}"),
+        (bool(run.by_lane), run.by_lane),
+        (run.arrivals, "lanes come back in any order"),
+        (not run.has_engine, f"a {run.storage} does not read files of its own"),
+        (run.waits_for_disk, 'durability="power" waits for the disk'),
+        (not run.one_float_reward, "a lane's reward is not one float32 or float64"),
+        (run.draws, "init_random_frames= are counted"),
+        (run.masked_agents, "masks of agents are counted"),
+        (run.counts_ticks, "frame_skip= is a column"),
+        (run.follows_flags, "TorchRL's layout follows flags below the root"),
+        (run.resets_batches, "reset_at_each_iter=True"),
+        (run.wide_bounds, "slots are too large to be compared with their spaces at once"),
+        way="one-call",
+    )
+
+
+def copying_ahead(
+    *, waits: bool, whole: bool, slots: int, most: int, transitions: bool, wide: bool
+) -> Decision:
+    """Choose whether rows enter a batch ``ahead``, while the next step is computed, or ``after``.
+
+    Args:
+        waits: the system leaves time for it while it computes a step.
+        whole: a batch is whole slots.
+        slots: of a batch.
+        most: slots of the slab.
+        transitions: each slot is one of every lane.
+        wide: some columns are so wide that it pays.
+    """
+    return choose(
+        "ahead",
+        "after",
+        (not waits, "the environment leaves no time for it within a step"),
+        (not whole, "a batch is not whole slots"),
+        (slots <= FEW_SLOTS, "a batch is few slots"),
+        (slots > most, "a batch is more than a slab"),
+        (not transitions, "some slots are no transitions"),
+        (not wide, f"rows are narrower than {WIDE_NBYTES} bytes, or a batch is below 1 MiB"),
+        way="ahead",
+    )
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The decisions of a run, as `SyncCollector.plan` and `MultiprocessCollector.plan` give them.
+
+    Printed it is a line a decision, with the reason why it is not a faster one::
+
+        acts     network
+        steps    vector, because the environment is a NormalizeObservation, and no bare ...
+    """
+
+    acts: Decision
+    """Who chooses actions: ``network``, ``module``, ``drawn``."""
+    steps: Decision
+    """How lanes are stepped: ``in turn``, ``vector``, ``system``, ``arriving``, ``environment``."""
+    observations: Decision
+    """Where the system writes its observations: to the ``slab``, or they are ``copied``."""
+    writes: Decision
+    """How a step is written to its slot: ``views``, ``columns``, ``tensors``."""
+    counts: Decision
+    """How a slot of all lanes is counted: ``whole``, ``by lane``."""
+    rows: Decision
+    """What rows are stored from: ``slab``, ``gathered``."""
+    batches: Decision
+    """What yielded batches are laid out from: ``slab``, ``gathered``."""
+    ahead: Decision
+    """When rows of wide columns enter a batch: ``ahead``, ``after``."""
+    commits: Decision
+    """How ``collect`` of one slot is stored: ``one call``, ``rows``, ``buffer``, ``none``."""
+    extension: Decision
+    """Whether functions compiled in C are used: ``yes``, ``no``."""
+
+    def __str__(self) -> str:
+        names = [each.name for each in fields(self)]
+        width = max(map(len, names))
+        return "\n".join(f"{name:{width}}  {getattr(self, name)}" for name in names)
+
+    def as_json(self) -> dict[str, dict[str, str]]:
+        """Return the way and the reason of each decision, by its name."""
+        return {
+            each.name: {"way": decision.way, "because": decision.because}
+            for each in fields(self)
+            for decision in [getattr(self, each.name)]
+        }
+
+
+def extension_used(*, built: bool) -> Decision:
+    """Whether the extension is used."""
+    return choose("yes", "no", (not built, f"it was {_NOT_BUILT}"), way="kernel")
+
+
+def _listed(keys: Sequence[Key]) -> str:
+    return ", ".join(map(spell, keys)) or "nothing"

@@ -1,0 +1,338 @@
+"""The plan of a run: each way and why, as runs truly go, and every way switched off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import GymEnv
+
+from tallyroll.collector import MultiprocessCollector, SyncCollector, run_plan
+from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.run_plan import (
+    Decision,
+    PolicyTraits,
+    RunPlan,
+    StoringTraits,
+    VectorTraits,
+)
+from tallyroll.storage import MemmapStorage, ways
+
+from collect_kit import assert_same
+from random_runs import flat
+
+LANES = 3
+POLICY = PolicyTraits("TensorDictModule", True, False, False, (), [("action",)], [("action",)])
+VECTOR = VectorTraits("SyncVectorEnv", True, False, False, True, False, False)
+RUN = StoringTraits(
+    postproc=False,
+    replay_buffer=False,
+    storage="MemmapStorage",
+    has_engine=True,
+    waits_for_disk=False,
+    elsewhere=(),
+    by_lane="",
+    arrivals=False,
+    extension=True,
+    one_float_reward=True,
+    draws=False,
+    masked_agents=False,
+    counts_ticks=False,
+    follows_flags=False,
+    resets_batches=False,
+    wide_bounds=False,
+    slots_of_batch=1,
+    yields_large=False,
+)
+NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "draws"}
+NO_COMMIT_IN_ONE |= {"masked_agents", "counts_ticks", "follows_flags", "resets_batches"}
+NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension", "one_float_reward"}
+
+
+# --- pure -----------------------------------------------------------------------------------------
+
+
+def other(traits: Any, name: str) -> Any:
+    """The traits, of which the one of that name is another."""
+    value = getattr(traits, name)
+    if isinstance(value, bool):
+        return replace(traits, **{name: not value})
+    if isinstance(value, str):
+        return replace(traits, **{name: "lanes are cut"})
+    if isinstance(value, int):
+        return replace(traits, **{name: 99})
+    return replace(traits, **{name: [("odd",)]})
+
+
+def in_one_call(run: StoringTraits) -> Decision:
+    return run_plan.committing(run, run_plan.placing(run))
+
+
+@pytest.mark.parametrize(
+    ("decide", "traits", "fast", "names"),
+    [
+        (
+            partial(run_plan.acting, fills_slab=True, extra=()),
+            POLICY,
+            "network",
+            {"is_module", "does_more", "elsewhere", "unseen", "writes", "actions"},
+        ),
+        (
+            run_plan.stepping_vector,
+            VECTOR,
+            "in turn",
+            {"bare", "patched", "same_step", "arrays", "infos", "many_rewards"},
+        ),
+        (run_plan.placing, RUN, "slab", {"postproc", "replay_buffer", "elsewhere"}),
+        (in_one_call, RUN, "one call", NO_COMMIT_IN_ONE),
+        (
+            lambda run: run_plan.batching(run, run_plan.placing(run)),
+            RUN,
+            "slab",
+            {"postproc", "replay_buffer", "elsewhere", "yields_large", "slots_of_batch"},
+        ),
+    ],
+)
+def test_each_trait_alone_is_in_the_way_and_is_said(
+    decide: Callable[[Any], Decision], traits: Any, fast: str, names: set[str]
+) -> None:
+    assert decide(traits) == Decision(fast)
+    said = set()
+    for each in fields(traits):
+        if each.name in ("kind", "storage"):
+            continue
+        decision = decide(other(traits, each.name))
+        assert (decision.way != fast) == (each.name in names), each.name
+        assert bool(decision.because) == (each.name in names)
+        said.add(decision.because)
+    assert len(said - {""}) >= len(names) - 1  # two say the same of writes and actions
+
+
+def test_where_nothing_is_stored_there_is_no_faster_way() -> None:
+    nowhere = replace(RUN, storage="")
+    assert in_one_call(nowhere) == Decision("none")
+    assert in_one_call(replace(nowhere, replay_buffer=True)) == Decision("buffer")
+    assert run_plan.acting(None, fills_slab=False, extra=()) == Decision("drawn")
+
+
+# --- as runs go -----------------------------------------------------------------------------------
+
+
+def lane() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("CartPole-v1", max_episode_steps=7)
+
+
+def vector(mode: str = "DISABLED", **kwargs: Any) -> SyncVectorEnv:
+    return SyncVectorEnv(
+        [lane] * LANES, autoreset_mode=AutoresetMode[mode], **{"copy": False, **kwargs}
+    )
+
+
+def leans(observation: torch.Tensor) -> torch.Tensor:
+    return (observation[..., 2] > 0).long()
+
+
+class Hooked(TensorDictModule):
+    """A subclass, which may do more."""
+
+
+def module(kind: type[TensorDictModule] = TensorDictModule) -> TensorDictModule:
+    return kind(leans, in_keys=["observation"], out_keys=["action"])
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "the fastest": ({}, {}),
+    "random": ({"policy": None}, {"acts": "drawn"}),
+    "a wrapper": (
+        {"env": lambda: RecordEpisodeStatistics(vector())},
+        {"steps": "vector", "observations": "copied"},
+    ),
+    "copies": ({"env": partial(vector, copy=True)}, {"observations": "copied"}),
+    "reset slots": (
+        {"env": partial(vector, "NEXT_STEP")},
+        {"writes": "columns", "counts": "by lane", "commits": "rows"},
+    ),
+    "episodes": (
+        {"total_frames": None, "total_episodes": 90},
+        {"counts": "by lane", "commits": "rows"},
+    ),
+    "reset within": ({"env": partial(vector, "SAME_STEP")}, {"steps": "vector"}),
+    "a subclass": ({"policy": module(Hooked)}, {"acts": "module"}),
+    "a TorchRL environment": (
+        {"env": lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), "want": 1},
+        {"acts": "module", "steps": "environment", "observations": "copied", "writes": "tensors"},
+    ),
+    "postproc": (
+        {"postproc": lambda td: td},
+        {"rows": "gathered", "batches": "gathered", "commits": "rows"},
+    ),
+    "opening": ({"init_random_frames": 5}, {"commits": "rows"}),
+    "resets": ({"reset_at_each_iter": True}, {"commits": "rows"}),
+    "many slots": ({"frames_per_batch": 60}, {"batches": "gathered"}),
+}
+FASTEST = {
+    "acts": "network",
+    "steps": "in turn",
+    "observations": "slab",
+    "writes": "views",
+    "counts": "whole",
+    "rows": "slab",
+    "batches": "slab",
+    "ahead": "after",
+    "commits": "one call",
+    "extension": "yes",
+}
+if "kernel" in ways.off():
+    FASTEST |= {"commits": "rows", "extension": "no"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_as_its_plan_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, expected = {"policy": module(), **CASES[name][0]}, CASES[name][1]
+    env, policy = options.pop("env", vector), options.pop("policy")
+    want = options.pop("want", LANES)
+    stored: list[bool] = []
+    original = PlainSlots.store
+    monkeypatch.setattr(
+        PlainSlots, "store", lambda self, finals: stored.append(True) or original(self, finals)
+    )
+    base: dict[str, Any] = {"frames_per_batch": want, "total_frames": -1}
+    with SyncCollector(env, policy, storage=tmp_path / "rows", **(base | options)) as collector:
+        plan = collector.plan
+        ways_of = {each: decision["way"] for each, decision in plan.as_json().items()}
+        assert ways_of == FASTEST | expected
+        for _ in range(40):
+            collector.collect(want)
+        assert bool(stored) == (plan.commits.way == "one call")
+        assert str(plan).count("\n") == len(fields(RunPlan)) - 1
+        for each in fields(RunPlan):
+            decision = getattr(plan, each.name)
+            assert bool(decision.because) == (decision.way != FASTEST[each.name]) or (
+                decision.way in ("drawn", "after")
+            ), each.name
+
+
+def test_what_changes_while_it_runs_is_read_anew(tmp_path: Path) -> None:
+    env = vector()
+    options: dict[str, Any] = {"frames_per_batch": LANES, "total_frames": -1}
+    with SyncCollector(env, module(), storage=tmp_path / "rows", **options) as collector:
+        assert collector.plan.steps.way == "in turn"
+        env.envs = tuple(env.envs)  # type: ignore[assignment]
+        collector.set_seed(3)
+        collector.collect(LANES)  # after a reset
+        assert collector.plan.steps == Decision("vector", "the SyncVectorEnv was changed")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_say_how_they_step(mode: Any) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 12, "num_workers": 2}
+    with (
+        ways.switched_off("network"),
+        MultiprocessCollector(vector, module(), mode=mode, **options) as collector,
+    ):
+        plan = collector.plan
+    assert plan.acts == Decision("module", "-network switches it off")
+    assert (plan.steps.way, plan.writes.way, plan.commits.way) == ("in turn", "views", "none")
+
+
+def test_a_buffer_says_so() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 12}
+    with SyncCollector(vector, replay_buffer=buffer, **options) as collector:
+        assert collector.plan.commits == Decision("buffer")
+        assert collector.plan.rows.because == "replay_buffer= takes TensorDicts"
+
+
+# --- switches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path: Path) -> None:
+    def run(name: str) -> tuple[RunPlan, Any]:
+        options: dict[str, Any] = {"frames_per_batch": LANES, "total_frames": 120, "seed": 5}
+        with MemmapStorage(tmp_path / name) as storage:
+            with SyncCollector(vector, module(), storage=storage, **options) as collector:
+                plan, batches = collector.plan, iter(collector)
+                yielded = [next(batches).clone() for _ in range(3)]
+                for want in [LANES, LANES, LANES, 1, 7] * 9:
+                    collector.collect(want)
+            return plan, (flat(storage.get(slice(None)).clone()), torch.cat(yielded))
+
+    plan, wanted = run("all")
+    with ways.switched_off(way):
+        without, found = run("without")
+    for one, another in zip(wanted, found, strict=True):
+        assert_same(one, another)
+    changed = {n for n, each in without.as_json().items() if each != plan.as_json()[n]}
+    said = {
+        "kernel": {"commits", "extension"} if "kernel" not in ways.off() else set(),
+        "network": {"acts"},
+        "in-turn": {"steps"},
+        "lend": {"observations"},
+        "views": {"writes"},
+        "whole": {"counts", "commits"},
+        "slab": {"rows", "batches", "commits"},
+        "one-call": {"commits"} if "kernel" not in ways.off() else set(),
+        "small": {"batches"},
+        "ahead": {"ahead"},
+        "address": set(),
+    }
+    assert changed - {"commits"} == said[way] - {"commits"}
+
+
+@pytest.mark.parametrize("setting", ["kernel", "-fast", "-kernel -slab", "--kernel"])
+def test_settings_that_are_none_are_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match="TALLYROLL_PLAN: expected ways to switch off, of -kernel"):
+        ways.parsed(setting)
+    assert ways.parsed(" -kernel , -slab,") == {"kernel", "slab"}
+    with pytest.raises(ValueError, match="got '-x'"), ways.switched_off("x"):
+        pass
+    assert "x" not in ways.off()
+
+
+def test_the_environment_sets_it(tmp_path: Path) -> None:
+    code = (
+        "from tallyroll.collector import SyncCollector\n"
+        "with SyncCollector('CartPole-v1', frames_per_batch=2, total_frames=4) as c:\n"
+        "    print(c.plan)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**__import__("os").environ, "TALLYROLL_PLAN": "-kernel,-slab"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "-kernel switches it off" in done.stdout
+    assert "-slab switches it off" in done.stdout
+
+
+def test_columns_that_numpy_cannot_hold_are_named(tmp_path: Path) -> None:
+    class Half(GymEnv):
+        pass
+
+    from torchrl.envs import DTypeCastTransform, TransformedEnv
+
+    env = TransformedEnv(
+        GymEnv("CartPole-v1", categorical_action_encoding=True),
+        DTypeCastTransform(torch.float32, torch.bfloat16, in_keys=["observation"]),
+    )
+    with SyncCollector(env, None, frames_per_batch=2, total_frames=4) as collector:
+        rows = collector.plan.rows
+    assert rows.way == "gathered"
+    assert "NumPy has no view of observation" in rows.because
