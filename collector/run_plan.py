@@ -158,16 +158,13 @@ def lending(*, copies: bool, other: bool) -> Decision:
     )
 
 
-def writing(
-    *, small: bool, single: bool, looks_behind: bool, reset_slots: bool, lost_finals: bool
-) -> Decision:
+def writing(*, small: bool, single: bool, looks_behind: bool, lost_finals: bool) -> Decision:
     """Choose how a step is written to its slot: to ``views`` of it, or column by column.
 
     Args:
         small: the observations of a slot are at most `SMALL_NBYTES` bytes.
         single: there is one column of actions, observations and rewards each.
-        looks_behind: groups of agents, or contexts, are looked at after each step.
-        reset_slots: some slots are no transitions.
+        looks_behind: groups of agents, contexts or skipped slots are looked at after each step.
         lost_finals: some final observations are lost, and marked.
     """
     return choose(
@@ -176,7 +173,6 @@ def writing(
         (not single, "actions, observations or rewards are several columns"),
         (not small, f"observations of a slot are larger than {SMALL_NBYTES:,} bytes"),
         (looks_behind, "more than observations, rewards and ends is looked at after a step"),
-        (reset_slots, "the environment has reset slots"),
         (lost_finals, "some final observations are lost"),
         way="views",
     )

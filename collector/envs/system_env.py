@@ -86,36 +86,36 @@ class SystemEnv(SlotEnds):
             small=cursor.next_obs[0][0].nbytes <= SMALL_NBYTES,
             single=len(cursor.next_obs) == len(cursor.actions) == len(cursor.rewards) == 1,
             looks_behind=self._looks_behind,
-            reset_slots=self.has_reset_slots,
             lost_finals=cursor.next_valid is not None,
         )
 
-    def step_of_first(self, cursor: Cursor) -> Callable[[], None]:
-        """Return a function that steps through slot 0, and copies results to views of it.
+    def step_of(self, cursor: Cursor, at: int) -> Callable[[], None]:
+        """Return a function that steps through slot ``at``, and copies results to views of it.
 
         To let the system write there would cost more; `writes_to` has chosen it.
         """
-        action, *slot = cursor.slot(0)
+        action, *slot = cursor.slot(at)
         row, _, terminated, truncated, _ = slot
         put, compiled = _putting(*slot), _compiled_putting(*slot)
         board, finish, array = cursor.board, self._finish, np.ndarray
 
         def step() -> None:
-            cursor.at = 0
+            cursor.at = at
             out = self.system.step((action.copy(),))
             obs, reward, over, cut = out[:4]
             ended = -1
-            if len(obs) == len(reward) == 1 and type(obs[0]) is array and out.skipped is None:
+            more = out.skipped is not None or self._tells_skips
+            if len(obs) == len(reward) == 1 and type(obs[0]) is array and not more:
                 if compiled is not None:
                     ended = compiled(obs[0], reward[0], over, cut)
                 if ended < 0:
                     ended = put(obs[0], reward[0], over, cut)
             if ended < 0:
-                self._step_block(cursor, 0, 1, None, lambda _: out)
+                self._step_block(cursor, at, at + 1, None, lambda _: out)
                 return
             if finish is not None and ended:
                 finish(cursor, terminated | truncated, out, (row,))
-            board[FILLED] = 1
+            board[FILLED] = at + 1
 
         return step
 
@@ -133,44 +133,17 @@ class SystemEnv(SlotEnds):
         looks_behind = self._looks_behind
         if cursor.next_valid is not None:
             cursor.next_valid[start:stop] = True
-        # Most systems have one column of each kind, and a list costs as much as a step of some.
-        single = len(cursor.actions) == len(next_obs) == len(cursor.rewards) == 1
-        action, first, payoff = cursor.actions[0], next_obs[0], cursor.rewards[0]
-        paid, lanes, number = payoff.shape[1:], terminated.shape[1:], payoff.dtype
-        keys = self.next_rewards
+        lanes, keys = terminated.shape[1:], self.next_rewards
         for at in range(start, stop):
             cursor.at = at
-            rows = (first[at],) if single else [column[at] for column in next_obs]
+            rows = [column[at] for column in next_obs]
             if lend is not None:
                 lend(rows)
-            if single:
-                out = step((action[at].copy(),))
-                value, row = out.obs[0], rows[0]
-                if value is not row:
-                    if (
-                        type(value) is np.ndarray
-                        and value.shape == row.shape
-                        and value.dtype == row.dtype
-                    ):
-                        row[...] = value
-                    else:
-                        write(rows, out.obs)
-            else:
-                out = step([column[at].copy() for column in cursor.actions])
-                write(rows, out.obs)
+            out = step([column[at].copy() for column in cursor.actions])
+            write(rows, out.obs)
             try:
-                if single:
-                    (value,) = out.reward
-                    if (
-                        type(value) is not np.ndarray
-                        or value.shape != paid
-                        or not (value.dtype is number or are_small(value))
-                    ):
-                        value = fitting(value, payoff[at], keys[0])
-                    payoff[at] = value
-                else:
-                    for key, column, value in zip(keys, cursor.rewards, out.reward, strict=True):
-                        column[at] = fitting(value, column[at], key)
+                for key, column, value in zip(keys, cursor.rewards, out.reward, strict=True):
+                    column[at] = fitting(value, column[at], key)
                 for flags, value in ((terminated, out.terminated), (truncated, out.truncated)):
                     if (
                         type(value) is not np.ndarray
@@ -183,11 +156,8 @@ class SystemEnv(SlotEnds):
             except (TypeError, ValueError, ValueRefused) as error:
                 raise self._unfit(out, error) from error
             if finish is not None:
-                if single:
-                    root_obs[0][at] = rows[0]
-                else:
-                    for root, row in zip(root_obs, rows, strict=True):
-                        root[at] = row
+                for root, row in zip(root_obs, rows, strict=True):
+                    root[at] = row
                 ended = terminated[at] | truncated[at]
                 if count_true(ended):
                     finish(cursor, ended, out, rows)

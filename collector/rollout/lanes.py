@@ -8,7 +8,6 @@ returns is copied (`copying.py`).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import Decision
+from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
@@ -140,6 +140,8 @@ class SystemLanes(Lanes):
             env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
         )
         self.writes = env.writes_to(self.cursor)
+        self._steps: list[Callable[[], None] | None] = [None] * slab.slots
+        """A function for each slot that was stepped with views of it."""
         self._tds: list[TensorDictBase] = []
         self.all_are_transitions = not env.has_reset_slots
         self._pending = np.zeros(self.lanes, np.bool_)
@@ -164,20 +166,27 @@ class SystemLanes(Lanes):
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
         try:
-            if start or stop > 1:
-                self.env.step_block(self.cursor, start, stop)
+            if self.writes.way == "views":
+                self._step_views(start, stop)
             else:
-                self.step_first()
+                self.env.step_block(self.cursor, start, stop)
         except BaseException as error:
             self.say_actions(error)
             raise
 
-    @cached_property
-    def step_first(self) -> Callable[[], None]:
-        """Step through slot 0."""
-        if self.writes.way == "views":
-            return self.env.step_of_first(self.cursor)
-        return partial(self.env.step_block, self.cursor, 0, 1)
+    def _step_views(self, start: int, stop: int) -> None:
+        steps, board, system = self._steps, self.cursor.board, self.env.system
+        system.while_waiting = self.cursor.while_waiting
+        try:
+            for at in range(start, stop):
+                step = steps[at]
+                if step is None:
+                    step = steps[at] = self.env.step_of(self.cursor, at)
+                step()
+                if board[HALT]:
+                    break
+        finally:
+            system.while_waiting = None
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""

@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "copies": ({"env": partial(vector, copy=True)}, {"observations": "copied"}),
     "reset slots": (
         {"env": partial(vector, "NEXT_STEP")},
-        {"writes": "columns", "counts": "by lane", "commits": "rows"},
+        {"counts": "by lane", "commits": "rows"},
     ),
     "episodes": (
         {"total_frames": None, "total_episodes": 90},
