@@ -342,8 +342,10 @@ def _run(config: Configuration, outcome: Outcome, run: Run, rows: Rows, verdict:
         _, trial, made, where = min(tries, key=lambda each: each[0])
         for each in trial.found:
             verdict(False, f"run {run.number}, lane {lane}: {each}")
-        # Lanes of workers that were never asked have journals of trials on copies alone.
-        never_asked = config.mode == "async" and not len(mine)
+        # Lanes that were never asked have journals of trials on copies alone: those of workers, and
+        # those of a collector whose turn did not come before the other one failed.
+        no_turn = config.phase == "in turn" and not run.counts.get("slots")
+        never_asked = (config.mode == "async" or no_turn) and not len(mine)
         executed = None if executed is None or never_asked else executed + len(made)
         placed.append((where, made))
     if len(rows):
