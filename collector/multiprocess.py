@@ -42,15 +42,16 @@ from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
-from tallyroll.collector.workers.failures import limits_named, require_guard
 from tallyroll.collector.workers.leases import Leases
+from tallyroll.collector.workers.local.limits import require_guard
+from tallyroll.collector.workers.local.processes import Processes
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
-from tallyroll.collector.workers.processes import WorkerPool
-from tallyroll.collector.workers.shared.memory import Arena, Measure, require
-from tallyroll.collector.workers.shared.placement import Blocks, Share, evenly
+from tallyroll.collector.workers.pool import WorkerPool
+from tallyroll.collector.workers.share import Share, evenly
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.supervision_options import OnDeath, Supervision, supervision_of
+from tallyroll.collector.workers.transport import Link, Place
 from tallyroll.storage import ways
 
 Factory = Callable[[], EnvBase | VectorEnv]
@@ -160,13 +161,8 @@ class MultiprocessCollector(Collector):
         pickled = [_pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            with limits_named(self.num_workers):
-                self._worker_pool = WorkerPool(
-                    pickled,
-                    start_method=mp_start_method,
-                    threads=threads,
-                    supervision=supervision,
-                )
+            transport = Processes(pickled, start_method=mp_start_method, threads=threads)
+            self._worker_pool = WorkerPool(transport, len(jobs), supervision)
             self._prepare(policy, supervision.respawns)
         except BaseException:
             self.shutdown()
@@ -215,31 +211,23 @@ class MultiprocessCollector(Collector):
             return TorchrlLayout(self._options, plan, [(self.lanes,)])
         return TorchrlLayout(self._options, plan, shapes, stacked=not apart, apart=apart)
 
-    def _carve(self, slots: int, segments: int) -> tuple[Blocks, Share]:
-        """Shared memory of slabs with so many slots, known to the workers."""
+    def _make_place(self, slots: int, segments: int) -> tuple[Place, Share]:
+        """The memory of slabs with so many slots, known to the workers."""
         plan, share = self._startup.planned.plan, Share(self._startup.lanes, slots, segments)
         module = None if self._policy is None else self._policy.module
-        measure = Measure()
-        Blocks(measure, share, plan, module)
-        slabs = f"{segments} slabs for each of {self.num_workers} workers" if segments else "a slab"
-        require(
-            measure.end,
-            f"{slabs} of {slots} slots of {share.total} lanes and the policy's weights",
-        )
-        arena = Arena.create(measure.end)
-        blocks = Blocks(arena, share, plan, module)
-        self._weights = blocks.weights
+        place = self._worker_pool.transport.place(share, plan, module)
+        self._weights = place.weights
         self._publish()
-        self._startup.bind(arena, share, blocks)
-        return blocks, share
+        self._startup.bind(share, place)
+        return place, share
 
     def _workers_rollout(self) -> TransitionSource:
         planned, plan = self._startup.planned, self._startup.planned.plan
-        blocks, _ = self._carve(plan.slots(self.lanes, self.frames_per_batch), 0)
+        place, _ = self._make_place(plan.slots(self.lanes, self.frames_per_batch), 0)
         draws = all_drawn(planned.actions, self.lanes) if planned.drawn_ahead else None
         driver = LockstepDriver(
             self._worker_pool,
-            blocks.slab_of_all(),
+            place.slab_of_all(),
             plan,
             draws=draws,
             width=width_of(planned.actions.values(), self.lanes),
@@ -256,11 +244,11 @@ class MultiprocessCollector(Collector):
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
         if whole:
             slots = max(slots, ceil(frames / min(map(plan.columns, self._startup.lanes))))
-        blocks, share = self._carve(slots, _SEGMENTS)
+        place, share = self._make_place(slots, _SEGMENTS)
         return Leases(
             self._worker_pool,
             self._startup,
-            blocks,
+            place,
             share,
             plan,
             frames=frames,
@@ -274,9 +262,13 @@ class MultiprocessCollector(Collector):
     # --- workers, weights, seeds, state -----------------------------------------------------------
 
     @property
+    def _links(self) -> list[Link]:
+        return [member.link for member in self._worker_pool.members]
+
+    @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [member.process.pid for member in self._worker_pool.members]
+        return [link.pid for link in self._links if link.pid is not None]
 
     def _close_source(self) -> None:
         if hasattr(self, "_worker_pool"):

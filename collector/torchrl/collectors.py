@@ -193,7 +193,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
                 f'workers: expected "aggregate", got {workers!r}: counts are of all workers; see '
                 '("collector", "lane") of the rows for who made them'
             )
-        alive = sum(member.process.exitcode is None for member in self._worker_pool.members)
+        alive = sum(link.alive for link in self._links)
         return {**super().stats(), "workers": self.num_workers, "workers_alive": alive}
 
     @property

@@ -1,21 +1,12 @@
-"""Errors for workers that cannot be started, or that failed: the cause, the lanes, the remedy."""
+"""Errors for workers that failed: the cause, the lanes, the remedy."""
 
-import errno
-import os
 import pickle
-import resource
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from gymnasium.error import UnregisteredEnv
 
-from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs.gymnasium.make import NOT_REGISTERED
 from tallyroll.collector.errors import (
-    ArgumentError,
     CollectorError,
     WorkerDied,
     WorkerError,
@@ -23,63 +14,13 @@ from tallyroll.collector.errors import (
     WorkerRaised,
 )
 from tallyroll.collector.workers.messages import Raised
+from tallyroll.collector.workers.transport import Gone
 
 if TYPE_CHECKING:
-    from tallyroll.collector.workers.processes import Member
+    from tallyroll.collector.workers.pool import Member
 
 _SHOWN = 16
 """Lanes whose seeds and actions a message shows."""
-_UNGUARDED: Final = 78
-"""The exit status of a worker that came to the collector's construction itself."""
-_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""Open files, of the process or of all; processes, or memory for one."""
-
-
-def require_guard() -> None:
-    """End this process if it is a worker that is still importing its main module.
-
-    A process that is not forked imports the main module again, to find there what it is sent.
-    What stands in it without ``if __name__ == "__main__":`` runs again too: each worker would
-    start workers of its own.
-    Source: "Safe importing of main module" in the documentation of ``multiprocessing``.
-
-    Raises:
-        ArgumentError: workers could not import the main module, which came from stdin.
-    """
-    if is_starting():
-        os._exit(_UNGUARDED)  # the parent says why; a fork server would make another status of it
-    if getattr(sys.modules.get("__main__"), "__file__", None) == "<stdin>":
-        raise ArgumentError(
-            "expected a program that worker processes can import, got one that was read from "
-            "stdin; save it in a file, and run that"
-        )
-
-
-@contextmanager
-def limits_named(num_workers: int) -> Iterator[None]:
-    """Say which limit of the system it was that kept workers from being started.
-
-    Raises:
-        ArgumentError: instead of the system's error.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _LIMITS:
-            raise
-        files, processes = (
-            resource.getrlimit(which)[0]
-            for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
-        )
-        raise ArgumentError(
-            f"num_workers: {num_workers} workers could not be started ({error.strerror}), where "
-            f"this process may have {_spelt(files)} open files (ulimit -n) and its user "
-            f"{_spelt(processes)} processes (ulimit -u); use fewer workers, or raise the limit"
-        ) from error
-
-
-def _spelt(limit: int) -> str:
-    return "any number of" if limit == resource.RLIM_INFINITY else f"{limit:,}"
 
 
 def worker_error(member: "Member", report: Raised) -> Exception:
@@ -101,32 +42,18 @@ def worker_error(member: "Member", report: Raised) -> Exception:
     return error
 
 
-def died(member: "Member") -> WorkerError:
-    """The error for a worker whose process ended."""
-    code = member.process.exitcode
-    how = "ended"
-    if code is not None and code < 0:
-        how = f"was killed by {_signal(-code)}"
-    elif code is not None:
-        how = f"exited with status {code}"
-    if code == _UNGUARDED:
-        text = (
-            'expected the collector to be made under `if __name__ == "__main__":`, because each '
-            f"worker imports the main module again; {member.who} came to it too. Write\n\n"
-            '    if __name__ == "__main__":\n'
-            "        with MultiprocessCollector(...) as collector:\n"
-            "            ..."
-        )
+def died(member: "Member", gone: Gone) -> WorkerError:
+    """The error for a worker that ended."""
+    if gone.mistake:
+        text = gone.mistake.format(who=member.who)
     elif not member.ready:
-        text = f"{member.who} {how} before it was ready. What it wrote to stderr may say why"
+        text = f"{member.who} {gone.how} before it was ready. What it wrote to stderr may say why"
     else:
         text = (
-            f"{member.who} {how}{_details(member, None)}\nWhat was committed is safe; "
-            'on_worker_death="respawn" goes on with a new worker'
+            f"{member.who} {gone.how}{_details(member, None)}\nWhat was committed is safe; "
+            f'on_worker_death="respawn" goes on with a new worker{gone.hint}'
         )
-        if code == -signal.SIGKILL:
-            text += ". Where nobody killed it, the machine may be out of memory"
-    return WorkerDied(text, **_facts(member, None), exitcode=code)
+    return WorkerDied(text, **_facts(member, None), exitcode=gone.exitcode)
 
 
 def hung(member: "Member", seconds: float) -> WorkerError:
@@ -171,13 +98,6 @@ def _facts(member: "Member", lane: int | None) -> dict[str, Any]:
         "seeds": seeds,
         "action": last,
     }
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _unpickled(error: bytes | None) -> BaseException | None:

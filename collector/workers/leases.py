@@ -19,9 +19,10 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.processes import Event, Member, WorkerPool
-from tallyroll.collector.workers.shared.placement import Blocks, Share
+from tallyroll.collector.workers.pool import Event, Member, WorkerPool
+from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
@@ -107,7 +108,7 @@ class Leases:
     Args:
         pool: the workers.
         startup: replaces one that failed.
-        blocks: their memory.
+        place: where their segments lie.
         share: who has which lanes.
         plan: what a slab looks like.
         frames: transitions a lease.
@@ -122,7 +123,7 @@ class Leases:
         self,
         pool: WorkerPool,
         startup: WorkerStartup,
-        blocks: Blocks,
+        place: Place,
         share: Share,
         plan: SlabPlan,
         *,
@@ -143,7 +144,7 @@ class Leases:
         self._lanes = share.total
         self._segments = [
             [
-                Segment(worker, index * share.stride, blocks.segment(worker, index))
+                Segment(worker, index * share.stride, place.segment(worker, index))
                 for index in range(share.segments)
             ]
             for worker in range(len(share.lanes))

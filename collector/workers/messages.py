@@ -1,4 +1,4 @@
-"""Messages between a parent and its workers: small, for rows travel in shared memory.
+"""Messages between a parent and its workers: small, for rows lie in the place of the transport.
 
 The parent asks, a worker answers each question once, in their order::
 
@@ -14,11 +14,8 @@ The parent asks, a worker answers each question once, in their order::
 Any question may be answered by :class:`Raised` instead, and none is answered after that.
 """
 
-import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -30,7 +27,7 @@ from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.run_plan import Decision
-from tallyroll.collector.workers.shared.placement import Share
+from tallyroll.collector.workers.share import Share
 from tallyroll.storage.rows.keys import Key
 
 Action = NDArray[Any]
@@ -40,12 +37,13 @@ Actor = Literal["policy", "random", "given"]
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a worker; it travels with the process, by cloudpickle."""
+    """The job of a worker; it travels by cloudpickle."""
 
     create_env_fn: Any
     policy: Any
     options: Options
-    threads: int
+    threads: int | None
+    """Of torch, in a process of its own; None: the worker is a thread, and leaves them alone."""
     off: frozenset[str]
     """Ways that are switched off."""
 
@@ -90,11 +88,8 @@ class Planned:
 
 @dataclass(frozen=True)
 class Bind:
-    """The memory: an arena of ``nbytes``."""
+    """The memory is there; the transport brings it."""
 
-    fd: int
-    """The sender's descriptor of it; the receiver gets one of its own."""
-    nbytes: int
     share: Share
     worker: int
 
@@ -191,18 +186,3 @@ class Raised:
     """The lane that was stepped, numbered within the worker, where that is known."""
     error: bytes | None = field(repr=False)
     """The exception itself, where it can be pickled."""
-
-
-def send(connection: Connection, message: object) -> None:
-    """Send a message. Not ``connection.send``: torch would move tensors to named shared memory."""
-    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-    if isinstance(message, Bind):
-        send_handle(connection, message.fd, 0)  # the receiver's number is for Windows alone
-
-
-def receive(connection: Connection) -> Any:
-    """The next message; waits for it."""
-    message = pickle.loads(connection.recv_bytes())
-    if isinstance(message, Bind):
-        return replace(message, fd=recv_handle(connection))
-    return message

@@ -10,9 +10,9 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.processes import Member, WorkerPool
-from tallyroll.collector.workers.shared.memory import Arena
-from tallyroll.collector.workers.shared.placement import Blocks, Share
+from tallyroll.collector.workers.pool import Member, WorkerPool
+from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import spell
 
 
@@ -30,7 +30,7 @@ class WorkerStartup:
     """The plan that the workers agreed on, when they were seeded."""
     ranges: Sequence[Range]
     """Values that any worker's environment may return."""
-    _memory: tuple[Arena, Share, Blocks]
+    _memory: tuple[Share, Place]
 
     def __init__(self, pool: WorkerPool, respawns: int) -> None:
         self._worker_pool = pool
@@ -92,9 +92,9 @@ class WorkerStartup:
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
         return m.Seed(seed, incarnation, member.lanes.start, member.index, self._asked)
 
-    def bind(self, arena: Arena, share: Share, blocks: Blocks) -> None:
+    def bind(self, share: Share, place: Place) -> None:
         """Hand the memory to all."""
-        self._memory = arena, share, blocks
+        self._memory = share, place
         for member in self._worker_pool.members:
             self._worker_pool.ask(member, self._bind(member))
         bound = self._answers(self._make_ready)
@@ -103,9 +103,9 @@ class WorkerStartup:
             member.ready = True
 
     def _bind(self, member: Member) -> m.Bind:
-        arena, share, blocks = self._memory
-        member.board, member.actions = blocks.board(member.index), blocks.actions(member.index)
-        return m.Bind(arena.fd, arena.nbytes, share, member.index)
+        share, place = self._memory
+        member.board, member.actions = place.board(member.index), place.actions(member.index)
+        return m.Bind(share, member.index)
 
     def load(self, states: Sequence[bytes | None]) -> None:
         """Hand states to the environments' transforms, over again where they are fewer."""

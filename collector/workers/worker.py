@@ -1,12 +1,10 @@
-"""A worker process: an environment, a policy, and the slab that they fill."""
+"""A worker: an environment, a policy, and the slab that they fill."""
 
 import gc
-import os
 import random
-import sys
+import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
@@ -17,7 +15,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.value_checks import ranges_of
-from tallyroll.collector.compat import lane_in, run_exit_functions
+from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
@@ -32,58 +30,36 @@ from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
-from tallyroll.collector.workers.lifetime import end_with_parent
-from tallyroll.collector.workers.shared.memory import Arena
-from tallyroll.collector.workers.shared.placement import Blocks
-from tallyroll.collector.workers.shared.weights import SharedWeights
-from tallyroll.collector.workers.unblocked_output import drop_output
+from tallyroll.collector.workers.transport import Channel, Weights
 from tallyroll.storage import ways
 
+_trial = threading.Lock()
+"""A policy is tried out with generators and filters of warnings that threads share."""
 
-def main(connection: Connection, job: Arena, alive: Connection, unblocked: bool) -> None:
-    """Run a worker's process; ``job`` holds a pickled :class:`~messages.Job`.
 
-    ``unblocked``: its output is not to block, as that of its parent is not.
-    """
-    end_with_parent(alive.fileno())
-    if unblocked:
-        drop_output()
-    gc.freeze()
-    status = 0
+def work(channel: Channel, job: Any) -> None:
+    """Make the environment, and answer questions until the end. ``job`` is a pickled one."""
     try:
-        work(connection, job)
-    except (EOFError, ConnectionError):
-        pass  # the parent is gone
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    run_exit_functions()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # taking the interpreter down takes seconds, for which a parent would wait
-
-
-def work(connection: Connection, job: Arena) -> None:
-    """Make the environment, and answer questions until the end."""
-    try:
-        loaded = cloudpickle.loads(job.array((job.nbytes,), np.uint8))
-        ways.switch_off(loaded.off)
-        worker = Worker(loaded)
+        loaded = cloudpickle.loads(job)
+        if loaded.threads is not None:  # a process of its own
+            ways.switch_off(loaded.off)
+        worker = Worker(loaded, channel)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
-        m.send(connection, report_of(error, "making the environment"))
+        channel.send(report_of(error, "making the environment"))
         return
     try:
-        m.send(connection, worker.made())
-        worker.serve(connection)
+        channel.send(worker.made())
+        worker.serve()
     finally:
         worker.env.close(raise_if_closed=False)
 
 
 class WorkerPolicy(Policy):
-    """A policy whose weights come through shared memory."""
+    """A policy whose weights come from the parent."""
 
-    _weights: SharedWeights | None = None
+    _weights: Weights | None = None
 
-    def take_from(self, weights: SharedWeights) -> None:
+    def take_from(self, weights: Weights) -> None:
         """Take weights from there, now and whenever there are newer ones."""
         self._weights, self.refreshes = weights, True
         self.version = weights.load_into(self.module)
@@ -103,8 +79,11 @@ class Worker:
     """Since :meth:`bind`, like the rollout of ``mode="async"``."""
     rollout: LeasedRollout
 
-    def __init__(self, job: m.Job) -> None:
-        torch.set_num_threads(job.threads)
+    def __init__(self, job: m.Job, channel: Channel) -> None:
+        self._channel = channel
+        self._own_process = job.threads is not None
+        if job.threads is not None:
+            torch.set_num_threads(job.threads)
         self.options = job.options
         made = make_env(job.create_env_fn, job.options)
         self.env: EnvBase = made.env
@@ -131,7 +110,7 @@ class Worker:
         """The environment stands."""
         return m.Made(self.lanes, self.description)
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self) -> None:
         """Answer until :class:`~messages.Close` comes."""
         answers: dict[type, Callable[[Any], object]] = {
             m.Seed: self.seed,
@@ -143,7 +122,7 @@ class Worker:
         }
         with torch.no_grad(), set_exploration_type(self.options.exploration_type):
             answer: object = None
-            while not isinstance(message := m.receive(connection), m.Close):
+            while not isinstance(message := self._channel.receive(), m.Close):
                 if isinstance(answer, m.Raised):
                     continue  # whatever else is asked, what raised is not to be trusted
                 self.doing = ""
@@ -151,7 +130,7 @@ class Worker:
                     answer = answers[type(message)](message)
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
                     answer = report_of(error, self.doing)
-                m.send(connection, answer)
+                self._channel.send(answer)
 
     # --- getting ready ----------------------------------------------------------------------------
 
@@ -159,9 +138,10 @@ class Worker:
         """Seed everything; the first time, also find out what a slab looks like."""
         self.doing = "resetting the environment"
         words = driver_seed(message.seed, message.incarnation, message.worker).generate_state(3)
-        torch.manual_seed(int(words[0]))
-        np.random.seed(int(words[1]))
-        random.seed(int(words[2]))
+        if self._own_process:  # else these are the generators of the program
+            torch.manual_seed(int(words[0]))
+            np.random.seed(int(words[1]))
+            random.seed(int(words[2]))
         self.rng.seed(words)
         self.shared_rng.seed(driver_seed(message.seed, message.incarnation))
         lanes = range(message.first_lane, message.first_lane + self.lanes)
@@ -173,7 +153,8 @@ class Worker:
             # Not before: buffers of some transforms (CatFrames) are made by the first reset.
             self._has_state = bool(self.env.state_dict())
             self.doing = "trying the policy out"
-            self.plan = plan_slab(self.env, self.policy, self._first, self.options)
+            with _trial:
+                self.plan = plan_slab(self.env, self.policy, self._first, self.options)
         lost = self.plan.lost_finals
         ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
         drawn = RandomActions(self.env, self.rng).block_drawn
@@ -188,14 +169,14 @@ class Worker:
         )
 
     def bind(self, message: m.Bind) -> m.Bound:
-        """Take over the memory."""
+        """Take over the memory, and fill it from now on."""
         assert self.plan is not None
-        arena, share = Arena.attach(message.fd, message.nbytes), message.share
+        share = message.share
         module = None if self.policy is None else self.policy.module
-        blocks = Blocks(arena, share, self.plan, module)
+        place = self._channel.place(share, self.plan, module)
         if self.policy is not None:
-            self.policy.take_from(blocks.weights)
-        slab, board = blocks.slab_of(message.worker), blocks.board(message.worker)
+            self.policy.take_from(place.weights)
+        slab, board = place.slab_of(message.worker), place.board(message.worker)
         # With leases each worker draws on its own; in step all draw for the lanes of all.
         rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.total)
         driver = make_driver(self.env, self.policy, self.plan, slab, rng, board, lanes)
@@ -213,8 +194,9 @@ class Worker:
                 gate=EpisodeBudget(0, self.lanes) if episodes else None,
             )
             self._slots = share.slots
-        # What was imported stays: looking through it for garbage takes a quarter of a second.
-        gc.freeze()
+        if self._own_process:
+            # What was imported stays: looking through it for garbage takes a quarter of a second.
+            gc.freeze()
         return m.Bound(driver.decisions())
 
     def load(self, message: m.Load) -> m.Done:

@@ -21,8 +21,8 @@ from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import WorkerDied, WorkerError, WorkerHung, WorkerRaised
-from tallyroll.collector.workers import processes
-from tallyroll.collector.workers.lifetime import kill_when_closed
+from tallyroll.collector.workers.local import processes
+from tallyroll.collector.workers.local.lifetime import kill_when_closed
 from tallyroll.storage import open_storage
 
 from worker_faults_kit import (

@@ -12,13 +12,13 @@ from multiprocessing import forkserver, reduction
 from typing import Any
 from unittest.mock import patch
 
-from tallyroll.collector.workers.worker import Worker
+from tallyroll.collector.workers.local.process_main import main
 
 SERVER: Any = forkserver._forkserver
 IN_SERVER = "TALLYROLL_TEST_FORK_SERVER"
 # tensordict imports pandas, where there is one, when it first makes zeros of a spec.
 KITS = ("worker_kit", "worker_faults_kit", "killed_storages_kit", "ledger_legs")
-PRELOADED = (__name__, "pandas", Worker.__module__, *KITS)
+PRELOADED = (__name__, "pandas", main.__module__, *KITS)
 
 
 def warm_fork_server(*modules: str) -> None:

@@ -1,23 +1,17 @@
 """Environments and policies that travel to workers, and runs through any number of them.
 
 Small enough for a worker to import. Most tests start real processes; where hundreds of runs are
-wanted (`in_threads`), the same workers answer the same messages over the same kind of pipe from
-threads of this process.
+wanted (`in_threads`), the workers are threads of this process.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
@@ -38,9 +32,7 @@ from tallyroll.collector import (
     multiprocess,
 )
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.workers import messages, worker
-from tallyroll.collector.workers.processes import Member, WorkerPool
-from tallyroll.collector.workers.worker import Worker, report_of
+from tallyroll.collector.workers.local.threads import Threads
 
 from collect_kit import Batches, ByObservation, OwnTicks, assert_same
 from fork_server import warm_fork_server
@@ -423,57 +415,15 @@ def assert_first_started(
 # --- workers in threads -------------------------------------------------------------------------
 
 
-class WorkerThread:
-    """What a crew asks of a process, of a thread of this one."""
-
-    pid = 2**30  # there is no such process: to kill it does nothing
-    exitcode = None
-
-    def __init__(self, connection: Connection, job: bytes) -> None:
-        self.sentinel, self._end = os.pipe()
-        self._closed = weakref.finalize(self, os.close, self.sentinel)
-        self._thread = threading.Thread(target=self._serve, args=(connection, job), daemon=True)
-        self._thread.start()
-
-    def _serve(self, connection: Connection, job: bytes) -> None:
-        """As `worker.main` does, without what is for a process."""
-        served = None
-        try:
-            served = Worker(cloudpickle.loads(job))
-            messages.send(connection, served.made())
-            served.serve(connection)
-        except (EOFError, OSError):
-            pass
-        except Exception as error:  # noqa: BLE001  the parent raises it
-            messages.send(connection, report_of(error, "making the environment"))
-        finally:
-            if served is not None:
-                served.env.close(raise_if_closed=False)
-            connection.close()
-            os.close(self._end)
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
-        self._thread.join(timeout)
-
-
-class ThreadCrew(WorkerPool):
-    """A crew whose workers are threads."""
-
-    def __init__(self, jobs: Sequence[bytes], **kwargs: Any) -> None:
-        self._plain = list(jobs)
-        super().__init__(jobs, **{**kwargs, "start_method": "spawn"})
-
-    def _started(self, index: int) -> Member:
-        ours, theirs = Pipe()
-        process = WorkerThread(theirs, self._plain[index])
-        alive, _ = Pipe(duplex=False)
-        return Member(index, process, ours, alive, asked=1, since=time.monotonic())
+def _as_threads(jobs: Sequence[bytes], **_: Any) -> Threads:
+    """Threads, whatever was asked for."""
+    plain = [replace(cloudpickle.loads(job), threads=None) for job in jobs]
+    return Threads([cloudpickle.dumps(job) for job in plain])
 
 
 @contextmanager
 def in_threads() -> Iterator[None]:
     """Collectors that are made inside have threads for workers."""
     MADE.clear()
-    with patch.object(multiprocess, "WorkerPool", ThreadCrew), patch.object(worker, "gc"):
+    with patch.object(multiprocess, "Processes", _as_threads):
         yield

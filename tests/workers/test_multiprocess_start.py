@@ -26,7 +26,7 @@ from tallyroll.collector import (
     SyncCollector,
 )
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, PolicyError
-from tallyroll.collector.workers.shared import memory
+from tallyroll.collector.workers.local import memory
 from tallyroll.storage import MemmapStorage
 
 from collect_kit import ByObservation, assert_same, joined
@@ -365,7 +365,7 @@ def test_memory_that_suffices_is_as_much_as_was_said(monkeypatch: pytest.MonkeyP
     """One byte less than what a collector wants is too little; that much is enough."""
     wanted: list[int] = []
     require = memory.require
-    for module in ("tallyroll.collector.multiprocess",):
+    for module in ("tallyroll.collector.workers.local.pipes",):
         monkeypatch.setattr(
             f"{module}.require", lambda n, what: (wanted.append(n), require(n, what))
         )

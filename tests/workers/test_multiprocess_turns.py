@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import StateError, WorkerDied, WorkerHung, WorkerRaised
 from tallyroll.collector.workers import messages
-from tallyroll.collector.workers.processes import Member, WorkerPool
+from tallyroll.collector.workers.pool import Member, WorkerPool
 from tallyroll.storage import open_storage
 from tallyroll.storage.verification.storage_checks import verify
 
@@ -96,7 +96,7 @@ def test_a_new_worker_that_fails_as_it_begins(
         if isinstance(message, messages.Begin):
             if how == "interrupted":
                 raise KeyboardInterrupt
-            os.kill(member.process.pid, signal.SIGKILL)
+            os.kill(member.link.pid, signal.SIGKILL)
         return answer(self, member, message)
 
     monkeypatch.setattr(WorkerPool, "answer", failing)

@@ -24,8 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.workers.shared import memory
-from tallyroll.collector.workers.shared.memory import (
+from tallyroll.collector.workers.local import memory
+from tallyroll.collector.workers.local.memory import (
     ALIGNMENT,
     Area,
     Arena,

@@ -22,7 +22,7 @@ import torch
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import ArgumentError, StateError, WorkerRaised
-from tallyroll.collector.workers import processes
+from tallyroll.collector.workers.local import processes
 from tallyroll.storage import open_storage, verify
 
 from collect_kit import ByObservation

@@ -25,9 +25,9 @@ from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
 
 from tallyroll.collector.errors import ArgumentError, SharedMemoryBusy, StateError
-from tallyroll.collector.workers.shared.memory import Arena, Measure
-from tallyroll.collector.workers.shared.rwlock import FileLock, holders
-from tallyroll.collector.workers.shared.weights import SharedWeights
+from tallyroll.collector.workers.local.memory import Arena, Measure
+from tallyroll.collector.workers.local.rwlock import FileLock, holders
+from tallyroll.collector.workers.local.weights import SharedWeights
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
 
 from fork_server import warm_fork_server

@@ -4,8 +4,6 @@ One arena, carved by every process in the same order: a board a worker, the poli
 one slab of all lanes (``mode="sync"``) or one a worker, of several segments (``mode="async"``).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,42 +13,12 @@ from numpy.typing import NDArray
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import BOARD_WORDS
 from tallyroll.collector.slab.slab import Slab, memory_of
-from tallyroll.collector.workers.shared.memory import Area
-from tallyroll.collector.workers.shared.weights import SharedWeights
+from tallyroll.collector.workers.local.memory import Area
+from tallyroll.collector.workers.local.weights import SharedWeights
+from tallyroll.collector.workers.share import Share
 from tallyroll.storage.rows.keys import Key
 
 Memory = dict[Key, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Share:
-    """The share of lanes, slabs and memory that each worker has."""
-
-    lanes: tuple[int, ...]
-    """Lanes of each worker."""
-    slots: int
-    """Of a slab, or of a segment."""
-    segments: int
-    """Of each worker's own slab; 0: one slab for all."""
-
-    def of(self, worker: int) -> range:
-        """The lanes of a worker, numbered over the run."""
-        first = sum(self.lanes[:worker])
-        return range(first, first + self.lanes[worker])
-
-    @property
-    def stride(self) -> int:
-        """Slots from one segment's first to the next's.
-
-        One more than are filled: what follows on a segment's last slot may be written while the
-        next segment is still read.
-        """
-        return self.slots + 1
-
-    @property
-    def total(self) -> int:
-        """Lanes of the run."""
-        return sum(self.lanes)
 
 
 class Blocks:
@@ -114,8 +82,3 @@ class Blocks:
 
     def _slab(self, memory: Memory, slots: int, lanes: int, first_lane: int) -> Slab:
         return self._plan.slab(slots, lanes, first_lane=first_lane, memory=memory)
-
-
-def evenly(total: int, parts: int) -> Sequence[int]:
-    """``total`` in ``parts`` parts that differ by at most one, the larger ones first."""
-    return [total // parts + (part < total % parts) for part in range(parts)]

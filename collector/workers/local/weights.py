@@ -8,8 +8,8 @@ from torch import nn
 
 from tallyroll.collector.compat import copy_all
 from tallyroll.collector.errors import ArgumentError, StateError
-from tallyroll.collector.workers.shared.memory import Area, Arena
-from tallyroll.collector.workers.shared.rwlock import FileLock
+from tallyroll.collector.workers.local.memory import Area, Arena
+from tallyroll.collector.workers.local.rwlock import FileLock
 
 LOCK_SECONDS = 30.0
 

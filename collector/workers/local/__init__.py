@@ -1,0 +1,1 @@
+"""Workers on this machine: processes, or threads, over memory that they share with the parent."""

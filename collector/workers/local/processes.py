@@ -1,0 +1,241 @@
+"""Workers in processes of their own: started, reached by pipes, found dead, killed."""
+
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.compat import preloaded_modules
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.workers.local.lifetime import IGNORED, kill_group, kill_when_closed
+from tallyroll.collector.workers.local.limits import UNGUARDED, limits_named
+from tallyroll.collector.workers.local.memory import Arena
+from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace
+from tallyroll.collector.workers.local.placement import Blocks
+from tallyroll.collector.workers.local.process_main import main
+from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.transport import Gone
+from tallyroll.collector.workers.unblocked_output import drops_output
+
+_END_SECONDS = 2.0
+"""How long a process that was killed may take to be gone."""
+_STATUS_SECONDS = 1.0
+"""How long a process whose pipe is closed may take to say its exit status."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_MISTAKE = (
+    'expected the collector to be made under `if __name__ == "__main__":`, because each '
+    "worker imports the main module again; {who} came to it too. Write\n\n"
+    '    if __name__ == "__main__":\n'
+    "        with MultiprocessCollector(...) as collector:\n"
+    "            ..."
+)
+
+
+class ProcessLink:
+    """The pipe to a process, and the process.
+
+    Args:
+        process: was started.
+        channel: our end of its pipe.
+        held: a pipe that nothing is written to: the worker is killed when this process holds it
+            no more.
+    """
+
+    def __init__(self, process: Any, channel: PipeChannel, held: Connection) -> None:
+        self.process, self.channel, self._held = process, channel, held
+        self.pid: int = process.pid
+        self.name = f"process {self.pid}"
+        self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        """It was not seen to end."""
+        return self.process.exitcode is None
+
+    @property
+    def sources(self) -> list[Any]:
+        """Its ends of pipes that are ready when there is something to hear."""
+        return [self.channel.connection, self.process.sentinel]
+
+    def send(self, question: object) -> None:
+        """Send a question; a process that is dead is heard of later."""
+        with suppress(OSError):
+            self.channel.send(question)
+
+    def hear(self) -> object:
+        """Its answer, for what it said before it died counts, or how it died."""
+        try:
+            if self.channel.connection.poll():
+                return self.channel.receive()
+        except (EOFError, ConnectionError):
+            pass
+        self.over(_STATUS_SECONDS)  # it may be about to say its status
+        self.end()
+        return _gone(self.process.exitcode)
+
+    def over(self, seconds: float) -> bool:
+        """Wait for its end. It is not joined: while it is a zombie, its number is its own."""
+        return bool(wait([self.process.sentinel], seconds))
+
+    def kill(self) -> None:
+        """Kill it, dead or not, and what its environment started."""
+        if not self._ended:
+            kill_group(self.pid)
+
+    def end(self) -> None:
+        """Kill it and wait for it; only once.
+
+        First the group, then the wait for its leader: until then no other can have its number.
+        """
+        if not self._ended:
+            self._ended = True
+            kill_group(self.pid)
+            self.process.join(_END_SECONDS)
+            self.channel.connection.close()
+            _let_go(self._held)
+
+
+def _gone(code: int | None) -> Gone:
+    if code is None:
+        return Gone("ended")
+    if code == UNGUARDED:
+        return Gone(f"exited with status {code}", code, mistake=_MISTAKE)
+    if code >= 0:
+        return Gone(f"exited with status {code}", code)
+    hint = ". Where nothing here killed it, the machine may be out of memory"
+    return Gone(f"was killed by {_signal(-code)}", code, hint if code == -signal.SIGKILL else "")
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Processes:
+    """Starts processes. Whatever becomes of this one, they end with it.
+
+    Args:
+        jobs: one pickled job a worker.
+        start_method: of :mod:`multiprocessing`.
+        threads: of each worker, in its numerical libraries.
+    """
+
+    kills = True
+
+    def __init__(self, jobs: Sequence[bytes], *, start_method: str, threads: int) -> None:
+        with limits_named(len(jobs)):
+            self._jobs = [_in_memory(job) for job in jobs]
+        self._threads, self._place = threads, SharedPlace()
+        self._context: Any = get_context(start_method)
+        if start_method == "forkserver":
+            # What takes seconds to import the server imports once, beside what others asked for.
+            # Not the main module: where it lacks a guard, the server itself would come to us.
+            modules = dict.fromkeys([*preloaded_modules(), main.__module__])
+            modules.pop("__main__", None)
+            self._context.set_forkserver_preload([*modules])
+
+    def start(self, index: int) -> ProcessLink:
+        """Start a process with its job.
+
+        Raises:
+            ArgumentError: a limit of the system does not allow it.
+        """
+        with limits_named(len(self._jobs)):
+            return self._started(index)
+
+    def _started(self, index: int) -> ProcessLink:
+        ours, theirs = self._context.Pipe()
+        end, held = self._context.Pipe(duplex=False)
+        _held.add(held)
+        process = self._context.Process(
+            target=main,
+            args=(theirs, self._jobs[index], end, drops_output()),
+            name=f"tallyroll-worker-{index}",
+        )
+        try:
+            # Python's tracker of resources unblocks signals when it starts.
+            resource_tracker.ensure_running()
+            with _threads_limited(self._threads), _signals_blocked():
+                process.start()
+            with suppress(ProcessLookupError):  # it is gone already, which is heard of
+                kill_when_closed(end.fileno(), process.pid)
+        except BaseException:
+            _let_go(held)
+            raise
+        finally:
+            end.close()
+            theirs.close()
+        return ProcessLink(process, PipeChannel(ours, self._place), held)
+
+    def ready(self, links: Sequence[ProcessLink], seconds: float) -> Collection[ProcessLink]:
+        """Links that have something to be heard."""
+        sources = {source: link for link in links for source in link.sources}
+        return {sources[source] for source in wait(list(sources), seconds)}
+
+    def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
+        """Shared memory for all."""
+        return self._place.make(share, plan, module)
+
+
+def _in_memory(job: bytes) -> Arena:
+    """A job in shared memory: a pipe would block where the process does not read."""
+    arena = Arena.create(len(job))
+    arena.array((len(job),), np.uint8)[:] = np.frombuffer(job, np.uint8)
+    return arena
+
+
+_held: set[Connection] = set()
+"""Pipes whose closing ends a worker, those of all crews."""
+
+
+def _let_go(alive: Connection) -> None:
+    _held.discard(alive)
+    alive.close()
+
+
+def _forget() -> None:
+    """In a forked child, or workers would live for as long as it."""
+    for alive in _held:
+        alive.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+_environment = threading.Lock()
+"""Held by the thread that changes the environment for the processes that it starts."""
+
+
+@contextmanager
+def _threads_limited(threads: int) -> Iterator[None]:
+    """A process started inside has so many threads in its numerical libraries."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process started inside is not hit by a terminal's signals before it can say how."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

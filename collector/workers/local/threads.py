@@ -1,0 +1,130 @@
+"""Workers in threads of this process, for environments that wait and release the interpreter.
+
+The same worker answers the same messages over a pipe, and fills the same kind of memory. No thread
+can be killed: one that is in a step ends after it.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace
+from tallyroll.collector.workers.local.placement import Blocks
+from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.transport import Gone
+from tallyroll.collector.workers.worker import work
+
+_END_SECONDS = 10.0
+"""How long a thread may take to end its step and to close its environment."""
+
+
+class ThreadLink:
+    """The pipe to a thread, and the thread.
+
+    Args:
+        index: of the worker.
+        job: a pickled one.
+        place: the memory of all workers.
+    """
+
+    pid = None
+
+    def __init__(self, index: int, job: bytes, place: SharedPlace) -> None:
+        ours, theirs = Pipe()
+        self.channel = PipeChannel(ours, place)
+        self._raised: list[BaseException] = []
+        self._until: float | None = None
+        """When a thread that is to end should have done so."""
+        self._thread = threading.Thread(
+            target=_serve,
+            args=(PipeChannel(theirs), job, self._raised),
+            name=f"tallyroll-worker-{index}",
+            daemon=True,  # the program ends, whatever a step waits for
+        )
+        self.name = f"thread {self._thread.name}"
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """It has not ended."""
+        return self._thread.is_alive()
+
+    def send(self, question: object) -> None:
+        """Send a question; a thread that has ended is heard of later."""
+        with suppress(OSError):
+            self.channel.send(question)
+
+    def hear(self) -> object:
+        """Its answer, or how it ended."""
+        try:
+            return self.channel.receive()
+        except (EOFError, ConnectionError):
+            self.end()
+            raised = "".join(f" by {error!r}" for error in self._raised)
+            return Gone(f"ended{raised}")
+
+    def over(self, seconds: float) -> bool:
+        """Wait for its end."""
+        if self._thread is not threading.current_thread():  # a collector is dropped anywhere
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """Let it end after the step under way: it is asked nothing more."""
+        if self._until is None:
+            self._until = time.monotonic() + _END_SECONDS
+            self.channel.connection.close()
+
+    def end(self) -> None:
+        """Wait for its end, but not for ever."""
+        self.kill()
+        if not self.over(max(0.0, (self._until or 0.0) - time.monotonic())):
+            warnings.warn(
+                f"{self.name} is still in its environment after {_END_SECONDS:g} seconds; it ends "
+                'when that returns. Let steps come to an end, or use transport="process"',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException]) -> None:
+    try:
+        work(channel, job)
+    except (EOFError, OSError):
+        pass  # the parent asks nothing more
+    except BaseException as error:
+        raised.append(error)
+        raise
+    finally:
+        channel.connection.close()
+
+
+class Threads:
+    """Starts threads.
+
+    Args:
+        jobs: one pickled job a worker.
+    """
+
+    kills = False
+
+    def __init__(self, jobs: Sequence[bytes]) -> None:
+        self._jobs, self._place = jobs, SharedPlace()
+
+    def start(self, index: int) -> ThreadLink:
+        """Start a thread with its job."""
+        return ThreadLink(index, self._jobs[index], self._place)
+
+    def ready(self, links: Sequence[ThreadLink], seconds: float) -> Collection[ThreadLink]:
+        """Links that have something to be heard."""
+        sources = {link.channel.connection: link for link in links}
+        return {sources[source] for source in wait(list(sources), seconds)}  # type: ignore[index]
+
+    def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
+        """Memory for all."""
+        return self._place.make(share, plan, module)

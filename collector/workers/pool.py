@@ -1,0 +1,267 @@
+"""The workers as their parent sees them: asked, waited for, found dead or hung, ended."""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.rollout.os_signals import admitted
+from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP, new_board
+from tallyroll.collector.workers import failures
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.supervision_options import Supervision
+from tallyroll.collector.workers.transport import Board, Gone, Link, Transport
+
+_LOOK_SECONDS = 0.25
+"""How often the progress of workers is looked at while nothing is heard of them."""
+_CLOSE_SECONDS = 2.0
+"""How long a worker may take to close its environment."""
+_SETTLE_SECONDS = 1.0
+"""How long a worker may take to end the step under way, when all is over."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker, and what was heard of it last."""
+
+    index: int
+    link: Link
+    lanes: range = range(0)
+    board: Board = field(default_factory=new_board, repr=False)
+    """One of its own until it has got that of the place."""
+    actions: NDArray[Any] | None = field(default=None, repr=False)
+    """``[slot, lane, ...]``, those of its slab."""
+    seeds: Sequence[int] = ()
+    state: bytes | None = None
+    """Of its environment's transforms."""
+    ended: bool = False
+    """It is no more."""
+    ready: bool = False
+    """It has all it needs to step."""
+    failed: Exception | None = None
+    """Why it will never answer again."""
+    asked: int = 0
+    """Questions that it has not answered yet."""
+    since: float = 0.0
+    """When it was asked, or made progress last."""
+    filled: int = field(default=0, repr=False)
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+        lanes = self.lanes
+        if not lanes:
+            return f"worker {self.index}"
+        several = f"lanes {lanes[0]} to {lanes[-1]}" if len(lanes) > 1 else f"lane {lanes[0]}"
+        return f"worker {self.index} ({several}, {self.link.name})"
+
+    @property
+    def last_action(self) -> NDArray[Any] | None:
+        """The last actions of its lanes, or the ones under way, ``[lane, ...]``."""
+        if self.actions is None or not self.ready:
+            return None
+        last: NDArray[Any] = self.actions[min(self.board[FILLED], len(self.actions) - 1)]
+        return last
+
+
+Event = tuple[Member, Any]
+"""A member, and its answer or the :class:`WorkerError` that says why none will come."""
+
+
+class WorkerPool:
+    """Starts workers, asks them, and hears their answers or their end.
+
+    Nothing here waits without a limit: ends are seen by the transport, steps by the boards that
+    workers write. Whatever becomes of this process, its workers end with it.
+
+    Args:
+        transport: runs them.
+        workers: how many.
+        supervision: how long workers may take.
+    """
+
+    def __init__(self, transport: Transport[Any], workers: int, supervision: Supervision) -> None:
+        self.transport, self._supervision = transport, supervision
+        self.members: list[Member] = []
+        self._owner = os.getpid()
+        # Called by us, or before multiprocessing waits for its children at the interpreter's exit.
+        self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
+        try:
+            for index in range(workers):
+                link = transport.start(index)
+                # What it says first is asked for by starting it.
+                self.members.append(Member(index, link, asked=1, since=time.monotonic()))
+        except BaseException:
+            self._finalize()
+            raise
+
+    # --- asking and hearing -----------------------------------------------------------------------
+
+    def ask(self, member: Member, message: object) -> None:
+        """Ask; a worker that is dead is heard of by :meth:`events`."""
+        if not member.asked:
+            member.since = time.monotonic()
+        member.asked += 1
+        if member.failed is None:
+            member.link.send(message)
+
+    def events(
+        self,
+        limit: float | None = None,
+        of: Sequence[Member] | None = None,
+        *,
+        during: AbstractContextManager[None] | None = None,
+    ) -> list[Event]:
+        """The next events of members that were asked; waits for at least one.
+
+        Args:
+            limit: seconds, after which nothing was heard and the list is empty.
+            of: only these are listened to; None: all.
+            during: what it waits in; None: where signals' handlers may raise.
+        """
+        until = math.inf if limit is None else time.monotonic() + limit
+        listened = self.members if of is None else of
+        busy = [member for member in listened if member.asked]
+        for member in busy:
+            if member.failed is not None:  # it was said before, and is again
+                member.asked = 0
+                return [(member, member.failed)]
+        links = [member.link for member in busy]
+        while busy:
+            patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
+            with admitted() if during is None else during:
+                ready = self.transport.ready(links, patience)
+            events = [self._heard(member) for member in busy if member.link in ready]
+            silent = [member for member in busy if member.link not in ready]
+            events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
+            if events or time.monotonic() >= until:
+                return events
+        return []
+
+    def _heard(self, member: Member) -> Event:
+        answer = member.link.hear()
+        if isinstance(answer, Gone):
+            _end(member)
+            member.failed = failures.died(member, answer)
+            return member, member.failed
+        member.asked -= 1
+        member.since = time.monotonic()
+        if isinstance(answer, m.Raised):
+            member.asked = 0
+            member.failed = failures.worker_error(member, answer)
+            return member, member.failed
+        member.state = getattr(answer, "state", None) or member.state
+        return member, answer
+
+    def _hangs(self, member: Member) -> bool:
+        """It made no progress for as long as it was given."""
+        now = time.monotonic()
+        filled = member.board[FILLED]
+        if filled != member.filled:
+            member.filled, member.since = filled, now
+        timeout = self._timeout(member)
+        return timeout is not None and now - member.since > timeout
+
+    def _timeout(self, member: Member) -> float | None:
+        limits = self._supervision
+        return limits.step_timeout if member.ready else limits.start_seconds
+
+    def _hung(self, member: Member) -> WorkerError:
+        _end(member)
+        member.failed = error = failures.hung(member, self._timeout(member) or 0.0)
+        return error
+
+    def answer(self, member: Member, message: object) -> Any:
+        """Ask one member, and return its answer.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        self.ask(member, message)
+        return self.hear(member)
+
+    def hear(self, member: Member) -> Any:
+        """The answer of one member that was asked.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        ((_, answer),) = self.events(of=[member])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    # --- ends and new beginnings ------------------------------------------------------------------
+
+    def halt(self) -> None:
+        """Let all end after the step under way. Safe in a signal handler."""
+        for member in self.members:
+            member.board[HALT] = STOP
+
+    def pause(self) -> None:
+        """Let all come to the end of the step under way. Safe in a signal handler."""
+        for member in self.members:
+            if not member.board[HALT]:
+                member.board[HALT] = PAUSE
+
+    def go_on(self) -> None:
+        """Take :meth:`halt` and :meth:`pause` back."""
+        for member in self.members:
+            member.board[HALT] = 0
+
+    def settle(self, *, patient: bool = False) -> list[Event]:
+        """Halt, and hear all that were asked; one that does not answer soon is killed.
+
+        ``patient``: they may take as long as for any step.
+        """
+        self.halt()
+        heard: list[Event] = []
+        until = time.monotonic() + _SETTLE_SECONDS
+        while any(member.asked for member in self.members):
+            limit = None if patient else max(0.0, until - time.monotonic())
+            events = self.events(limit, during=None if patient else nullcontext())
+            silent = [] if events else [member for member in self.members if member.asked]
+            heard += events or [(member, self._hung(member)) for member in silent]
+        return heard
+
+    def restart(self, member: Member) -> None:
+        """Start another worker in the place of ``member``; its first answer is not heard yet."""
+        _end(member)
+        member.link = self.transport.start(member.index)
+        member.asked, member.since = 1, time.monotonic()
+        member.ended, member.ready, member.failed = False, False, None
+
+    def close(self) -> None:
+        """Let idle workers close their environments; end them all. Idempotent."""
+        try:
+            if not self._finalize.still_active() or os.getpid() != self._owner:
+                return
+            idle = [member for member in self.members if not member.asked and not member.ended]
+            for member in idle:
+                member.link.send(m.Close())
+            until = time.monotonic() + _CLOSE_SECONDS
+            for member in idle:
+                member.link.over(max(0.0, until - time.monotonic()))
+        finally:
+            self._finalize()
+
+
+def _kill_all(members: list[Member]) -> None:
+    for member in members:
+        member.link.kill()
+    for member in members:
+        _end(member)
+
+
+def _end(member: Member) -> None:
+    """End a worker, dead or not; only once."""
+    member.asked = 0
+    member.ended = True
+    member.link.end()

@@ -1,1 +1,0 @@
-"""Memory that a parent and its workers share."""
