@@ -9,6 +9,7 @@ import _signal  # type: ignore[import-not-found]
 import atexit
 import gc
 import os
+import threading
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, process
@@ -251,6 +252,36 @@ class ExplorationPlace:
 
 
 _reading = RLock()
+
+
+class _OwnMode:
+    """A place whose value a thread may have for itself."""
+
+    @property
+    def _mode(self) -> Any:
+        return getattr(_own, "mode", self.__dict__["_mode"])
+
+    @_mode.setter
+    def _mode(self, mode: Any) -> None:
+        if hasattr(_own, "mode"):
+            _own.mode = mode
+        else:
+            self.__dict__["_mode"] = mode
+
+
+_own = threading.local()
+
+
+def explore_apart() -> None:
+    """Give this thread an exploration type of its own; TorchRL has one for all threads."""
+    from tensordict.nn import probabilistic
+
+    place = probabilistic._interaction_type
+    with _reading:
+        if not isinstance(place, _OwnMode):
+            kind = type(place)
+            place.__class__ = type(kind.__name__, (_OwnMode, kind), {})
+    _own.mode = place._mode
 
 
 def generator_states(devices: Sequence[int] = ()) -> list[torch.Tensor]:

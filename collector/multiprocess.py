@@ -1,4 +1,4 @@
-"""The collector of many processes."""
+"""The collector of many processes, or threads."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -45,17 +45,19 @@ from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.leases import Leases
 from tallyroll.collector.workers.local.limits import require_guard
 from tallyroll.collector.workers.local.processes import Processes
+from tallyroll.collector.workers.local.threads import Threads
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share, evenly
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.supervision_options import OnDeath, Supervision, supervision_of
-from tallyroll.collector.workers.transport import Link, Place
+from tallyroll.collector.workers.transport import Link, Place, Transport
 from tallyroll.storage import ways
 
 Factory = Callable[[], EnvBase | VectorEnv]
 Mode = Literal["sync", "async"]
+TransportName = Literal["process", "thread"]
 _MOST_WORKERS = 2**16
 _SEGMENTS = 2
 """In async mode a worker fills one while the other is read."""
@@ -81,14 +83,21 @@ class MultiprocessCollector(Collector):
             worker. Environments and policies travel by cloudpickle.
         policy: as for :class:`SyncCollector`. Weights, buffers included, reach the workers by
             shared memory; only those of an ``nn.Module`` can.
-        num_workers: processes; with a list of factories, as many as those.
+        num_workers: processes, or threads; with a list of factories, as many as those.
         mode: ``"sync"`` or ``"async"``.
         threads_per_worker: of torch and of the numerical libraries; by default the cores are
             shared out.
         on_worker_death, max_respawns, step_timeout, start_timeout: see :class:`Supervision`.
         supervision: these four as one object, in their place.
-        mp_start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly (its socket
-            in the temporary directory is left there where this process is killed).
+        transport: ``"process"``, or ``"thread"``: workers are threads of this process, which start
+            at once and pay where environments wait (for a simulator, a network) and release the
+            interpreter; else one keeps the others from running. Random actions and deterministic
+            policies give the rows of processes; a policy that draws from torch's generator shares
+            it with the other threads, in any order. A thread cannot be ended: one that completes
+            no step within ``step_timeout`` ends the run and is not replaced, and
+            :meth:`shutdown` waits up to 10 seconds for steps under way, then warns.
+        mp_start_method: of processes: ``"spawn"``, or ``"forkserver"``, which starts more quickly
+            (its socket in the temporary directory is left there where this process is killed).
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
@@ -138,31 +147,39 @@ class MultiprocessCollector(Collector):
         step_timeout: float | None = None,
         start_timeout: float | None = 120.0,
         supervision: Supervision | None = None,
+        transport: TransportName = "process",
         mp_start_method: str = "spawn",
     ) -> None:
-        require_guard()
+        one_of("transport", transport, TransportName)
+        if transport == "process":
+            require_guard()
         options = Options.of(locals())
         _check_mode(mode, options)
         _check_start_method(mp_start_method)
         supervision = supervision_of(locals())
+        if transport == "thread":
+            _check_threads(threads_per_worker, mp_start_method, supervision)
         factories = _per_worker(create_env_fn, num_workers, options)
         self.num_workers, self._mode = len(factories), mode
         self._one_system = isinstance(create_env_fn, str)
         threads = or_none(positive)("threads_per_worker", threads_per_worker)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+        self._transport, own = transport, threads if transport == "process" else None
         self._policy = None if policy is None else Policy(policy, None, None)
         copied = None
         if self._policy is not None:
             copied = on_device(self._policy.source, torch.device("cpu"))
         jobs = [
-            Job(create, copied, options.for_worker(lanes), threads, ways.off())
+            Job(create, copied, options.for_worker(lanes), own, ways.off())
             for create, lanes in factories
         ]
         pickled = [_pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            transport = Processes(pickled, start_method=mp_start_method, threads=threads)
-            self._worker_pool = WorkerPool(transport, len(jobs), supervision)
+            runs: Transport[Any] = Threads(pickled)
+            if transport == "process":
+                runs = Processes(pickled, start_method=mp_start_method, threads=threads)
+            self._worker_pool = WorkerPool(runs, len(jobs), supervision)
             self._prepare(policy, supervision.respawns)
         except BaseException:
             self.shutdown()
@@ -188,14 +205,16 @@ class MultiprocessCollector(Collector):
         if self._startup.apart:
             judge_apart(self._startup.apart, self.num_workers, self._options.layout)
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
+        call: dict[str, Any] = {"num_workers": self.num_workers, "mode": self._mode}
+        if self._transport != "process":
+            call["transport"] = self._transport
         self._drive(
             rollout,
             plan,
             self._startup.ranges,
             description,
             self._torchrl_layout(plan),
-            num_workers=self.num_workers,
-            mode=self._mode,
+            **call,
         )
 
     def _stepping(self) -> dict[str, Decision]:
@@ -267,7 +286,7 @@ class MultiprocessCollector(Collector):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers."""
+        """Process ids of the workers; none where they are threads."""
         return [link.pid for link in self._links if link.pid is not None]
 
     def _close_source(self) -> None:
@@ -384,6 +403,26 @@ def _check_part_stepping(options: Options, reset_slots: bool, workers: int) -> N
         raise ArgumentError(
             'surplus="never_step" with several workers needs autoreset to be disabled: a lane that '
             'waits would lose its reset slot; use surplus="carry", or AutoresetMode.DISABLED'
+        )
+
+
+def _check_threads(
+    threads_per_worker: int | None, start_method: str, supervision: Supervision
+) -> None:
+    if threads_per_worker is not None:
+        raise ArgumentError(
+            'threads_per_worker needs transport="process": workers in threads share those of this '
+            "process; leave it out, or call torch.set_num_threads"
+        )
+    if start_method != "spawn":
+        raise ArgumentError(
+            f'mp_start_method={start_method!r} needs transport="process": threads are not '
+            "started that way; leave it out"
+        )
+    if supervision.step_timeout is not None and supervision.respawns:
+        raise ArgumentError(
+            'step_timeout with on_worker_death="respawn" needs transport="process": a thread that '
+            "hangs cannot be ended, so that none can take its place; leave one of them out"
         )
 
 

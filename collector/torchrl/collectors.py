@@ -139,7 +139,9 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         kwargs, init = given.pop("create_env_kwargs", None), given.pop("init_fn", None)
         envs = many_envs(create_env_fn, workers, kwargs, init)
         factory = given.pop("policy_factory", None)
-        asked, threads = asked_for(given), given.setdefault("num_sub_threads", 1)
+        asked, threads = asked_for(given), given.get("num_sub_threads", 1)
+        if given.get("transport") != "thread":
+            given["num_sub_threads"] = threads
         ours, self._wishes = resolve(given, many=True)
         acting = compiled(policy_of(policy, factory), asked, None)
         if factory is not None and policy is not None:

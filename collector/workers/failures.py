@@ -19,6 +19,7 @@ from tallyroll.collector.workers.transport import Gone
 if TYPE_CHECKING:
     from tallyroll.collector.workers.pool import Member
 
+_PROCESS = 'transport="process", whose workers can be ended and replaced'
 _SHOWN = 16
 """Lanes whose seeds and actions a message shows."""
 
@@ -56,15 +57,22 @@ def died(member: "Member", gone: Gone) -> WorkerError:
     return WorkerDied(text, **_facts(member, None), exitcode=gone.exitcode)
 
 
-def hung(member: "Member", seconds: float) -> WorkerError:
-    """The error for a worker that made no progress for so many seconds."""
+def hung(member: "Member", seconds: float, ended: bool) -> WorkerError:
+    """The error for a worker that made no progress for so many seconds.
+
+    ``ended``: it could be ended, as a thread cannot.
+    """
+    end = (
+        "and was ended" if ended else "and a thread cannot be ended: it goes on in its environment"
+    )
     if not member.ready:
-        text = f"{member.who} was not ready after start_timeout={seconds:g} seconds, and was ended"
+        text = f"{member.who} was not ready after start_timeout={seconds:g} seconds, {end}"
     else:
+        way = 'on_worker_death="respawn" to go on with a new worker'
         text = (
-            f"{member.who} completed no step within step_timeout={seconds:g} seconds, and was ended"
+            f"{member.who} completed no step within step_timeout={seconds:g} seconds, {end}"
             f"{_details(member, None)}\nWhat was committed is safe; make step_timeout "
-            'larger, or pass on_worker_death="respawn" to go on with a new worker'
+            f"larger, or pass {way if ended else _PROCESS}"
         )
     return WorkerHung(text, **_facts(member, None))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.rollout.os_signals import admitted
-from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP, new_board
+from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.supervision_options import Supervision
@@ -174,8 +174,12 @@ class WorkerPool:
         return limits.step_timeout if member.ready else limits.start_seconds
 
     def _hung(self, member: Member) -> WorkerError:
-        _end(member)
-        member.failed = error = failures.hung(member, self._timeout(member) or 0.0)
+        kills = self.transport.kills
+        if kills:
+            _end(member)
+        else:
+            _leave(member)
+        member.failed = error = failures.hung(member, self._timeout(member) or 0.0, kills)
         return error
 
     def answer(self, member: Member, message: object) -> Any:
@@ -255,9 +259,22 @@ class WorkerPool:
 
 def _kill_all(members: list[Member]) -> None:
     for member in members:
+        member.board[HALT] = STOP
         member.link.kill()
     for member in members:
         _end(member)
+
+
+def _leave(member: Member) -> None:
+    """Let a worker that cannot be ended stop after its step, which counts no more."""
+    member.asked = 0
+    member.ended = True
+    seen = [member.board[word] for word in range(BOARD_WORDS)]
+    member.board[HALT] = STOP
+    member.board = new_board()
+    for word, value in enumerate(seen):
+        member.board[word] = value
+    member.link.kill()
 
 
 def _end(member: Member) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.errors import EnvironmentRefused, WorkerError
+from tallyroll.collector.errors import EnvironmentRefused, WorkerError, WorkerHung
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.pool import Member, WorkerPool
@@ -160,6 +160,8 @@ class WorkerStartup:
         """``error``, if the worker that failed with it may be replaced; else it is raised."""
         if not isinstance(error, WorkerError) or not self._limit:
             raise error
+        if isinstance(error, WorkerHung) and not self._worker_pool.transport.kills:
+            raise error  # it is still there
         if not self._left:
             error.add_note(
                 f"tallyroll: max_respawns={self._limit} workers were replaced before this one"

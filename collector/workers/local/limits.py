@@ -1,4 +1,4 @@
-"""What keeps processes from being started: a main module without a guard, and system limits."""
+"""Reasons why workers cannot be started: a main module without a guard, and system limits."""
 
 import errno
 import os

@@ -12,7 +12,9 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
+from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.workers.local.limits import limits_named
 from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.share import Share
@@ -40,6 +42,8 @@ class ThreadLink:
         self._raised: list[BaseException] = []
         self._until: float | None = None
         """When a thread that is to end should have done so."""
+        self._said = False
+        """A warning was given of it."""
         self._thread = threading.Thread(
             target=_serve,
             args=(PipeChannel(theirs), job, self._raised),
@@ -64,9 +68,9 @@ class ThreadLink:
         try:
             return self.channel.receive()
         except (EOFError, ConnectionError):
-            self.end()
-            raised = "".join(f" by {error!r}" for error in self._raised)
-            return Gone(f"ended{raised}")
+            self.over(_END_SECONDS)
+            raised, self._raised[:] = self._raised[:], []
+            return Gone("ended" + "".join(f" by {error!r}" for error in raised))
 
     def over(self, seconds: float) -> bool:
         """Wait for its end."""
@@ -83,23 +87,28 @@ class ThreadLink:
     def end(self) -> None:
         """Wait for its end, but not for ever."""
         self.kill()
-        if not self.over(max(0.0, (self._until or 0.0) - time.monotonic())):
+        gone = self.over(max(0.0, (self._until or 0.0) - time.monotonic()))
+        if not gone and not self._said:
+            self._said = True
             warnings.warn(
                 f"{self.name} is still in its environment after {_END_SECONDS:g} seconds; it ends "
                 'when that returns. Let steps come to an end, or use transport="process"',
                 RuntimeWarning,
                 stacklevel=2,
             )
+        while self._raised:
+            error = self._raised.pop()
+            warnings.warn(f"{self.name} ended by {error!r}", RuntimeWarning, stacklevel=2)
 
 
 def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException]) -> None:
+    explore_apart()
     try:
         work(channel, job)
     except (EOFError, OSError):
         pass  # the parent asks nothing more
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  the parent says it
         raised.append(error)
-        raise
     finally:
         channel.connection.close()
 
@@ -117,8 +126,13 @@ class Threads:
         self._jobs, self._place = jobs, SharedPlace()
 
     def start(self, index: int) -> ThreadLink:
-        """Start a thread with its job."""
-        return ThreadLink(index, self._jobs[index], self._place)
+        """Start a thread with its job.
+
+        Raises:
+            ArgumentError: a limit of the system does not allow it.
+        """
+        with limits_named(len(self._jobs)):
+            return ThreadLink(index, self._jobs[index], self._place)
 
     def ready(self, links: Sequence[ThreadLink], seconds: float) -> Collection[ThreadLink]:
         """Links that have something to be heard."""
