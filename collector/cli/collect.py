@@ -235,7 +235,7 @@ class CollectRun:
             arguments["num_workers"] = plan.workers
             arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"
             arguments["max_respawns"] = plan.respawns or 0
-            same += ["mode", "step_timeout"]
+            same += ["mode", "transport", "step_timeout"]
         # What is left out is as the collector has it.
         arguments |= {name: value for name, value in plan.as_dict().items() if name in same}
         make = MultiprocessCollector if plan.workers else SyncCollector
@@ -386,10 +386,15 @@ def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
             f"--workers: expected at most as many as there are lanes, {plan.lanes}, got "
             f"{plan.workers}; give fewer, or a larger --num-envs"
         )
-    for name in ("mode", "respawns", "step_timeout"):
+    for name in ("mode", "transport", "respawns", "step_timeout"):
         if not plan.workers and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             return f"{option} is for workers, and there are none; give --workers"
+    if plan.transport == "thread" and plan.respawns and plan.step_timeout:
+        return (
+            "--transport thread: a thread that hangs cannot be ended and replaced; leave out "
+            "--step-timeout or --respawns, or use --transport process"
+        )
     return None
 
 

@@ -292,12 +292,16 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--rename": (_rename, "OLD=NEW",
         "new name for a column whose name collides; may be given several times"),
     "--workers": (_count, "W",
-        "number of processes that step the lanes, for environments whose steps are costly "
+        "number of processes (see --transport) that step the lanes, for costly environments "
         "(default: 0, the command's own process)"),
     "--mode": (("sync", "async"), "",
         "sync: workers advance together, and the rows are those of one process; async: no "
         "worker waits for another, rows are stored in order of arrival, and which rows differs "
         "from run to run (default: sync)"),
+    "--transport": (("process", "thread"), "",
+        "process: workers are processes; thread: threads of the command's own process, for "
+        "environments that wait and release the interpreter; one that hangs cannot be replaced "
+        "(default: process)"),
     "--respawns": (_count, "R",
         "replace workers that raise, die or hang, R times in all (default: 0, the run ends "
         "with an error)"),
@@ -396,8 +400,8 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
     _add(source, "--frame-skip", "--info-keys")
     _add(source, "--rename", action="append")
-    workers = parser.add_argument_group("processes")
-    _add(workers, "--workers", "--mode", "--respawns", "--step-timeout")
+    workers = parser.add_argument_group("workers")
+    _add(workers, "--workers", "--mode", "--transport", "--respawns", "--step-timeout")
     storage = parser.add_argument_group("storage")
     _add(storage, "--format", "--durability", "--max-size", "--finalize")
     details = parser.add_argument_group("details")

@@ -47,6 +47,7 @@ class Plan:
     rename: list[str] | None = None
     workers: int | None = None
     mode: str | None = None
+    transport: str | None = None
     respawns: int | None = None
     step_timeout: int | float | None = None
     durability: str | None = None

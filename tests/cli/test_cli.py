@@ -286,6 +286,11 @@ USAGE = {
     "--frames 5 --step-timeout nan": "argument --step-timeout: expected a number of seconds",
     "--frames 5 --num-envs 2 --workers 3": "--workers: expected at most as many as there are "
     "lanes, 2, got 3; give fewer, or a larger --num-envs",
+    "--frames 5 --workers 1 --transport fiber": "argument --transport: invalid choice: 'fiber'",
+    "--frames 5 --transport thread": "--transport is for workers, and there are none; give --work",
+    "--frames 5 --workers 1 --transport thread --respawns 1 --step-timeout 2": (
+        "--transport thread: a thread that hangs cannot be ended and replaced; leave out "
+    ),
     "--frames 5 --mode async": "--mode is for workers, and there are none; give --workers",
     "--frames 5 --workers 0 --respawns 2": "--respawns is for workers, and there are none; give",
     "--frames 5 --step-timeout 0.5": "--step-timeout is for workers, and there are none; give",
