@@ -218,7 +218,7 @@ class MultiprocessCollector(Collector):
         )
 
     def _stepping(self) -> dict[str, Decision]:
-        ahead = Decision("after", "worker processes fill the slots")
+        ahead = Decision("after", "workers fill the slots")
         return {**self._startup.decisions, "ahead": ahead}
 
     def _torchrl_layout(self, plan: SlabPlan) -> TorchrlLayout | None:

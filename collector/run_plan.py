@@ -182,14 +182,14 @@ def counting(*, workers: bool, transitions: bool, episodes: bool) -> Decision:
     """Choose how slots are counted where a call wants one of all lanes: ``whole``, ``by lane``.
 
     Args:
-        workers: worker processes fill them.
+        workers: workers fill them.
         transitions: each slot is one of every lane, and no lane is ever cut.
         episodes: the budget is one of episodes.
     """
     return choose(
         "whole",
         "by lane",
-        (workers, "worker processes fill the slots"),
+        (workers, "workers fill the slots"),
         (not transitions, "some slots are no transitions, as reset slots"),
         (episodes, "total_episodes= wants those of its episodes alone"),
         way="whole",

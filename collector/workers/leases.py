@@ -150,7 +150,7 @@ class Leases:
             for worker in range(len(share.lanes))
         ]
         self.slabs = [segment.slab for each in self._segments for segment in each]
-        self.counts = Decision("by lane", "worker processes fill the slots")
+        self.counts = Decision("by lane", "workers fill the slots")
         self.random_frames = random_frames
         self._opens = random_frames > 0
         self._stopping = False
@@ -176,6 +176,8 @@ class Leases:
             return
         for _ in self._segments[0]:  # one each, then another: nobody is left without
             for member in self._worker_pool.members:
+                if not member.ready and member.failed is None:
+                    continue  # it comes in the place of another
                 free = [segment for segment in self._segments[member.index] if segment.free]
                 if free:
                     self._lease(member, self._tallies[member.index], free[0])
@@ -230,6 +232,13 @@ class Leases:
         return any(part.random_frames for tally in self._tallies for part in tally.leased)
 
     @property
+    def _awaited(self) -> bool:
+        """Leases will come back, or there will be a worker to give one to."""
+        return self._out or (
+            self._startup.replacements.under_way and not (self._stopping or self._complete)
+        )
+
+    @property
     def _out(self) -> bool:
         """Some leases have not come back."""
         return any(tally.leased for tally in self._tallies)
@@ -240,9 +249,12 @@ class Leases:
             events = self._worker_pool.events(during=pausable(_wake))
         except _Woken:
             return
-        failed = self._counted(events)
-        try:
-            for member, error in failed:  # once all is counted: the first may be the end
+        others = [event for event in events if not self._startup.replacements.leads(event[0])]
+        failed = self._counted(others)
+        try:  # once all is counted: the first may be the end
+            for member, answer in events:
+                self._startup.replacements.hears(member, answer)
+            for member, error in failed:
                 allowed = self._startup.allowed(error)
                 self._queue.append(member.lanes)
                 if not (self._stopping or self._complete):  # else nobody is going to step any more
@@ -314,11 +326,11 @@ class Leases:
     def block(self, want: int) -> Block:
         """At most ``want`` transitions of what came first; waits for some, if any will come."""
         self._grant()
-        while not self._queue and self._out and not waits():
+        while not self._queue and self._awaited and not waits():
             self._hear()
             self._grant()
         if not self._queue:
-            if not (self._out or self.dry):
+            if not (self._awaited or self.dry):
                 raise LedgerError("transitions are wanted, and no lease is left to bring them")
             return self._nothing()
         first = self._queue[0]
@@ -447,4 +459,9 @@ class Leases:
     def _settle(self) -> None:
         """Halt, and hear of all leases."""
         if self._out:
-            self._counted(self._worker_pool.settle(patient=not self._stopping))
+            events = self._worker_pool.settle(patient=not self._stopping)
+            self._counted(
+                [event for event in events if not self._startup.replacements.leads(event[0])]
+            )
+            for event in events:
+                self._startup.replacements.hears_settled(*event)

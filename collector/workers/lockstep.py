@@ -186,6 +186,7 @@ class LockstepDriver(Driver):
             if failed:
                 self._mend(failed, start + empty)
         except BaseException:
+            self._startup.replacements.give_up()  # slots will be others when it goes on
             pool.settle()
             raise
 
@@ -202,6 +203,7 @@ class LockstepDriver(Driver):
                 member.board[FILLED] = begin_at
             else:
                 self._startup.replace(member, error, begin_at)
+        self._startup.replacements.finish()  # none advances without the others
 
     # --- what came of it --------------------------------------------------------------------------
 

@@ -182,26 +182,6 @@ class WorkerPool:
         member.failed = error = failures.hung(member, self._timeout(member) or 0.0, kills)
         return error
 
-    def answer(self, member: Member, message: object) -> Any:
-        """Ask one member, and return its answer.
-
-        Raises:
-            WorkerError: it failed.
-        """
-        self.ask(member, message)
-        return self.hear(member)
-
-    def hear(self, member: Member) -> Any:
-        """The answer of one member that was asked.
-
-        Raises:
-            WorkerError: it failed.
-        """
-        ((_, answer),) = self.events(of=[member])
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
     # --- ends and new beginnings ------------------------------------------------------------------
 
     def halt(self) -> None:

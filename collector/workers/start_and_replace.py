@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tallyroll.collector.batches.value_checks import Range
@@ -11,6 +12,7 @@ from tallyroll.collector.errors import EnvironmentRefused, WorkerError, WorkerHu
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.pool import Member, WorkerPool
+from tallyroll.collector.workers.replacements import Lead, Replacements
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import spell
@@ -36,6 +38,7 @@ class WorkerStartup:
         self._worker_pool = pool
         self._left = respawns
         self._limit = respawns
+        self.replacements = Replacements(pool)
         self.apart: Sequence[str] = ()
         """Transforms that keep statistics of each worker's own lanes."""
 
@@ -43,7 +46,7 @@ class WorkerStartup:
 
     def made(self) -> dict[str, Any]:
         """Hear that all environments stand, number their lanes, and return what they are."""
-        answers: list[m.Made] = self._answers(self._worker_pool.hear)
+        answers: list[m.Made] = self._answers(_first_answer)
         first = 0
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
             member.lanes = range(first, first + answer.lanes)
@@ -64,15 +67,16 @@ class WorkerStartup:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
         """
         self._asked = asked
+        self.replacements.finish()
         pool = self._worker_pool
         for member in pool.members:
             pool.ask(member, self._seed(member, seed, incarnation))
 
-        def made_and_seeded(member: Member) -> Any:
-            self._hear_made(member)
-            answer: m.Planned = pool.answer(member, self._seed(member, seed, incarnation))
+        def made_and_seeded(member: Member) -> Lead:
+            self._check_made(member, (yield None))
+            answer = yield self._seed(member, seed, incarnation)
             if hasattr(self, "_memory"):  # the run is seeded once more
-                pool.answer(member, self._bind(member))
+                yield self._bind(member)
                 member.ready = True
             return answer
 
@@ -109,13 +113,22 @@ class WorkerStartup:
 
     def load(self, states: Sequence[bytes | None]) -> None:
         """Hand states to the environments' transforms, over again where they are fewer."""
-        for member in self._worker_pool.members:
-            state = states[member.index % len(states)] if states else None
+        self.replacements.finish()
+        for member in self._worker_pool.members if states else ():
+            state = states[member.index % len(states)]
             if state is not None:
-                self._worker_pool.answer(member, m.Load(state))
+                self._worker_pool.ask(member, m.Load(state))
                 member.state = state
+        try:
+            while any(member.asked for member in self._worker_pool.members):
+                for _, answer in self._worker_pool.events():
+                    if isinstance(answer, Exception):
+                        raise answer
+        except BaseException:
+            self._worker_pool.settle()
+            raise
 
-    def _answers(self, lead: Callable[[Member], Any]) -> list[Any]:
+    def _answers(self, lead: Callable[[Member], Lead]) -> list[Any]:
         """The answers of all members that were asked, in their order.
 
         ``lead`` brings one that was started in the place of another this far, and returns its
@@ -128,31 +141,39 @@ class WorkerStartup:
         try:
             while len(found) < len(self._worker_pool.members):
                 for member, answer in self._worker_pool.events():
+                    if self.replacements.hears(member, answer):
+                        continue
                     if isinstance(answer, Exception):
-                        answer = self._started_again(member, answer, lead)
-                    found[member.index] = answer
+                        self._start_again(member, lead, found, answer)
+                    else:
+                        found[member.index] = answer
         except BaseException:
+            self.replacements.give_up()
             self._worker_pool.settle()
             raise
         return [found[index] for index in range(len(self._worker_pool.members))]
 
-    def _started_again(
-        self, member: Member, error: Exception, lead: Callable[[Member], Any]
-    ) -> Any:
+    def _start_again(
+        self,
+        member: Member,
+        lead: Callable[[Member], Lead],
+        found: dict[int, Any],
+        error: Exception,
+    ) -> None:
         """Its seeds are those of the worker that failed: no transition was made of them."""
-        while True:
-            failed = self.allowed(error)
-            self._left -= 1
-            warnings.warn(
-                "a worker failed before it was ready, and is replaced: "
-                f"{str(failed).splitlines()[0]}",
-                stacklevel=2,
-            )
-            try:
-                self._worker_pool.restart(member)
-                return lead(member)
-            except WorkerError as again:
-                error = again
+        failed = self.allowed(error)
+        self._left -= 1
+        warnings.warn(
+            f"a worker failed before it was ready, and is replaced: {str(failed).splitlines()[0]}",
+            stacklevel=2,
+        )
+        self.replacements.start(
+            member,
+            failed,
+            lead(member),
+            done=partial(found.__setitem__, member.index),
+            again=partial(self._start_again, member, lead, found),
+        )
 
     # --- one in the place of another --------------------------------------------------------------
 
@@ -169,48 +190,61 @@ class WorkerStartup:
             raise error
         return error
 
-    def replace(self, member: Member, error: WorkerError, begin_at: int | None) -> None:
-        """Put a new worker, its lanes with seeds of their own, in the place of ``member``.
+    def replace(self, member: Member, error: Exception, begin_at: int | None) -> None:
+        """Start a worker in the place of ``member``, its lanes with seeds of their own.
 
+        It is ready once `replacements` hears has had its answers, or after they finish.
         ``begin_at``: the slot at which its lanes begin; None leaves that to a lease.
         """
-        while True:
-            self.allowed(error)
-            self._left -= 1
-            self.ledger.respawned += 1
-            self.ledger.incarnation += 1
-            try:
-                self._worker_pool.restart(member)
-                self._make_ready(member)
-                if begin_at is not None:
-                    member.board[FILLED] = begin_at
-                    self._worker_pool.answer(member, m.Begin(False))
-                return
-            except WorkerError as again:
-                error = again
+        self.allowed(error)
+        self._left -= 1
+        self.ledger.respawned += 1
+        self.ledger.incarnation += 1
+        self.replacements.start(
+            member,
+            error,
+            self._beginning(member, begin_at, self.ledger.incarnation),
+            done=_nothing,
+            again=partial(self.replace, member, begin_at=begin_at),
+        )
 
-    def _make_ready(self, member: Member) -> m.Bound:
+    def _beginning(self, member: Member, begin_at: int | None, incarnation: int) -> Lead:
+        yield from self._getting_ready(member, incarnation)
+        if begin_at is not None:
+            member.board[FILLED] = begin_at
+            yield m.Begin(False)
+
+    def _make_ready(self, member: Member) -> Lead:
+        return (yield from self._getting_ready(member, self.ledger.incarnation))
+
+    def _getting_ready(self, member: Member, incarnation: int) -> Lead:
         assert self.ledger.seed is not None
-        pool, state = self._worker_pool, member.state
-        self._hear_made(member)
-        seed = self._seed(member, self.ledger.seed, self.ledger.incarnation)
-        planned: m.Planned = pool.answer(member, seed)
+        state = member.state
+        self._check_made(member, (yield None))
+        planned: m.Planned = yield self._seed(member, self.ledger.seed, incarnation)
         _require_same(self.planned, planned, member)
         member.seeds = planned.lane_seeds
         if state is not None:
-            pool.answer(member, m.Load(state))
+            yield m.Load(state)
             member.state = state
-        bound: m.Bound = pool.answer(member, self._bind(member))
+        bound = yield self._bind(member)
         member.ready = True
         return bound
 
-    def _hear_made(self, member: Member) -> None:
-        made: m.Made = self._worker_pool.hear(member)
+    def _check_made(self, member: Member, made: m.Made) -> None:
         if made.lanes != len(member.lanes):
             raise EnvironmentRefused(
                 f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
                 "when it was started again; let it make the same each time"
             )
+
+
+def _first_answer(member: Member) -> Lead:
+    return (yield None)
+
+
+def _nothing(answer: Any) -> None:
+    """There is nothing more to do."""
 
 
 def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:

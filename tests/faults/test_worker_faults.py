@@ -349,9 +349,9 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
     happened = [
         each for each in faults.planned if faults.counted(each.where, each.lane) >= each.count
     ]
-    # One that happened when all was there has changed nothing.
-    assert len(happened) - 2 <= ledger.respawned <= len(happened)
-    assert ledger.respawned >= 6, "too few faults were met"
+    # One that happened when all was there has changed nothing; others go on while one gets ready.
+    assert len(happened) - (4 if mode == "async" else 2) <= ledger.respawned <= len(happened)
+    assert ledger.respawned >= (2 if mode == "async" else 6), "too few faults were met"
     assert ledger.incarnation == ledger.respawned
     assert ledger.lost > 0
     lives = check_stored(tmp_path, faults, ended.collector)
@@ -379,7 +379,8 @@ def test_a_budget_of_episodes_is_met_exactly(mode: str, tmp_path: Path) -> None:
     ledger = ended.collector.ledger
     assert ledger.episodes_complete == 60
     assert len(ended.collector.episodes) == 60
-    assert ledger.respawned >= 6
+    # Others go on while one gets ready, and may be done before its next fault.
+    assert ledger.respawned >= (2 if mode == "async" else 6)
     check_stored(tmp_path, faults, ended.collector, gaps=mode == "async")
 
 
@@ -445,7 +446,7 @@ def test_more_deaths_than_max_respawns(mode: str, tmp_path: Path) -> None:
         factories(faults, 4, 2, slow=0.002),
         mode=mode,
         frames_per_batch=10,
-        total_frames=4000,
+        total_frames=100_000,  # in async mode the other one goes on meanwhile
         storage=tmp_path / "data",
         on_worker_death="respawn",
         max_respawns=2,
@@ -526,7 +527,9 @@ def test_killed_between_two_batches(
             assert not set(collector.worker_pids[:victims]) & set(before)
     lives = check_stored(tmp_path, faults, collector)
     if death == "respawn":
-        assert lives == [2, 2, *([2, 2] if victims == 2 else [1, 1])]
+        wanted = [2, 2, *([2, 2] if victims == 2 else [1, 1])]
+        # In async mode the others may make all that is left before one is ready.
+        assert lives == wanted or (mode == "async" and all(np.less_equal(lives, wanted)))
 
 
 def test_a_worker_that_hangs_keeps_nobody_from_ending(tmp_path: Path) -> None:
@@ -566,7 +569,8 @@ def test_a_process_of_the_environment_fails(how: How, tmp_path: Path) -> None:
     assert ended.error is None, ended.error
     assert ended.collector is not None
     assert ended.collector.ledger.respawned == 1
-    assert check_stored(tmp_path, faults, ended.collector) == [1, 1, 2, 2]
+    # The other one may make all that is left before this one is ready again.
+    assert check_stored(tmp_path, faults, ended.collector) in ([1, 1, 2, 2], [1, 1, 1, 1])
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "gil"])

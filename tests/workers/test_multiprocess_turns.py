@@ -90,16 +90,17 @@ def test_a_new_worker_that_fails_as_it_begins(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the one before it never filled is no row."""
-    answer = WorkerPool.answer
+    ask = WorkerPool.ask
 
-    def failing(self: WorkerPool, member: Member, message: object) -> Any:
-        if isinstance(message, messages.Begin):
+    def failing(self: WorkerPool, member: Member, message: object) -> None:
+        if isinstance(message, messages.Begin) and collector.ledger.respawned:
             if how == "interrupted":
                 raise KeyboardInterrupt
+            assert member.link.pid is not None
             os.kill(member.link.pid, signal.SIGKILL)
-        return answer(self, member, message)
+        ask(self, member, message)
 
-    monkeypatch.setattr(WorkerPool, "answer", failing)
+    monkeypatch.setattr(WorkerPool, "ask", failing)
     collector = start(
         [partial(vec, 0, 2, at=25), partial(vec, 2, 2)],
         frames_per_batch=80,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -302,3 +304,113 @@ def test_workers_wait_at_the_same_time() -> None:
     makes = [partial(meeting, lane) for lane in range(2)]
     run = through(threaded(makes, frames_per_batch=10, total_frames=40))
     assert run.collector.ledger.stored == 40
+
+
+# --- one in the place of another ------------------------------------------------------------------
+
+
+MADE_LANES: list[int] = []
+MAY_BE_MADE = threading.Event()
+SECOND_MADE = threading.Barrier(2, timeout=10)
+
+
+def late_again(lane: int) -> SyncVectorEnv:
+    """Fails once; what is made in its place is made when it may be."""
+    MADE_LANES.append(lane)
+    if MADE_LANES.count(lane) > 1:
+        assert MAY_BE_MADE.wait(20)
+    return failing(lane, 1, 7, raises_once)
+
+
+def both_again(lane: int) -> SyncVectorEnv:
+    """Both fail at their step 7, and are made again at the same time."""
+    MADE_LANES.append(lane)
+    again = MADE_LANES.count(lane) > 1
+    if again:
+        SECOND_MADE.wait()
+    makes = partial(Failing, 1, LENGTHS, ends="mixed", at=-1 if again else 7, fail=raises)
+    return SyncVectorEnv([makes], autoreset_mode=AutoresetMode.DISABLED)
+
+
+def test_others_go_on_while_one_is_replaced() -> None:
+    """Batches come of worker 0 alone until worker 1 can be made; then of both."""
+    FAILURES["left"] = 1
+    MADE_LANES.clear()
+    MAY_BE_MADE.clear()
+    makes = [partial(late_again, lane) for lane in range(2)]
+    with threaded(
+        makes,
+        mode="async",
+        on_worker_death="respawn",
+        frames_per_batch=20,
+        total_frames=-1,
+        seed=5,
+    ) as collector:
+        batches = iter(collector)
+        while collector.ledger.respawned == 0:
+            next(batches)
+        alone = [next(batches) for _ in range(6)][2:]  # the first may hold what was there
+        assert all((batch["collector", "lane"] == 0).all() for batch in alone)
+        MAY_BE_MADE.set()
+        until = time.monotonic() + 10
+        while not (next(batches)["collector", "lane"] == 1).any():
+            assert time.monotonic() < until
+        assert balanced(collector.ledger)
+
+
+def test_several_are_replaced_at_the_same_time() -> None:
+    MADE_LANES.clear()
+    makes = [partial(both_again, lane) for lane in range(2)]
+    run = through(threaded(makes, on_worker_death="respawn", **BUDGET))
+    assert (run.collector.ledger.respawned, run.collector.ledger.stored) == (2, 120)
+    assert balanced(run.collector.ledger)
+
+
+def interrupts(lane: int) -> SyncVectorEnv:
+    """Fails once; Ctrl-C comes when another is made in its place."""
+    MADE_LANES.append(lane)
+    if MADE_LANES.count(lane) == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert MAY_BE_MADE.wait(20)
+    return failing(lane, 1, 7, raises_once)
+
+
+def test_ctrl_c_while_one_is_replaced_is_raised_at_once() -> None:
+    FAILURES["left"] = 1
+    MADE_LANES.clear()
+    MAY_BE_MADE.clear()
+    makes = [partial(interrupts, lane) for lane in range(2)]
+    with threaded(makes, on_worker_death="respawn", **BUDGET) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            list(collector)
+        MAY_BE_MADE.set()
+        assert collector.ledger.respawned == 1
+        assert balanced(collector.ledger)
+
+
+@pytest.mark.parametrize("then", ["seed", "close"])
+def test_what_comes_while_one_is_replaced(then: str) -> None:
+    """A new seed waits for it, the end does not."""
+    FAILURES["left"] = 1
+    MADE_LANES.clear()
+    MAY_BE_MADE.clear()
+    makes = [partial(late_again, lane) for lane in range(2)]
+    with threaded(
+        makes,
+        mode="async",
+        on_worker_death="respawn",
+        frames_per_batch=20,
+        total_frames=-1,
+        seed=5,
+    ) as collector:
+        batches = iter(collector)
+        while collector.ledger.respawned == 0:
+            next(batches)
+        if then == "close":
+            threading.Timer(0.2, MAY_BE_MADE.set).start()
+        else:
+            MAY_BE_MADE.set()
+            collector.set_seed(7)
+            for _ in range(4):
+                next(batches)
+            assert balanced(collector.ledger)
