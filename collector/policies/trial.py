@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -177,9 +178,23 @@ def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
     return [key for key in columns if key[0] == NEXT]
 
 
+_here = threading.local()
+
+
+def leave_generators() -> None:
+    """In this thread restore no generators from now on: others draw from them meanwhile."""
+    _here.left = True
+
+
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move."""
+    """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move.
+
+    Not in a thread that called :func:`leave_generators`.
+    """
+    if getattr(_here, "left", False):
+        yield
+        return
     devices = range(torch.cuda.device_count())
     saved = np.random.get_state(), random.getstate()
     own, *of_devices = generator_states(devices)

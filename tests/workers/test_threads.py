@@ -366,6 +366,45 @@ def test_several_are_replaced_at_the_same_time() -> None:
     assert balanced(run.collector.ledger)
 
 
+class Leisurely(ByObservation):
+    """Takes its time when it is tried out in the place of another."""
+
+    acted = False
+
+    def forward(self, td: Any) -> Any:
+        """Wait the first time, and write the action."""
+        if not self.acted and MADE_LANES.count(1) > 1:
+            time.sleep(0.3)
+        self.acted = True
+        return super().forward(td)
+
+
+def test_the_program_draws_no_number_twice_while_one_is_replaced() -> None:
+    """A new worker tries the policy out, and what that draws may not be taken back then."""
+    FAILURES["left"] = 1
+    MADE_LANES.clear()
+    MAY_BE_MADE.clear()
+    makes = [partial(late_again, lane) for lane in range(2)]
+    with threaded(
+        makes,
+        Leisurely(),
+        mode="async",
+        on_worker_death="respawn",
+        **{**BUDGET, "total_frames": -1},
+    ) as collector:
+        batches = iter(collector)
+        while collector.ledger.respawned == 0:
+            next(batches)
+        MAY_BE_MADE.set()
+        drawn: list[float] = []
+        while collector._startup.replacements.under_way:
+            next(batches)
+            for _ in range(50):
+                drawn.append(float(torch.rand((), dtype=torch.float64)))
+                time.sleep(0.0005)
+    assert len(set(drawn)) == len(drawn) > 0
+
+
 def interrupts(lane: int) -> SyncVectorEnv:
     """Fails once; Ctrl-C comes when another is made in its place."""
     MADE_LANES.append(lane)

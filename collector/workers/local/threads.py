@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from tallyroll.collector.compat import explore_apart
+from tallyroll.collector.policies.trial import leave_generators
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.limits import limits_named
 from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace
@@ -32,11 +33,12 @@ class ThreadLink:
         index: of the worker.
         job: a pickled one.
         place: the memory of all workers.
+        again: it is in the place of another, while the program may go on.
     """
 
     pid = None
 
-    def __init__(self, index: int, job: bytes, place: SharedPlace) -> None:
+    def __init__(self, index: int, job: bytes, place: SharedPlace, again: bool) -> None:
         ours, theirs = Pipe()
         self.channel = PipeChannel(ours, place)
         self._raised: list[BaseException] = []
@@ -46,7 +48,7 @@ class ThreadLink:
         """A warning was given of it."""
         self._thread = threading.Thread(
             target=_serve,
-            args=(PipeChannel(theirs), job, self._raised),
+            args=(PipeChannel(theirs), job, self._raised, again),
             name=f"tallyroll-worker-{index}",
             daemon=True,  # the program ends, whatever a step waits for
         )
@@ -101,7 +103,9 @@ class ThreadLink:
             warnings.warn(f"{self.name} ended by {error!r}", RuntimeWarning, stacklevel=2)
 
 
-def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException]) -> None:
+def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException], again: bool) -> None:
+    if again:  # to restore generators would let the program draw the same numbers twice
+        leave_generators()
     explore_apart()
     try:
         work(channel, job)
@@ -124,6 +128,7 @@ class Threads:
 
     def __init__(self, jobs: Sequence[bytes]) -> None:
         self._jobs, self._place = jobs, SharedPlace()
+        self._started: set[int] = set()
 
     def start(self, index: int) -> ThreadLink:
         """Start a thread with its job.
@@ -131,8 +136,10 @@ class Threads:
         Raises:
             ArgumentError: a limit of the system does not allow it.
         """
+        again = index in self._started
+        self._started.add(index)
         with limits_named(len(self._jobs)):
-            return ThreadLink(index, self._jobs[index], self._place)
+            return ThreadLink(index, self._jobs[index], self._place, again)
 
     def ready(self, links: Sequence[ThreadLink], seconds: float) -> Collection[ThreadLink]:
         """Links that have something to be heard."""
