@@ -223,7 +223,7 @@ _CALLED: Final = (
 
 
 def _is_of_a_library(found: Any) -> bool:
-    """What a class has under a name of ``_CALLED`` is what torch or tensordict gave it."""
+    """Return whether ``found``, an attribute of a class, was defined by torch or tensordict."""
     code = getattr(getattr(found, "fget", found), "__code__", None)
     places = tuple(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, tensordict.__file__))
     return code is not None and code.co_filename.startswith(places)
@@ -335,7 +335,7 @@ def keeps_in_shared_memory(normaliser: Any) -> bool:
 
 
 def service_backend() -> str | None:
-    """What `torchrl.service_backend` says around this, where collectors run by default."""
+    """Return the backend that an enclosing `torchrl.service_backend` chose for collectors."""
     from torchrl._comm.backends import _get_service_backend
 
     found: str | None = _get_service_backend()
@@ -349,7 +349,7 @@ def transport_of(updater: Any) -> Any:
 
 
 def server_weights(updater: Any, weights: Any) -> Any:
-    """What a weight updater makes of ``weights``, or of those that it gets where they are None."""
+    """Return ``weights`` as a weight updater maps them; None: the weights of its server."""
     weights = updater._get_server_weights() if weights is None else weights
     return None if weights is None else updater._maybe_map_weights(weights)
 

@@ -72,7 +72,7 @@ class ValueRefused(TransitionError):
     lane: int | None = None
     step: int | None = None
     slot: int | None = None
-    """Of the slab, while the step is not known."""
+    """The slot of the slab, while the step is not known."""
 
     def __init__(self, key: tuple[str, ...], wanted: str, got: str, advice: str) -> None:
         super().__init__(key, wanted, got, advice)

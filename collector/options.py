@@ -16,15 +16,15 @@ from tallyroll.storage.rows.keys import Key
 Layout = Literal["rows", "lanes", "trajectories", "torchrl"]
 Surplus = Literal["carry", "discard", "never_step"]
 Validate = Literal["noise", "raise", "warn", "off"]
-"""What happens to values outside their spaces. An action that is NaN or infinite always raises.
+"""Ways to treat values outside their spaces. A NaN or infinite action always raises.
 
 ``"noise"``: they raise, but for numbers outside the box of an action (exploration noise), which
 warn once and are kept as the environment got them; ``"raise"``: these raise too; ``"warn"``: all
-warn, once; ``"off"``: nobody looks.
+warn, once; ``"off"``: values are not checked.
 """
 ResetSlots = Literal["mask", "avoid"]
 Finals = Literal["check", "lost", "kept"]
-"""What is known of the observations that episodes end with.
+"""Knowledge about the observations that episodes end with.
 
 ``"check"``: they are compared with the first observations that follow, until it is decided;
 ``"lost"``: the environment resets itself and returns the next episode's first one;
@@ -192,10 +192,10 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Options":
-        """Those among the ``arguments`` of a collector, its ``locals()`` where it begins.
+        """Make options from the ``arguments`` of a collector, its ``locals()`` at its beginning.
 
         Raises:
-            ArgumentError: one of them cannot be right, or two of them contradict each other.
+            ArgumentError: an option cannot be right, or two contradict each other.
         """
         checked: dict[str, Any] = {
             each.name: _checked(each.name, arguments[each.name], each.type) for each in fields(cls)
@@ -211,7 +211,7 @@ class Options:
         return cls(**checked)
 
     def for_worker(self, num_envs: int | None) -> "Options":
-        """Those of a worker with so many lanes; what it has no use for may not be picklable."""
+        """Return a worker's options, without unused ones, which may not be picklable."""
         return replace(self, num_envs=num_envs, postproc=None, storing_device=None)
 
     @property

@@ -67,13 +67,13 @@ class PolicyTraits:
     kind: str
     """Its type's name."""
     is_module: bool
-    """It is a `TensorDictModule` itself, of no subclass."""
+    """True for a `TensorDictModule` itself, and no subclass."""
     does_more: bool
-    """Its module was changed or hooked."""
+    """True if its module was changed or hooked."""
     elsewhere: bool
-    """It is called on a device of its own."""
+    """True if it is called on a device of its own."""
     unseen: Sequence[Key]
-    """Keys that it reads and that are no observations in the slab."""
+    """Keys that the policy reads and that are no observations in the slab."""
     writes: Sequence[Key]
     actions: Sequence[Key]
     """Keys of the environment's actions."""
@@ -114,13 +114,13 @@ class VectorTraits:
     kind: str
     """Its type's name."""
     bare: bool
-    """It is a `SyncVectorEnv` itself, without a wrapper, and no subclass."""
+    """True for a `SyncVectorEnv` itself, without a wrapper, and no subclass."""
     patched: bool
-    """Its ``step`` or ``reset`` is not Gymnasium's, or its lanes are kept in another way."""
+    """True if ``step`` or ``reset`` is not Gymnasium's, or its lanes are kept differently."""
     same_step: bool
-    """Its lanes are reset within the step that ends an episode."""
+    """True if lanes are reset within the step that ends an episode."""
     arrays: bool
-    """Its observations and actions are single arrays of numbers."""
+    """True if observations and actions are single arrays of numbers."""
     infos: bool
     """Entries of infos are columns."""
     many_rewards: bool
@@ -335,25 +335,25 @@ class RunPlan:
     """
 
     acts: Decision
-    """Who chooses actions: ``network``, ``module``, ``drawn``."""
+    """The chooser of actions: ``network``, ``module``, ``drawn``."""
     steps: Decision
-    """How lanes are stepped: ``in turn``, ``vector``, ``system``, ``arriving``, ``environment``."""
+    """Stepping of lanes: ``in turn``, ``vector``, ``system``, ``arriving``, ``environment``."""
     observations: Decision
-    """Where the system writes its observations: to the ``slab``, or they are ``copied``."""
+    """Observations: the system writes them to the ``slab``, or they are ``copied``."""
     writes: Decision
-    """How a step is written to its slot: ``views``, ``columns``, ``tensors``."""
+    """Writing of a step to its slot: ``views``, ``columns``, ``tensors``."""
     counts: Decision
-    """How a slot of all lanes is counted: ``whole``, ``by lane``."""
+    """Counting of a slot of all lanes: ``whole``, ``by lane``."""
     rows: Decision
-    """What rows are stored from: ``slab``, ``gathered``."""
+    """The source of stored rows: ``slab``, ``gathered``."""
     batches: Decision
-    """What yielded batches are laid out from: ``slab``, ``gathered``."""
+    """The source of yielded batches: ``slab``, ``gathered``."""
     ahead: Decision
-    """When rows of wide columns enter a batch: ``ahead``, ``after``."""
+    """The time at which wide columns enter a batch: ``ahead``, ``after``."""
     commits: Decision
-    """How ``collect`` of one slot is stored: ``one call``, ``rows``, ``buffer``, ``none``."""
+    """Storing of a ``collect`` of one slot: ``one call``, ``rows``, ``buffer``, ``none``."""
     extension: Decision
-    """Whether functions compiled in C are used: ``yes``, ``no``."""
+    """Use of functions compiled in C: ``yes``, ``no``."""
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self)]

@@ -1,4 +1,4 @@
-"""Batches put together: from the blocks of a source to rows that are stored and yielded."""
+"""Batches made from the blocks of a source: rows are checked, numbered, stored and yielded."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -77,11 +77,11 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.storages import DiskStorage
 
 EPISODES_KEPT = 50_000
-"""With a budget of frames, ``collector.episodes`` keeps at least that many of the last ones."""
+"""Number of last episodes that ``collector.episodes`` keeps without total_episodes."""
 
 
 class Assembly:
-    """Takes blocks of transitions from a source; numbers, checks, counts, stores and lays them out.
+    """Take blocks of transitions from a source; check, count, number, store and lay them out.
 
     Args:
         options: of the run.
@@ -89,12 +89,12 @@ class Assembly:
         source: makes rows of blocks.
         rollout: where blocks come from.
         ledger: counted up with every batch.
-        state: where the lanes stand.
-        ranges: what values are allowed.
+        state: the trajectory and step of every lane.
+        ranges: the values that are allowed.
         provenance: written with the schema.
         count_random: whether random actions are an exception that is counted.
         torchrl: lays batches out where ``layout="torchrl"``.
-        ahead: copies wide rows of a batch while its slots are filled, where that pays.
+        ahead: copies wide rows of a batch while its slots are filled, if that saves time.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Assembly:
     ) -> None:
         self._torchrl, self._ahead = torchrl, ahead
         self._shapes = torchrl is not None and writer.shapes
-        """A TorchRL buffer gets batches as they are laid out."""
+        """True if a TorchRL buffer gets batches as they are laid out."""
         if torchrl is not None and self._shapes:
             items = options.postproc is None and writer.makes_items(torchrl.dims)
             torchrl.require_rectangles(items)
@@ -137,7 +137,7 @@ class Assembly:
         watched = options.finals == "check" and not source.plan.lost_finals
         self._finals = FinalsWatch(len(state.step), source.plan.observed if watched else ())
         large = [source.plan.layout[key] for key in source.large] if options.yield_large else []
-        # What NumPy has no dtype for was copied as small columns are.
+        # A column of a dtype that NumPy lacks was copied with the small columns.
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
@@ -146,25 +146,25 @@ class Assembly:
         hidden = () if options.yield_large else source.large
         self._plain: dict[Slab, PlainSlots] = {}
         self.plain: PlainSlots | None = None
-        """The last call stored one of these, and no more is to be done before the next."""
+        """The plain slot that the last call stored, if the next call may store one at once."""
         self._left: PlainSlots | None = None
-        """One of these was filled, and is perhaps not stored."""
+        """The plain slot that was filled and may not be stored yet."""
         self._raised: BaseException | None = None
-        """In the course of that."""
+        """The exception raised while it was filled or stored."""
         self._raised_by_store = False
-        """It was, when all lanes had been stepped."""
+        """True if that exception came after all lanes were stepped."""
         self._small: dict[SlabRows, SmallBatches] = {}
         self._laid_out = [key for key in source.no_rows if key not in hidden]
         self._lays_out = True
-        """Batches are yielded, and not only stored."""
+        """True while batches are yielded, and not only stored."""
         self._yields = True
-        """The call under way was to yield what it stores."""
+        """True if the call under way is to yield the rows that it stores."""
         self._parts: list[Part | SlabPart] = []
-        """Of the batch under way."""
+        """The parts of the batch under way."""
         self._kept: list[Block] = []
-        """Those whose large rows lie where they are until the batch is delivered."""
+        """Blocks whose large rows stay in their slab until the batch is delivered."""
         self.stopped = False
-        """The run is to end, or an error ended it: what comes yet is its last."""
+        """True if the run is to end, or an error ended it: only its last rows still come."""
         self._no_items = 0
         """Transitions that made no item of a replay buffer when the run ended."""
         self._why_none: ItemsDiffer | None = None
@@ -176,12 +176,12 @@ class Assembly:
         """The exception that ended the run, what it left, and how to go on."""
         self._iterations = 0
         self._under_way = False
-        """A batch, or a call of `collect`, that something may have parted."""
+        """True during a batch or a call of `collect`, and after an exception interrupted it."""
         self.intact = False
-        """What is raised now is raised where nothing is half done."""
+        """True while an exception would leave nothing half done."""
         self.busy = self.over = False
         self.lost = False
-        """Another collector drives the environment; it stays ``busy``."""
+        """True if another collector drives the environment; this one then stays ``busy``."""
         if options.postproc is None:
             writer.open(source.no_rows, provenance, source.behind)
         traits = self._traits()
@@ -189,13 +189,13 @@ class Assembly:
         self.batches = batching(traits, self.rows)
         self.commits = committing(traits, self.rows)
         self._straight = self.rows.way == "slab"
-        """Rows go to the storage from where they lie in a slab."""
+        """True if rows go to the storage directly from a slab."""
         self._lays_out_slots = self.batches.way == "slab"
-        """Small batches are laid out from there too."""
+        """True if small batches are laid out directly from a slab too."""
         self._in_one_call = self.commits.way == "one call"
 
     def _traits(self) -> StoringTraits:
-        """Look at the run for its plan."""
+        """Return the traits of the run that its plan depends on."""
         options, plan, rollout = self._options, self._source.plan, self._rollout
         storage, torchrl, slab = self._writer.target, self._torchrl, rollout.slabs[0]
         return StoringTraits(
@@ -222,9 +222,9 @@ class Assembly:
     # --- from blocks to rows ----------------------------------------------------------------------
 
     def batch(self, size: int | None = None) -> TensorDictBase | None:
-        """The next batch; None where the run ended without one. The last one ends it.
+        """Return the next batch; None if the run ended without one. The last batch ends the run.
 
-        It has ``frames_per_batch`` rows, or another ``size``, as far as the budget goes.
+        It has ``size`` rows (default: ``frames_per_batch``), fewer if the budget ends before.
         """
         self._lays_out = self._yields = True
         most = sys.maxsize if self._apart else size or self._options.frames_per_batch
@@ -238,7 +238,7 @@ class Assembly:
         return batch
 
     def collect(self, want: int) -> int:
-        """Store ``want`` more transitions, fewer where the run ends before; returns how many."""
+        """Store ``want`` more transitions, fewer if the run ends before; return how many."""
         ledger, self._lays_out, self._yields = self._ledger, False, False
         if self._raised is not None:
             self._take(want, 0)
@@ -263,10 +263,10 @@ class Assembly:
         return ledger.stored - before
 
     def collect_plain(self, want: int) -> bool:
-        """As :meth:`collect`, of a plain slot behind another; False: take that.
+        """Collect one plain slot after another one; return False if :meth:`collect` has to do it.
 
-        A signal's handler may raise anywhere here: until the one call that stores the slot it can
-        be salvaged (:meth:`settle`), and behind that everything is done.
+        A signal's handler may raise anywhere here: before the one call that stores the slot,
+        :meth:`settle` keeps the slot for the next block; after that call everything is done.
         """
         plain, total = self.plain, self._budget.total
         if plain is None or want != plain.slot.count or self.busy:
@@ -289,7 +289,7 @@ class Assembly:
         return False
 
     def settle(self) -> None:
-        """Count what :meth:`collect_plain` left undone; what it filled is the next block."""
+        """Count the slot that :meth:`collect_plain` left unstored; it is the next block."""
         self.plain = None
         left, self._left = self._left, None
         if left is not None:
@@ -297,7 +297,7 @@ class Assembly:
             left.log()
 
     def _begin(self, size: int) -> bool:
-        """Begin an iteration whose first batch has ``size`` rows; False: one goes on."""
+        """Begin an iteration whose first batch has ``size`` rows; return False if one goes on."""
         self._given = self._ledger.stored
         self._writer.require_open()
         if self._under_way:
@@ -306,7 +306,7 @@ class Assembly:
         self._under_way = True
         rollout = self._rollout
         if self._options.reset_at_each_iter and self._iterations:
-            # What was carried belongs to the trajectories that the reset cuts: it comes first.
+            # Carried transitions belong to the trajectories that the reset cuts: they come first.
             self._take(min(size, rollout.held), size)
             if not rollout.held:
                 self.restart_lanes()
@@ -314,17 +314,17 @@ class Assembly:
         return True
 
     def _begin_run(self) -> None:
-        """Before its first row: the storage is the run's own from here on, and so are the ids."""
+        """Claim the storage and the ids for this run, before its first row."""
         if self._writer.begun:
             return
-        self.intact = True  # refused, the run may begin later
+        self.intact = True  # after a refusal the run may begin later
         first_id = self._writer.begin(self.provenance)
         self.intact = False
         if first_id is not None:
             self.state.begin_at(first_id)
 
     def _gather(self, size: int) -> None:
-        """Take blocks until ``size`` rows are in hand, or one where a batch is of one worker."""
+        """Take blocks until ``size`` rows are in hand; one block if a batch is of one worker."""
         while self._in_hand < size and not self._rollout.dry:
             self._take(size - self._in_hand, 0 if self._apart else size)
             if self._apart and self._in_hand:
@@ -332,7 +332,7 @@ class Assembly:
             self._admit(size - self._in_hand)
 
     def _admit(self, missing: int) -> None:
-        """Call signals' handlers that wait, for nothing is half done, where more is to be done."""
+        """Call waiting signal handlers if rows are still missing: nothing is half done here."""
         if missing <= 0:
             return
         rollout = self._rollout
@@ -351,7 +351,7 @@ class Assembly:
         return self._torchrl is not None and self._torchrl.apart
 
     def _end(self) -> None:
-        """End an iteration, and the run with it where nothing more will come."""
+        """End an iteration, and the run too if no more rows will come."""
         self._under_way = False
         if self._options.surplus == "discard":
             self.discard()
@@ -362,7 +362,7 @@ class Assembly:
     def _take(self, want: int, size: int) -> None:
         """Add at most ``want`` rows to a batch that is to have ``size`` of them.
 
-        After an error, what is complete and sound is stored before it is raised.
+        After an error, complete and sound rows are stored before it is raised.
         """
         self.plain = None
         try:
@@ -393,17 +393,17 @@ class Assembly:
             raise
 
     def _check(self, block: Block) -> None:
-        """Count what happened, and raise where values are not as declared."""
+        """Count the events of ``block``, and raise if its values are not as declared."""
         post(self._ledger, block.entry)
         bad = self._checks.first_violation(block.slab, block.used, self.state)
         if bad is not None:
             raise bad.error
 
     def _add(self, block: Block, more: bool) -> None:
-        """Number the rows of ``block``, and add them to the batch; cuts come behind them.
+        """Number the rows of ``block``, and add them to the batch; cuts take effect after them.
 
-        Large ones stay in the slab until they are delivered, if they can; so do all where they
-        need not be put together. ``more``: another block will be asked for before.
+        Large rows stay in the slab until delivery, if they can; all rows do if the batch is this
+        block alone. ``more``: another block will be asked for before delivery.
         """
         copied = None if self._ahead is None else self._ahead.take(block)
         with block:
@@ -428,9 +428,9 @@ class Assembly:
             self._finals.forget(block.cuts)
 
     def _store_plain(self, block: Block) -> bool:
-        """Store one slot of all lanes at once; False, and nothing done, where more is to be.
+        """Store one slot of all lanes at once, as `_check`, `_add` and `_deliver` would.
 
-        It is what `_check`, `_add` and `_deliver` do.
+        Return False, with nothing done, if those three have more to do.
         """
         plain = self._plain_of(block)
         if plain is None or self._finals.curious or not plain.store(self._finals):
@@ -441,7 +441,7 @@ class Assembly:
         return True
 
     def _plain_of(self, block: Block) -> PlainSlots | None:
-        """What is the same for all plain blocks of a slab; None where its slots are more."""
+        """Return what all plain blocks of a slab share; None if its slots are not plain."""
         plain, checks = self._plain.get(block.slab), self._checks
         if plain is not None and plain.was_made_for(block.entry, self.state, checks.eased):
             return plain
@@ -480,7 +480,7 @@ class Assembly:
         return plain
 
     def _table_of(self, block: Block) -> SlabRows | None:
-        """What rows of the block's slab can be stored from, where they lie, and would be."""
+        """Return the row table of the block's slab; None if its rows are gathered first."""
         if not self._straight:
             return None
         if self._lays_out and not (self._lays_out_slots and block.used <= FEW_SLOTS):
@@ -500,13 +500,13 @@ class Assembly:
     # --- from rows to a batch ---------------------------------------------------------------------
 
     def _deliver(self, most: int) -> TensorDictBase | None:
-        """Store ``most`` of what is in hand, and lay it out, where that is wanted.
+        """Store at most ``most`` of the rows in hand, and lay them out if they are to be yielded.
 
-        Where storing fails, only rows that were committed before it did are counted. Where the run
-        ends within an item of a TorchRL buffer, those of that item are discarded.
+        If storing fails, only the rows that were committed before are counted. If the run ends
+        within an item of a TorchRL buffer, the rows of that item are discarded.
 
         Raises:
-            LedgerError: before anything is stored: transitions were lost or doubled on their way.
+            LedgerError: transitions were lost or doubled on their way; nothing is stored.
         """
         self._finals.require_true(self._committed)
         part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
@@ -534,7 +534,7 @@ class Assembly:
             self._discard_item(part, error)
         except BaseException:
             committed = self._writer.head - head
-            if committed < count:  # else it was raised behind the commit
+            if committed < count:  # else it was raised after the commit
                 post(self._ledger, entry.undone())
                 entry = NOTHING
                 if committed and isinstance(part, Part):
@@ -549,17 +549,17 @@ class Assembly:
         return None if batch is None else self._arranged(batch, flags)
 
     def _is_rest(self, count: int) -> bool:
-        """The ``count`` rows in hand are what was left of a batch when the run ended."""
+        """Return whether the ``count`` rows in hand are the rest of a batch when the run ended."""
         ends = self.stopped or self._rollout.dry
         ends = ends or self._budget.remaining(self._ledger.stored) == 0
         return ends and count != self._options.largest_batch
 
     def _discard_item(self, part: Part | SlabPart, error: ItemsDiffer) -> None:
-        """Throw away the last rows of the run, which make no item of a replay buffer."""
-        self._rollout.stop()  # a budget is met no more
+        """Discard the last rows of the run, which make no item of a replay buffer."""
+        self._rollout.stop()  # the budget can no longer be met
         ids = part.array(TRAJ_IDS)
         begun, ended = ids[part.array(STEP) == 0], ids[part.array(DONE).reshape(-1)]
-        cut = len(np.setdiff1d(ended, begun))  # those that are open are cut at the end,
+        cut = len(np.setdiff1d(ended, begun))  # the open ones are cut at the end,
         self.state.cut(np.isin(self.state.traj_id, begun))  # but for these, which have no rows
         post(self._ledger, LedgerEntry(discarded=len(part), episodes_cut=cut))
         self._in_hand -= len(part)
@@ -590,11 +590,11 @@ class Assembly:
         return split_trajectories(batch) if self._options.layout == "trajectories" else batch
 
     def _committed(self) -> str:
-        """Which rows of this run are stored, and how many ends are in them, as a sentence."""
+        """Say in a sentence which rows of this run are stored, with how many ends of episodes."""
         return f"{self._writer.committed}, with {self._ledger.episodes_complete:,} ends of episodes"
 
     def _parted(self, part: Part) -> tuple[Rows, Columns]:
-        """The rows that are yielded, and the large columns that are only stored."""
+        """Return the rows that are yielded, and the large columns that are only stored."""
         if not self._source.large:
             return part.rows, {}
         rows = dict(part.rows)
@@ -612,7 +612,7 @@ class Assembly:
 
     @property
     def _inits(self) -> tuple[Key, ...]:
-        """Marked where a trajectory's rows begin; TorchRL's collectors mark none."""
+        """Keys that mark a trajectory's first row; none in TorchRL's layout."""
         return self._source.plan.inits if self._torchrl is None else ()
 
     def _as_batch(self, rows: Rows) -> TensorDictBase:
@@ -656,7 +656,7 @@ class Assembly:
                 )
             if self._shapes:
                 shaped = torchrl.processed_for_buffer(batch)
-            if self._writer.storage is None:  # whatever it made of them, these are the rows
+            if self._writer.storage is None:  # the rows as they were before postproc
                 if not self._writer.ready:
                     self._writer.open(rows, self.provenance, self._source.behind)
                 self._writer.write(
@@ -682,7 +682,7 @@ class Assembly:
         return batch
 
     def _entry_of(self, part: Part | SlabPart) -> LedgerEntry:
-        """What it means that ``part`` is delivered."""
+        """Return the changes of the ledger's counts by the delivery of ``part``."""
         count, drawn = len(part), 0
         if self._draws:
             version = part.array(POLICY_VERSION)
@@ -700,18 +700,18 @@ class Assembly:
     # --- ends, cuts and errors --------------------------------------------------------------------
 
     def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
-        """Open trajectories of ``lanes`` stay unfinished, and their environments start others."""
+        """Cut the open trajectories of ``lanes``: their environments start new ones."""
         post(self._ledger, LedgerEntry(episodes_cut=self.state.cut(lanes)))
         self.state.restart(lanes)
 
     def restart_lanes(self) -> None:
-        """Every lane begins a new trajectory; nothing may be held then."""
+        """Begin a new trajectory in every lane; no transition may be held then."""
         self._begin_anew(self._everywhere)
-        post(self._ledger, self._rollout.discard(()).entry)  # what workers do ahead
+        post(self._ledger, self._rollout.discard(()).entry)  # the steps that workers made ahead
         self._rollout.restart_lanes(self._ledger)
 
     def discard(self) -> None:
-        """Throw the surplus away; the trajectories that lose a row there are cut."""
+        """Discard the surplus; the trajectories that lose a row are cut."""
         if not self._rollout.held:
             return
         entry, lanes, reward, ended = self._rollout.discard(self._source.plan.rewards)
@@ -724,10 +724,10 @@ class Assembly:
         self._finals.forget(lanes)
 
     def _rescue(self, error: BaseException) -> None:
-        """Store what was taken before ``error``, and what is complete and sound behind it.
+        """Store the rows taken before ``error``, and the complete and sound ones after them.
 
-        Where it is not true, the ledger does not balance, or the storage was closed, nothing is,
-        and that is a note: ``error`` is raised.
+        If a final observation is false, the ledger does not balance or the storage was closed,
+        nothing is stored, and ``error`` gets a note that says so. The caller raises ``error``.
         """
         try:
             self._store_complete()
@@ -736,9 +736,9 @@ class Assembly:
             error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
     def _store_complete(self) -> None:
-        """Store what is complete and sound, where there is anything to store it to."""
+        """Store the complete and sound rows, if the run has a storage or a replay buffer."""
         self._lays_out, self.stopped = False, True
-        if self._writer.stores:  # else nobody would get it
+        if self._writer.stores:  # else the rows would reach no reader
             remaining = self._budget.remaining(self._ledger.stored)
             most = sys.maxsize if remaining is None else remaining - self._in_hand
             for block in self._rollout.salvage(self._sound, most):
@@ -748,7 +748,7 @@ class Assembly:
                 self._deliver(self._in_hand)
 
     def end(self) -> None:
-        """The run is over, by a call from outside: what a parted batch has is stored before."""
+        """End the run at the caller's wish; the rows of an interrupted batch are stored before."""
         try:
             if self._under_way and not self.busy:
                 self._store_complete()
@@ -756,12 +756,12 @@ class Assembly:
             self.finish()
 
     def _sound(self, slab: Slab, used: int) -> int:
-        """Number of slots, of the first ``used``, whose values are as declared."""
+        """Return how many of the first ``used`` slots have values as declared."""
         bad = self._checks.first_violation(slab, used, self.state)
         return used if bad is None else bad.slot
 
     def end_by(self, error: BaseException) -> None:
-        """The run is over, for ``error`` was raised within it."""
+        """End the run because ``error`` was raised within it."""
         try:
             if not self.over:
                 self.finish()
@@ -793,12 +793,12 @@ class Assembly:
         )
 
     def refuse_ended(self) -> None:
-        """Raise `StateError` where an exception ended the run."""
+        """Raise `StateError` if an exception ended the run."""
         if self._ended_by:
             raise StateError(self._ended_by)
 
     def finish(self) -> None:
-        """The run is over: nothing is carried any more, open trajectories are cut."""
+        """End the run: discard what is carried, and cut the open trajectories."""
         self.over = True
         self.settle()
         ledger = self._ledger
@@ -829,7 +829,7 @@ def _delivered(count: int, drawn: int, ticks: int, ends: int, agents: int) -> Le
 
 
 def _is_one_float(plan: SlabPlan) -> bool:
-    """A lane's reward is one float32 or float64."""
+    """Return whether a lane's reward is one float32 or float64."""
     if len(plan.rewards) != 1:
         return False
     reward = plan.layout[plan.rewards[0]]
@@ -837,7 +837,7 @@ def _is_one_float(plan: SlabPlan) -> bool:
 
 
 def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:
-    """Masks of the agents of groups, and how many agents the groups without one have."""
+    """Return the masks of groups of agents, and the number of agents in groups without one."""
     masks, others = [], 0
     for key in plan.dones:
         mask = new_name((*key[1:-1], "mask"), options.rename, plan.layout)
@@ -849,7 +849,7 @@ def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:
 
 
 def _ticks(options: Options, plan: SlabPlan) -> int | Key:
-    """Ticks a transition, or the column that counts them.
+    """Return the ticks of a transition, or the column that counts them.
 
     Raises:
         ArgumentError: there is no such column.

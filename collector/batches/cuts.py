@@ -2,8 +2,8 @@
 
 Value estimators step through time by ``done``: by the one at the root, or by that of a group of
 agents. So each of them is True at the last row that a batch has of a trajectory. At the root that
-is also where the environment says so, or where the trajectory is cut. A group may be told less:
-where the root ended it (by a time limit of all agents), its own flag may be False.
+is also where the environment says so, or where the trajectory is cut. The flag of a
+group that the root ended (by a time limit of all agents) may be False.
 
 Recurrent modules carry a state through the rows of a batch, and begin from the state that is stored
 beside a row where ``is_init`` is True. So that is True at the first row of a trajectory too.
@@ -37,10 +37,10 @@ class OwnFlags:
     """``[mark, ...]``, by key."""
 
     def put_into(self, rows: Rows) -> None:
-        """Replace the flags of those rows, wherever they stand in ``rows`` ``[row]``.
+        """Replace the flags of those rows, wherever they are in ``rows`` ``[row]``.
 
         Raises:
-            ArgumentError: the rows are not told, or a flag has another shape.
+            ArgumentError: the rows cannot be identified, or a flag has another shape.
         """
         at = None
         for key, own in self.flags.items():

@@ -35,12 +35,12 @@ class FinalsWatch:
         self._keys = keys
         self._resets = SelfResets(lanes) if keys else None
         self.looks = self._resets is not None
-        """It is not decided yet."""
+        """True until it is decided whether the environment resets itself."""
         self._warned = False
 
     @property
     def curious(self) -> bool:
-        """Rows between the ends of episodes are compared, too."""
+        """True if rows between the ends of episodes are compared, too."""
         return self._resets is not None and self._resets.curious
 
     def look(self, part: Part | SlabPart) -> None:
@@ -65,17 +65,17 @@ class FinalsWatch:
             self._resets, self.looks = None, False
 
     def forget(self, lanes: NDArray[np.bool_]) -> None:
-        """Rows of ``lanes`` ``[lane]`` are missing from here on, or their environments are new."""
+        """Expect rows missing in ``lanes`` ``[lane]`` here, or new environments."""
         if self._resets is not None:
             self._resets.forget(lanes)
 
     def require_true(self, committed: Callable[[], str]) -> None:
-        """Raise where the environment resets itself; warn, once, where it may.
+        """Raise if the environment resets itself; warn, once, if it may.
 
         ``committed`` says which rows of the run are stored already.
 
         Raises:
-            SilentReset: it does.
+            SilentReset: it resets itself.
         """
         resets = self._resets
         if resets is None:
@@ -87,7 +87,7 @@ class FinalsWatch:
             warnings.warn(f"{_seen(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
 
     def warn_at_end(self, committed: Callable[[], str]) -> None:
-        """Warn where too few episodes ended to be certain, and all say the same."""
+        """Warn if too few episodes ended to be certain, and all point to a self-reset."""
         resets, self._resets, self.looks = self._resets, None, False
         if resets is not None and resets.likely:
             text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"

@@ -33,18 +33,18 @@ class PlainSlots:
     again: Again
     storage: DiskStorage
     reader: FileReader
-    """Of the storage: it has no engine where it was closed."""
+    """The storage's reader; it has no engine after the storage was closed."""
     episodes: EpisodeLog
     acting: Acting
     entry: LedgerEntry
-    """What happens in each; it, the state and the checks are those that ``slot`` was made for."""
+    """Counts of each slot. ``slot`` was made for this entry, for ``state`` and for ``eased``."""
     state: LaneState
     eased: int
     masks: Callable[[], bool] | None
-    """Finds masks of legal actions good, where they are looked at."""
+    """Return whether all masks of legal actions are good; None: there are none to check."""
 
     def was_made_for(self, entry: LedgerEntry, state: LaneState, eased: int) -> bool:
-        """It is still so."""
+        """Return whether ``slot`` was made for these objects."""
         return entry is self.entry and state is self.state and eased == self.eased
 
     def fill(self) -> None:
@@ -73,7 +73,7 @@ class PlainSlots:
         return ended >= 0
 
     def log(self) -> None:
-        """Take note of the episodes that ended, where nobody has."""
+        """Log the episodes that ended, unless they were logged before."""
         ended = self.slot.ended
         if ended["count"]:
             with deferred():

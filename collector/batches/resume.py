@@ -1,4 +1,4 @@
-"""Find the run to be continued, read it from a manifest, and check every value of it."""
+"""The run to be continued: read from a manifest, with every value checked."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,30 +11,30 @@ from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.storages import DiskStorage
 
 Resume: TypeAlias = bool | Literal["auto"]
-"""Whether a run is continued; ``"auto"``: where there is one, or else it begins."""
+"""Whether a run is continued; ``"auto"``: if there is one, or else a run begins."""
 
 
 def checked_resume(resume: Resume) -> Resume:
-    """``resume``, if it is one of the values that there are."""
+    """Return ``resume`` if it is an allowed value."""
     if type(resume) is bool or resume == "auto":
         return resume
     raise ArgumentError(f'resume: expected True, False or "auto", got {resume!r}')
 
 
 def opened_or_created(open: Callable[[Literal["append", "create"]], DiskStorage]) -> DiskStorage:
-    """The storage that is there, to be appended to, or a new one; ``open`` takes the mode."""
+    """Return the existing storage, to append to it, or a new one; ``open`` takes the mode."""
     try:
         return open("append")
     except (StorageMissing, NotAStorage):
-        # A process that was killed before the manifest stood leaves what "create" accepts.
-        # Where it refuses, a manifest of another program is there: the first message says it best.
+        # "create" accepts the files of a process that was killed before it wrote the manifest.
+        # If it refuses, the manifest is another program's: the first message says that best.
         with suppress(StorageExists):
             return open("create")
         raise
 
 
 def has_begun(storage: DiskStorage) -> bool:
-    """Whether ``storage`` holds rows or a run."""
+    """Return whether ``storage`` holds rows or a run."""
     if storage.head:
         return True
     return storage.mode != "create" and bool(storage.manifest["runs"])
@@ -45,7 +45,7 @@ class LastRun:
     """A run's entry in a manifest."""
 
     first_row: int
-    """Of the run, whatever resumed it since."""
+    """The first row of the run, however often it was resumed since."""
     seed: int
     incarnation: int
     environment: Mapping[str, Any]

@@ -48,7 +48,7 @@ class Part:
     begun: Sequence[NDArray[np.intp]] = ()
     """First rows of episodes."""
     episodes: NDArray[np.void] | None = None
-    """Those that ended, as the log has them."""
+    """Log entries of the episodes that ended."""
 
     def __len__(self) -> int:
         return len(self.rows[STEP])
@@ -70,7 +70,7 @@ class Part:
         return self.array(key).reshape(-1).take(where)
 
     def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], NDArray[Any]], int]:
-        """What takes rows of a column, and the bytes of one."""
+        """Return a function that takes rows of a column, and the bytes of one row."""
         column = self.large[key] if key in self.large else self.rows[key]
         return partial(_taken, column), column.nbytes // max(1, len(column))
 
@@ -143,7 +143,7 @@ class RowSource:
 
     @cached_property
     def _pools(self) -> dict[Key, BufferPool]:
-        """Of each column: somebody may keep a batch's rewards, and drop its observations."""
+        """Buffers by column: a caller may keep a batch's rewards and drop its observations."""
         return {}
 
     def part(
@@ -173,7 +173,7 @@ class RowSource:
         rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
-        # A block that fills itself again is told its lanes once, and a batch is its caller's.
+        # A block that is filled again keeps one array of lanes, but a batch is its caller's.
         lane = block.lane if block.again is None else block.lane.copy()
         rows[LANE] = torch.from_numpy(lane)
         if self.plan.lost_finals:
@@ -191,7 +191,7 @@ class RowSource:
         return Part(rows, large, [numbers.begun], episodes)
 
     def _take_pooled(self, block: Block, key: Key) -> torch.Tensor:
-        """As :func:`take` does; of much in memory that was used before."""
+        """Take rows as :func:`take` does; large columns into memory that was used before."""
         column, index = block.slab.flat.get(key), block.index
         if column is None or len(index) * column[:1].nbytes < POOLED_NBYTES:
             return take(block, key)
@@ -201,7 +201,7 @@ class RowSource:
         (out,) = pool.arrays((len(index),))
         kernel = compiled()
         if kernel is None:
-            # "clip" copies straight to `out`; indices are within bounds, whoever made them.
+            # "clip" copies straight to `out`; the indices are always within bounds.
             column.take(index, axis=0, out=out, mode="clip")
         else:
             places = [out.ctypes.data], [column.ctypes.data], [column[:1].nbytes]

@@ -83,7 +83,7 @@ class Collector(ABC):
     ) -> None:
         self._options = options
         self._ready: list[Any] = []
-        """What is made, and is to be yielded next."""
+        """Batches that are made and will be yielded next."""
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
         self._budget = Budget(options.total_frames)
@@ -194,9 +194,9 @@ class Collector(ABC):
 
     @property
     def plan(self) -> RunPlan:
-        """Which way each part of the run goes, and why not a faster one; print it.
+        """The way of each part of the run, and why it is not a faster one; print it.
 
-        What may change while it runs is read anew at each look.
+        Decisions that may change during the run are read again at each access.
         """
         assembly = self._assembly
         return RunPlan(
@@ -399,13 +399,13 @@ class Collector(ABC):
 
     @abstractmethod
     def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed the environments; returns the seed of each lane, none where they chose it.
+        """Seed the environments; return the seed of each lane, none if they chose it.
 
-        ``asked``: somebody wants this very seed.
+        ``asked``: the caller wants this very seed.
         """
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed everything and start new trajectories; returns a seed for another collector.
+        """Seed everything and start new trajectories; return a seed for another collector.
 
         Transitions that wait for the next batch are discarded.
         """

@@ -51,7 +51,7 @@ class SlabRows:
         self.slab, self._kernel = slab, compiled()
         self.columns: dict[Key, Array] = {key: slab.flat[key] for key in plan.layout}
         self._slots: dict[Key, Array] = {}
-        """Those that are filled here ``[slot, lane]``."""
+        """Columns ``[slot, lane]`` that this object fills."""
         shape = slab.slots, slab.lanes
         for key, dtype in ((TRAJ_IDS, np.int64), (STEP, np.int64), (LANE, np.int32)):
             self._slots[key] = np.zeros(shape, dtype)
@@ -79,11 +79,11 @@ class SlabRows:
 
     @property
     def can_compile(self) -> bool:
-        """The kernel numbers the rows."""
+        """True if the kernel numbers the rows."""
         return self._kernel is not None and self._fits_kernel
 
     def fixed(self, schema: Schema) -> FixedRows:
-        """The columns, as a storage of ``schema`` takes them."""
+        """Return the columns as a storage of ``schema`` takes them."""
         if self._fixed is None:
             self._fixed = FixedRows(schema, self.columns)
         return self._fixed
@@ -91,7 +91,7 @@ class SlabRows:
     def part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
         """Number the rows of ``block``, and move ``state`` past them.
 
-        ``by_lane``: they are wanted lane by lane, else slot by slot.
+        ``by_lane``: the rows come lane by lane, else slot by slot.
         """
         used, slab = block.used, self.slab
         if self.can_compile:
@@ -134,13 +134,13 @@ class SlabRows:
     # --- compiled ---------------------------------------------------------------------------------
 
     def numbering(self, state: LaneState) -> bytes:
-        """As `Kernel.number_slots` wants it."""
+        """Return the table of ``state`` that `Kernel.number_slots` takes."""
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
         return self._table
 
     def ended(self, count: int) -> NDArray[np.void]:
-        """The episodes of which `Kernel.number_slots` said that they ended, as the log has them."""
+        """Return log entries of the ``count`` episodes that `Kernel.number_slots` found ended."""
         return self._ended[:count]
 
     def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
@@ -158,7 +158,7 @@ class SlabRows:
         return part
 
     def _table_for(self, state: LaneState) -> bytes:
-        """What the kernel has to know, in the order of its words."""
+        """Return the addresses and numbers that the kernel needs, in the order of its words."""
         slab, columns = self.slab, self.columns
         size = slab.slots * slab.lanes
         self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
@@ -184,7 +184,7 @@ class SlabRows:
     # --- by NumPy ---------------------------------------------------------------------------------
 
     def _episodes(self, ended: list[Ended]) -> NDArray[np.void] | None:
-        """What the log has of them."""
+        """Return the log entries of the episodes that ``ended``; None if there are none."""
         if not ended:
             return None
         every = ended[0] if len(ended) == 1 else map(np.concatenate, zip(*ended, strict=True))
@@ -233,7 +233,7 @@ class SlabRows:
         return [index[numbers.begun]], [ended]
 
     def _reward(self, used: int) -> Array:
-        """One number a slot ``[used, lane]``: the sum over agents and objectives."""
+        """Return the rewards ``[used, lane]``, summed over agents and objectives."""
         if self._payoff is not None:
             return self._payoff[:used]
         total = np.zeros((used, self.slab.lanes))
@@ -244,14 +244,14 @@ class SlabRows:
 
 @dataclass
 class SlabPart:
-    """Rows of a slab, which are numbered. They are gathered where somebody looks at them."""
+    """Numbered rows of a slab. They are gathered when a caller reads them."""
 
     table: SlabRows
     index: RowIndex
     begun: list[NDArray[np.intp]]
-    """First rows of episodes, as they stand in the columns of ``table``."""
+    """First rows of episodes, as indices into the columns of ``table``."""
     episodes: NDArray[np.void] | None
-    """Those that ended, as the log has them; None: none did."""
+    """Log entries of the episodes that ended; None: none did."""
     next_id: int = 0
     """One more than the largest id of trajectories that begin in it; 0 where none does."""
 
@@ -262,7 +262,7 @@ class SlabPart:
         return key in self.table.columns
 
     def array(self, key: Key) -> Array:
-        """The rows of a column ``[row, ...]``, for a look."""
+        """Return the rows of a column ``[row, ...]``; read only."""
         column, index = self.table.columns[key], self.index
         if isinstance(index, range):
             return column[index.start : index.stop]
@@ -274,11 +274,11 @@ class SlabPart:
         return 0 if self.episodes is None else len(self.episodes)
 
     def at(self, key: Key, where: NDArray[np.intp]) -> Array:
-        """Entries of a column that has one number a row, as ``begun`` has them."""
+        """Return entries of a column that has one number a row, at indices such as ``begun``."""
         return self.table.columns[key].reshape(-1).take(where)
 
     def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], Array], int]:
-        """What takes rows of a column, and the bytes of one."""
+        """Return a function that takes rows of a column, and the bytes of one row."""
         column, index = self.table.columns[key], np.asarray(self.index)
         nbytes = column.itemsize * int(np.prod(column.shape[1:]))
         return (lambda rows: column.take(index[rows], axis=0)), nbytes

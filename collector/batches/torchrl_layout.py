@@ -101,12 +101,12 @@ class TorchrlLayout:
 
     @property
     def lanes(self) -> int:
-        """Of all workers."""
+        """Lanes of all workers together."""
         return self._starts[-1]
 
     @property
     def follows(self) -> bool:
-        """There are flags below the root, for which every row is looked at."""
+        """True if there are flags below the root, for which every row is read."""
         return bool(self._nested)
 
     @property
@@ -196,7 +196,7 @@ class TorchrlLayout:
         return batch
 
     def for_buffer(self, rows: TensorDictBase, flags: Flags) -> list[TensorDictBase]:
-        """What TorchRL's workers would put into its buffer, each for itself; cuts are not told.
+        """Return what each of TorchRL's workers would put into its buffer; cuts are not marked.
 
         Raises:
             ItemsDiffer: lanes differ in length, of which such a buffer knows nothing.

@@ -36,11 +36,11 @@ class Violation:
     what: str
     check: "Range | MaskRule"
     can_pass: bool
-    """It is for ``validate`` to say whether it passes."""
+    """True if ``validate`` decides whether it passes."""
 
     @property
     def error(self) -> Exception:
-        """It, as it is raised."""
+        """The exception to raise for the violation."""
         kind = PolicyError if self.check.by_policy else TransitionError
         lenient = '"noise", "warn"' if self.check.has_noise else '"warn"'
         way_out = f', or let it pass with validate {lenient} or "off"' if self.can_pass else ""
@@ -58,11 +58,11 @@ class Range:
 
     @property
     def has_noise(self) -> bool:
-        """The column is a continuous action's, which exploration may drive beyond its bounds."""
+        """True for a continuous action, which exploration may drive beyond its bounds."""
         return self.by_policy and self.low.dtype.kind == "f"
 
     def numbers(self) -> "Range":
-        """Of such a column, all that a policy may give however far it explores."""
+        """Return the range of all numbers that a policy may give, however far it explores."""
         most = np.finfo(self.low.dtype).max
         low, high = (
             np.where(np.isfinite(b), s * most, b) for b, s in ((self.low, -1), (self.high, 1))
@@ -178,7 +178,7 @@ class _SlotChecks:
         self.table = table_of(chain.from_iterable(check.words for check in self._checks))
 
     def are_good(self, used: int) -> bool:
-        """Everything in the first slots is inside; False also where nobody looked."""
+        """Return whether all values of the first slots are inside; False also if not checked."""
         if not self.fit:
             return False
         if self._kernel is not None:
@@ -246,14 +246,14 @@ class RangeChecks:
         self._fine.clear()
 
     def table(self, slab: Slab) -> bytes | None:
-        """What is looked at in slots of ``slab``, for `Kernel.are_inside`; None: the longer way."""
+        """Return the table of checks for `Kernel.are_inside`; None if it cannot check ``slab``."""
         checks = self._of_slots(slab)
         return checks.table if checks.fit else None
 
     def masks_of(self, slab: Slab, used: int) -> Callable[[], bool] | None:
-        """What finds masks in the first ``used`` slots good in general; None: none is looked at.
+        """Return a quick check of the masks in the first ``used`` slots; None: none is checked.
 
-        Where it does not, :meth:`first_violation` knows more.
+        If it returns False, :meth:`first_violation` looks closer.
         """
         if not self._masks:
             return None
@@ -373,7 +373,7 @@ def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
 def _bad_at(
     check: Range, values: NDArray[Any], at: tuple[NDArray[np.intp], ...]
 ) -> NDArray[np.bool_] | None:
-    """As `Range.bad`, of some slots and lanes, where these are few."""
+    """Return `Range.bad` of some slots and lanes; quicker if these are few."""
     if 2 * len(at[0]) > values.shape[0] * values.shape[1]:
         return check.bad(values)
     some = check.bad(values[at][None])
@@ -385,7 +385,7 @@ def _bad_at(
 
 
 def _of_numbers(ranges: Sequence[Range]) -> list[Range]:
-    """What is left to be seen to where values may lie outside: actions are numbers."""
+    """Return the checks that remain if values may be outside: actions are numbers."""
     return [each.numbers() for each in ranges if each.has_noise]
 
 

@@ -78,7 +78,7 @@ class BatchWriter:
         replay_buffer: a TorchRL replay buffer; what it stores is up to it.
         resume: continue the last run in the storage instead of beginning another; ``"auto"``
             begins one where there is none.
-        frames: transitions of the whole run, for which space is reserved; None if nobody knows.
+        frames: transitions of the whole run, for which space is reserved; None if unknown.
         batch: transitions of the largest batch, which a ring must have room for.
 
     Raises:
@@ -143,13 +143,13 @@ class BatchWriter:
         self.begun = self.storage is None
         """:meth:`begin` was called."""
         self._entry: Mapping[str, Any] | None = None
-        """Of the run among those of the manifest, which has no rows yet."""
+        """The run's entry in the manifest, while the run has no rows."""
         self.id_range = -1
-        """Of its ids, where others write to the same TorchRL storage."""
+        """Index of the run's range of ids, if others write to the same TorchRL storage."""
         self._loaded: Ledger | None = None
-        """Of a state that the run goes on from."""
+        """The ledger of a loaded state that the run goes on from."""
         self._stored_elsewhere = 0
-        """Transitions that it had stored by then."""
+        """Transitions that the run had stored by then."""
         if self.storage is not None:
             self.storage.claim(self, begins=self._resume)
 
@@ -424,7 +424,7 @@ class BatchWriter:
 
     @property
     def schema(self) -> Schema | None:
-        """Of that storage; None: there is none."""
+        """The schema of :attr:`direct`; None: there is no such storage."""
         return None if self.direct is None else self.direct.schema
 
     @property
@@ -435,7 +435,7 @@ class BatchWriter:
     def write_fixed(
         self, rows: FixedRows, index: RowIndex, next_id: int, ledger: Ledger, open_lanes: int
     ) -> None:
-        """As :meth:`write`, of rows in fixed memory; their ids are below ``next_id``.
+        """Write rows of fixed memory as :meth:`write` does; their ids are below ``next_id``.
 
         Raises:
             LedgerError: the ledger does not balance; nothing is stored.

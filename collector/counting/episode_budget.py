@@ -31,19 +31,19 @@ class EpisodeBudget:
         return int((lanes & self._fresh).sum())
 
     def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Those of ``lanes`` whose next transition, now, belongs to the budget's episodes."""
+        """Return the ``lanes`` whose next transition belongs to the budget's episodes."""
         fresh = lanes & self._fresh
         admitted = fresh & (self.started + np.cumsum(fresh) <= self.total)
         upcoming: NDArray[np.bool_] = admitted | (lanes & ~self._fresh & self._open)
         return upcoming
 
     def wanted(self, transitions: Mask, ended: Mask) -> Mask:
-        """Those of ``transitions`` ``[time, lane]`` that belong to the budget's episodes."""
+        """Return the ``transitions`` ``[time, lane]`` that belong to the budget's episodes."""
         index, lane = lane_major(transitions)
         if not len(index):
             return transitions
         order, over = LaneOrder.of(index, lane), ended.take(index)
-        # An episode begins behind the transition that ended the one before it in its lane.
+        # An episode begins after the transition that ended the one before it in its lane.
         begins = order.carry(over, self._fresh)
         rank = self.started + np.cumsum(_at(index, begins, transitions.shape))
         admitted = order.since(~begins, rank.take(index) <= self.total, self._open)

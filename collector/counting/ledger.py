@@ -11,7 +11,7 @@ from tallyroll.collector.errors import LedgerError
 
 
 class LedgerEntry(NamedTuple):
-    """What happened, to be added to the counts of a :class:`Ledger` that have these names."""
+    """Numbers to be added to the counts of a :class:`Ledger` that have these names."""
 
     slots: int = 0
     executed: int = 0
@@ -28,11 +28,11 @@ class LedgerEntry(NamedTuple):
     agent_transitions: int = 0
 
     def plus(self, other: "LedgerEntry") -> "LedgerEntry":
-        """Both as one."""
+        """Return the sum of both entries."""
         return LedgerEntry(*map(add, self, other))
 
     def undone(self) -> "LedgerEntry":
-        """What takes it back."""
+        """Return the entry that takes this one back."""
         return LedgerEntry(*map(neg, self))
 
 
@@ -66,7 +66,7 @@ class Ledger:
     lost: int = 0
     """Transitions executed by a worker or a process that died before they were committed."""
     random: int = 0
-    """Of the stored ones, those whose action was drawn by ``init_random_frames``."""
+    """Stored transitions whose action was drawn at random (``init_random_frames``)."""
     policy_calls_on_reset_slots: int = 0
     """Actions that the policy chose and the environment ignored."""
     ticks: int = 0
@@ -80,7 +80,7 @@ class Ledger:
     incarnation: int = 0
     """How often the run was started again; counts since the last commit before are unknown."""
     respawned: int = 0
-    """Of those starts, the workers that were started in the place of one that failed."""
+    """Workers that were started in the place of one that failed; counted in ``incarnation``."""
     agent_transitions: int = 0
     """With several agents a lane: parts of agents that lived, or whose turn it was, in the stored
     transitions."""
@@ -159,12 +159,12 @@ def post(ledger: Ledger, entry: LedgerEntry) -> None:
 
 @lru_cache(maxsize=256)
 def _changes(entry: LedgerEntry) -> list[tuple[str, int]]:
-    """What is not 0: most entries are those of a step like the one before."""
+    """Return the changes that are not 0; cached, because most entries equal the one before."""
     return [change for change in zip(LedgerEntry._fields, entry, strict=True) if change[1]]
 
 
 def amounts(entry: LedgerEntry) -> bytes:
-    """What ``entry`` adds to each of `COUNTS`, in their order: int64, native."""
+    """Return the numbers that ``entry`` adds to `COUNTS`, in their order, as native int64."""
     added = entry._asdict()
     return array("q", [added.get(name, 0) for name in COUNTS]).tobytes()
 

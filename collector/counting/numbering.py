@@ -63,7 +63,7 @@ class LaneState:
     """
 
     lanes: int
-    """Of the run, by which the ids of a lane's trajectories differ."""
+    """Lanes of the run: the distance between the ids of a lane's trajectories."""
     traj_id: Int64
     """Id of the trajectory that the lane's next row belongs to."""
     step: Int64

@@ -80,9 +80,9 @@ def lane_major(taken: Mask) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
 
 
 def whole_slots(slots: int, lanes: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """As :func:`lane_major`, where every slot of every lane is taken.
+    """Return :func:`lane_major` of slots that are all taken.
 
-    The index may be one that others have as well: leave it as it is.
+    Other callers may share the index: do not write to it.
     """
     index, lane = (_few_slots if slots * lanes <= _FEW else _slots)(slots, lanes)
     return index, lane.copy()
@@ -101,7 +101,7 @@ _few_slots = lru_cache(maxsize=64)(_slots)
 
 
 def by_lane(taken: Mask, lane: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """As :func:`lane_major`, where ``lane`` ``[time, column]`` says which lane each row is of."""
+    """Return :func:`lane_major` of slots with ``lane`` ``[time, column]``, the lane of each row."""
     index = np.flatnonzero(taken)
     lanes = lane.reshape(-1)[index]
     order = np.argsort(lanes, kind="stable")

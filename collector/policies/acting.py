@@ -9,7 +9,7 @@ from tallyroll.collector.compat import ExplorationPlace, set_gradients
 
 
 class Acting:
-    """What `torch.no_grad` and `set_exploration_type` do, in a few lines; not to be nested.
+    """A context like `torch.no_grad` and `set_exploration_type`, quicker; not to be nested.
 
     Args:
         exploration: the type.

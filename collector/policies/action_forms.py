@@ -32,10 +32,10 @@ class Form:
     wanted: SlabColumn
     changes: tuple[Change, ...]
     note: str = ""
-    """What a loss has to know of the actions that are stored."""
+    """A note for losses about the stored actions."""
 
     def takes(self, value: torch.Tensor) -> bool:
-        """``value`` has the form that the trial had."""
+        """Return whether ``value`` has the form that the trial had."""
         return (value.dtype, tuple(value.shape)) == (self.given.dtype, self.given.shape)
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:

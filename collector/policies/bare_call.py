@@ -40,7 +40,7 @@ def traits_of(
 
 
 class BareCall:
-    """What a `TensorDictModule` does with the columns of a slab, and nothing else.
+    """A call of a `TensorDictModule`'s network with columns of a slab, without its wrapper.
 
     Args:
         module: of one output.
@@ -49,7 +49,7 @@ class BareCall:
 
     def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
         self.network = network_of(module)
-        """What the module calls now; None where it is to be called itself, for that does more."""
+        """Finds the network to call; None if the module itself has to be called."""
         self._inputs = inputs
         self._out = module.out_keys[0]
 

@@ -53,9 +53,9 @@ class MaskRule:
         return np.asarray(empty), "at least one value that is legal"
 
     def quick(self, marks: Array, *, zeros_and_ones: bool) -> Callable[[], bool]:
-        """A quick look at memory: True where all masks in it are good, whoever acts.
+        """Return a quick check of memory: True if all masks in it are good for any actor.
 
-        ``zeros_and_ones``: others are looked for elsewhere.
+        ``zeros_and_ones``: other values are checked elsewhere.
         """
         if zeros_and_ones and marks.dtype.itemsize == 1:
             marks = marks.view(np.bool_)

@@ -33,9 +33,9 @@ class Choices:
 
     @classmethod
     def of(cls, spec: TensorSpec, inner: int) -> Self | None:
-        """Those of a spec; None of one that a mask does not count up.
+        """Return the choices of a spec; None if a mask cannot list its actions.
 
-        ``inner`` are the dimensions of one action, where the spec's class does not say it.
+        ``inner`` is the number of dimensions of one action, if the spec's class does not say it.
         """
         if type(spec) is Categorical:
             return cls((0,), (int(spec.n),))

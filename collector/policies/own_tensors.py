@@ -7,11 +7,11 @@ from tallyroll.storage.compat import entries_of, names_of, new_tensordict
 
 
 def own_tensors(td: TensorDictBase) -> TensorDictBase:
-    """A copy of ``td`` that shares no memory with it, at every level.
+    """Return a copy of ``td`` that shares no memory with it, at any level.
 
-    Memory comes from the allocator and not from a pool of buffers: it gives back what was used a
-    moment ago, so that a copy costs what copying the bytes costs, and whoever still refers to a
-    copy, by whatever view, keeps it.
+    Memory comes from the allocator and not from a pool of buffers: the allocator returns memory
+    that was used a moment ago, so that a copy costs no more than copying its bytes, and any view
+    of a copy keeps it alive.
     """
     if type(td) is not TensorDict:
         return td.clone()

@@ -20,10 +20,10 @@ Inputs = list[Key] | dict[str, Key]
 
 
 def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
-    """What the arguments of ``policy`` are given; None: it takes a TensorDict.
+    """Return the inputs for the arguments of ``policy``; None: it takes a TensorDict.
 
-    As in TorchRL a module or a function takes the observations that its arguments are called by.
-    A module of one argument takes the observation, whatever it calls it, where there is one.
+    As in TorchRL, a module or a function takes the observations that its arguments are named
+    after. A module of one argument takes the only observation, whatever the argument's name.
 
     Raises:
         ArgumentError: a module whose arguments are no observations.

@@ -46,31 +46,31 @@ class Policy:
         self.version = 0
         self._between_steps: Callable[[], None] | None = None
         self.refreshes = False
-        """Newer weights may come while slots are filled."""
+        """True if newer weights may come while slots are filled."""
         self.writes: tuple[Key, ...] = ()
-        """What it adds to what it is given, the action among it."""
+        """Keys that the policy adds to its input, the action among them."""
         self.batch_dims: dict[Key, int] = {}
-        """Batch dimensions behind the lanes of the TensorDicts within what it returns."""
+        """Batch dimensions after the lanes of the TensorDicts within its output."""
         self.forms: dict[Key, Form] = {}
-        """How actions become what the environment takes, where the policy gives others."""
+        """Conversions of actions into the form that the environment takes, by key."""
         self.notes: list[str] = []
-        """What whoever uses the rows has to be told."""
+        """Warnings for users of the rows."""
         self.device = device
-        """Where it is called; None: wherever it is."""
+        """The device of its calls; None: the device that it is on."""
         self._move_back = env_device
         self._inputs: tuple[Inputs, Sequence[Key], int] | None = None
         module = on_device(policy, device)
         self.calls(module, compiled if module is policy else module)
 
     def calls(self, module: PolicyFn, called: PolicyFn | None = None) -> None:
-        """Act by ``module``, which has the weights; ``called`` is what is called in its place."""
+        """Act by ``module``, which has the weights; ``called``, if given, is called instead."""
         self.module = module
         self._called = called = module if called is None else called
         self.around = called if self._inputs is None else around(called, *self._inputs)
-        """It, from TensorDict to TensorDict."""
+        """The called policy, from TensorDict to TensorDict."""
 
     def takes(self, inputs: Inputs, actions: Sequence[Key], more: int) -> None:
-        """It takes tensors: the ``inputs``; ``more`` values follow the ``actions`` it returns."""
+        """Call the policy with tensors ``inputs``; it returns ``actions`` and ``more`` values."""
         self._inputs = inputs, actions, more
         self.calls(self.module, self._called)
 

@@ -122,7 +122,7 @@ def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | 
 
 
 Ahead = Mapping[Key, torch.Tensor]
-"""Of some slots, by action ``[slot, lane, ...]``: the actions, or numbers that choose them."""
+"""By action ``[slot, lane, ...]``: the actions of some slots, or numbers that choose them."""
 
 
 class RandomActions:
@@ -178,7 +178,7 @@ class RandomActions:
         return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
     def arrays(self, slots: int) -> Iterable[tuple[Key, Array]]:
-        """What is drawn ahead ``[slot, lane, ...]`` for so many slots, by action; read only."""
+        """Return the draws ``[slot, lane, ...]`` of the next ``slots``, by action; read only."""
         drawn, own = self._rng.take(self._drawers, slots, self._width), self._own
         if own is not None:
             drawn = [array[:, own] for array in drawn]

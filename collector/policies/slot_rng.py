@@ -44,12 +44,12 @@ class SlotRng:
         self._before = self._generator.bit_generator.state
 
     def seed(self, seed: Any) -> None:
-        """Begin anew."""
+        """Start from ``seed``."""
         self._generator = np.random.default_rng(seed)
         self._drop()
 
     def take(self, draws: Sequence[Draw], slots: int, width: int) -> list[Array]:
-        """What each of ``draws`` has for the next slots, of ``width`` numbers each; read only."""
+        """Return the numbers of each of ``draws`` for the next slots, ``width`` each; read only."""
         stop = self._taken + slots
         if stop <= self._size:
             at, self._taken = self._taken, stop
@@ -77,7 +77,7 @@ class SlotRng:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What :attr:`state` of another takes, to go on in the same place."""
+        """The state; set on another generator, it makes that one go on from the same place."""
         if self._taken and self._taken == self._size:
             return {"generator": self._generator.bit_generator.state, "taken": 0}
         return {"generator": self._before, "taken": self._taken}

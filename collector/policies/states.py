@@ -29,7 +29,7 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
         return ()
     given = td.clone()
     for name in list(given.keys(True, True)):
-        if as_key(name)[-1] == IS_INIT:  # else it would begin anew
+        if as_key(name)[-1] == IS_INIT:  # else its state would be reset
             given.set(name, torch.zeros_like(given.get(name)))
     try:
         first = _called(policy, given, {})
@@ -46,7 +46,7 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
 
 
 def _leaves_no_trace(policy: Policy) -> bool:
-    """It can be called as often as one likes: a copy is, or it is a function of its input alone."""
+    """Return whether extra calls do no harm: a copy is called, or a function of its input."""
     module = policy.module
     return for_trial(policy).module is not module or (
         isinstance(module, FunctionType) and module.__closure__ is None
@@ -60,7 +60,7 @@ def _matters(
     place: Key,
     after: Mapping[Key, torch.Tensor],
 ) -> bool:
-    """Without what it kept at ``place`` the policy does something else, or fails."""
+    """Return whether the policy acts differently, or fails, without its value at ``place``."""
     others = {key: value for key, value in kept.items() if key != place}
     try:
         return not _same(after, _called(policy, given, others))
@@ -69,7 +69,7 @@ def _matters(
 
 
 def _place(key: Key) -> Key:
-    """The key by which the next step finds a value that was written under ``key``."""
+    """Return the key by which the next step finds a value that was written under ``key``."""
     return key[1:] if key[0] == NEXT else key
 
 

@@ -92,7 +92,7 @@ class ArrivingLanes(Lanes):
         return self._ready[: self.lanes]
 
     def seen(self, at: int) -> TensorDictBase:
-        """What the lanes that act now saw last; the last of them again where they are too few."""
+        """Return the last observations of the lanes that act now; repeated if the lanes are few."""
         acting = np.resize(self._acting, self.lanes)
         td = TensorDict({}, [self.lanes])
         for group, size in self.env.groups.items():
@@ -146,10 +146,10 @@ class ArrivingLanes(Lanes):
         return waits
 
     def _going(self, acting: NDArray[np.int32], drawn: Mask) -> Mask:
-        """Those of ``acting`` that go now, ``drawn`` those of them with random actions.
+        """Return which ``acting`` lanes go now; ``drawn`` marks those with random actions.
 
-        While random actions are under way, of those of the policy as many go as a call needs: all
-        that are away come back then.
+        While random actions are under way, only as many lanes with actions of the policy go as a
+        call needs: all lanes that are away come back then.
         """
         resets = self._pending[acting]
         self._random_away += int(np.count_nonzero(drawn & ~resets))

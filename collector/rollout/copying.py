@@ -59,7 +59,7 @@ class CopiedLanes(Lanes):
         self._td = self._way.begin(first)
 
     def seen(self, at: int) -> TensorDictBase:
-        """What the environment returned, and what the policy keeps in it."""
+        """Return the TensorDict of the environment, with the values that the policy keeps in it."""
         assert self._td is not None
         return self._td
 

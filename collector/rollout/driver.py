@@ -1,4 +1,4 @@
-"""Drivers fill the slots of a slab: their interface, and the one of this process."""
+"""Drivers, which fill the slots of a slab: their interface, and the one of this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,20 +24,20 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 class Driver(ABC):
-    """Fills slots of a slab, and says what is in them.
+    """A filler of the slots of a slab; it says what is in them.
 
-    ``used`` is the number of slots that are complete, also where filling was interrupted.
+    ``used`` is the number of complete slots, even after an interrupt.
     """
 
     slab: Slab
     run_lanes: int
-    """Lanes of the environment; the slab's columns are as many, but where lanes arrive."""
+    """Lanes of the environment; as many as the slab's columns, unless lanes arrive."""
     in_workers = True
-    """Worker processes fill them."""
+    """True if worker processes fill the slots."""
     all_are_transitions = False
-    """Every slot that is filled is a transition of its lane, and no lane is ever cut."""
+    """True if every filled slot is a transition of its lane, and no lane is ever cut."""
     used_at = 0
-    """The address of ``used``; 0 where it is no word of this process."""
+    """The address of ``used``; 0 if it is no word of this process."""
 
     @property
     @abstractmethod
@@ -60,14 +60,14 @@ class Driver(ABC):
     @property
     @abstractmethod
     def paused(self) -> bool:
-        """A signal's handler waits for the end of the step under way, and so of filling."""
+        """True if a signal's handler waits for the step under way, and so for filling, to end."""
 
     @abstractmethod
     def go_on(self) -> None:
-        """It does not any more; takes :meth:`stop` back too."""
+        """Go on after the handler was called; this takes :meth:`stop` back too."""
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Signals' handlers are waited for while slots are filled, or only where that waits."""
+        """Return a context that defers signals' handlers while slots are filled."""
         return nullcontext()
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Driver(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """The next :meth:`begin` resets, whatever was reset before."""
+        """Make the next :meth:`begin` reset, whatever was reset before."""
 
     @abstractmethod
     def random_steps(self, start: int, stop: int) -> None:
@@ -107,7 +107,7 @@ class Driver(ABC):
         return 0
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Lanes that had to begin anew since this was last asked, or None."""
+        """Return the lanes that had to begin again since the last call, or None."""
         return None
 
     def ended(self, start: int, stop: int) -> Mask:
@@ -116,14 +116,14 @@ class Driver(ABC):
 
 
 class LocalDriver(Driver):
-    """Chooses actions, writes them to a slab, and lets the lanes of this process step.
+    """The driver that chooses actions, writes them to a slab, and steps lanes in this process.
 
     Args:
-        lanes: what is stepped, over the slab that is filled.
+        lanes: the lanes to step, over the slab to fill.
         policy: None draws random actions.
         extra: keys that the policy writes beside the action.
         random: draws random actions.
-        board: where progress is written; see :mod:`tallyroll.collector.slab.progress`.
+        board: words for progress; see :mod:`tallyroll.collector.slab.progress`.
     """
 
     in_workers = False
@@ -159,7 +159,7 @@ class LocalDriver(Driver):
         self._first: TensorDictBase | None = None
 
     def decisions(self) -> dict[str, Decision]:
-        """Return those of a `RunPlan` that are made here."""
+        """Return the decisions of a `RunPlan` that are made here."""
         return {"acts": self.acts, **self.stepped.decisions()}
 
     # --- progress ---------------------------------------------------------------------------------
@@ -184,11 +184,11 @@ class LocalDriver(Driver):
 
     @property
     def paused(self) -> bool:
-        """A signal's handler waits."""
+        """True if a signal's handler waits."""
         return self.board[HALT] == PAUSE
 
     def go_on(self) -> None:
-        """None does."""
+        """Go on after the signal's handler was called."""
         self.board[HALT] = 0
 
     def _pause(self) -> None:
@@ -206,7 +206,7 @@ class LocalDriver(Driver):
         self._first = first
 
     def restart(self) -> None:
-        """The next :meth:`begin` resets the environment."""
+        """Make the next :meth:`begin` reset the environment."""
         self._first = None
 
     def begin(self) -> None:
@@ -227,7 +227,7 @@ class LocalDriver(Driver):
                 self.stepped.step(at, at + 1)
                 if self.board[HALT]:
                     break
-        if place is not None and (filled := self.used) < stop:  # what comes is drawn again
+        if place is not None and (filled := self.used) < stop:  # the rest is drawn again
             self._random.return_to(place, filled - start)
 
     def given_steps(self, start: int, stop: int, lanes: int) -> None:
@@ -256,7 +256,7 @@ class LocalDriver(Driver):
         if random_lanes is not None:
             self._act_both_ways(at, random_lanes, some=lanes > 0)
         elif self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION:
-            # Also where no lane is stepped: others draw too.
+            # Even if no lane is stepped, numbers are drawn, as other drivers do.
             ahead = self._random.ahead(1)
             if lanes:
                 self._act_at_random(at, ahead, 0)
@@ -276,7 +276,7 @@ class LocalDriver(Driver):
     # --- actions ----------------------------------------------------------------------------------
 
     def _acting_at_random(self, start: int, stop: int) -> Iterator[int]:
-        """Slots ``[start, stop)``, with random actions in each when it is reached."""
+        """Yield slots ``[start, stop)``, each with random actions written to it."""
         if self._masks is not None:
             yield from self._random.put(self.slab.arrays, self._masks, start, stop)
             return
@@ -291,7 +291,7 @@ class LocalDriver(Driver):
             rows[at].copy_(drawn.get(key))
 
     def act(self, at: int) -> None:
-        """Write what the policy chooses to slot ``at``, copied."""
+        """Copy the actions that the policy chooses to slot ``at``."""
         assert self.policy is not None
         bare = self._bare
         network = None if bare is None else bare.network()
@@ -303,7 +303,7 @@ class LocalDriver(Driver):
         self.stepped.acted(out, self.policy.writes)
 
     def _act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
-        """Random actions in ``random_lanes``, whose states stay as they were; else the policy's."""
+        """Act at random in ``random_lanes``, whose states stay; by the policy in the others."""
         if self.drawn is None:
             ahead = self._random.ahead(1)
         else:
@@ -354,7 +354,7 @@ class LocalDriver(Driver):
         row.copy_(value)
 
     def _refresh(self, start: int, stop: int) -> None:
-        """Newer weights, where there are any, choose the actions of slots ``[start, stop)``."""
+        """Take newer weights, if there are any, for the actions of slots ``[start, stop)``."""
         if self.policy is not None and self.policy.refresh():
             self.slab.version[start:stop] = self.policy.version
 

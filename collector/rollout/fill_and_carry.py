@@ -1,7 +1,7 @@
-"""Step a batched environment until enough transitions are there, in slot order.
+"""Stepping of a batched environment until enough transitions are there, in slot order.
 
-A driver fills slots of a slab; :class:`Rollout` decides how many, counts what they hold, and
-carries what is left over into the next block.
+A driver fills slots of a slab; :class:`Rollout` decides how many, counts their transitions, and
+carries the surplus into the next block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,18 +24,18 @@ from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 SLOTS_AT_ONCE = 8
-"""With a budget of episodes: few, for each look at it costs little beside a step."""
+"""Slots between two looks at a budget of episodes: few, because a look costs little."""
 
 
 class Rollout:
-    """Fills a slab, counts, carries, and says which transitions come next.
+    """Fill a slab, count its transitions, carry the surplus, and give out blocks.
 
     Args:
         driver: fills slots.
         policy: None draws random actions.
         extra: keys that the policy writes beside the action.
-        surplus: what happens to transitions of the last step beyond those asked for.
-        random_frames: that many transitions at the start have random actions.
+        surplus: the fate of transitions of the last step beyond those asked for.
+        random_frames: number of transitions at the start that have random actions.
         gate: an episode budget, or None.
     """
 
@@ -58,9 +58,9 @@ class Rollout:
         self._extra = tuple(extra)
         self._held: NDArray[np.bool_] | None = None
         self._given = True
-        """What is in the slab was handed over, but for what is held."""
+        """True if all transitions in the slab, apart from held ones, were handed over."""
         self._entry = NOTHING
-        """What happened since the last block."""
+        """Counts since the last block."""
         self._cuts: NDArray[np.bool_] | None = None
         self._restarting = True
         self._limit = self.slab.slots
@@ -71,11 +71,11 @@ class Rollout:
         )
         self._all_taken = self.counts.way == "whole"
         self._plain_block: Block | None = None
-        """The same for every such slot: the one before is done with when the next one begins."""
+        """The block of one slot, used again for each: the one before is over by then."""
         self._put_back = False
-        """What is in the slab is the next block."""
+        """True if the transitions in the slab are the next block."""
         self.version = RANDOM_VERSION
-        """Of the policy, when the one slot was filled."""
+        """The policy's version when the one slot was filled."""
         self._of_one_slot = LedgerEntry(slots=self.lanes, executed=self.lanes)
         self.carry = table_of((driver.used_at, *self.slab.carry_words))
 
@@ -84,7 +84,7 @@ class Rollout:
     def block(self, want: int) -> Block:
         """Step until ``want`` transitions are in the slab, it is full, or a lane was cut.
 
-        What a raising environment or policy left complete is in the driver's ``used`` slots.
+        If the environment or the policy raises, the complete slots are the driver's ``used`` ones.
         """
         if self._put_back:
             self._put_back = False
@@ -107,7 +107,7 @@ class Rollout:
         return self._take(want)
 
     def _one_slot(self) -> Block:
-        """One slot of all lanes, where nothing else is to be counted: what small batches take."""
+        """Fill one slot of all lanes and return it; only for slots that need no other counts."""
         slab = self.slab
         try:
             with self.driver.interruptible():
@@ -130,7 +130,7 @@ class Rollout:
         return block
 
     def fill(self) -> None:
-        """Step all lanes, into the first slot."""
+        """Step all lanes once, into the first slot."""
         policy, self._given = self.policy, False
         if policy is None:
             self.driver.random_steps(0, 1)
@@ -140,11 +140,11 @@ class Rollout:
             self.driver.policy_steps(0, 1)
             return
         self.slab.version[0] = self.version
-        self.driver.policy_steps(0, 1)  # newer weights write theirs
+        self.driver.policy_steps(0, 1)  # newer weights write their version
         self.version = int(self.slab.version[0, 0])
 
     def put_back(self) -> None:
-        """What was filled is the next block; where that raised, it can be salvaged."""
+        """Make the filled slot the next block; after an error `salvage` returns it."""
         self._count_filled()
         self._put_back = True
 
@@ -154,33 +154,33 @@ class Rollout:
         self._count(0, self.driver.used, self.lanes)
 
     def keeps(self, more: bool) -> bool:
-        """The slab stays as it is until the next :meth:`block`."""
+        """Return whether the slab stays as it is until delivery: until the next :meth:`block`."""
         return not more
 
     def given(self, block: Block) -> None:
-        """The last block's transitions are the caller's to count from here on."""
+        """Leave the last block's transitions to the caller, which counts them from here on."""
         self._given, self._cuts = True, None
 
     def released(self, block: Block) -> None:
-        """See :meth:`keeps`."""
+        """Do nothing; see :meth:`keeps`."""
 
     @property
     def held(self) -> int:
-        """Transitions that wait for the next block."""
+        """Number of transitions that wait for the next block."""
         return 0 if self._held is None else int(np.count_nonzero(self._held))
 
     @property
     def dry(self) -> bool:
-        """No more will come: the run was stopped, or its episodes are complete."""
+        """True if no more blocks will come: the run was stopped, or its episodes are complete."""
         return self._held is None and not self._put_back and self._over
 
     @property
     def paused(self) -> bool:
-        """The last block is shorter, for a signal's handler waits."""
+        """True if the last block is shorter because a signal's handler waits."""
         return self.driver.paused
 
     def go_on(self) -> None:
-        """None does."""
+        """Go on after the signal's handler was called."""
         self.driver.go_on()
 
     @property
@@ -188,7 +188,7 @@ class Rollout:
         return self.driver.stopping or (self.gate is not None and self.gate.finished)
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it."""
+        """Yield, after an error, at most ``most`` complete transitions of the ``sound`` slots."""
         if self._given:
             return
         used = self.driver.used
@@ -198,7 +198,10 @@ class Rollout:
         yield self._take(min(most, good * self.lanes))
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
-        """After an error: the slot whose actions an environment may have refused."""
+        """Return, after an error, the slot whose actions an environment may have refused.
+
+        The flags ``[lane]`` mark the lanes whose actions count; None if the slab is full.
+        """
         at, driver = self.driver.used, self.driver
         if at >= self.slab.slots:
             return None
@@ -207,7 +210,7 @@ class Rollout:
         return self.slab, at, ~driver.ended(at - 1, at)[0]
 
     def last_slot(self, rewards: Sequence[Key]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Reward and end of every lane ``[lane]`` in the last slot that was filled."""
+        """Return reward and end of every lane ``[lane]`` in the last slot that was filled."""
         at = self.driver.used - 1
         total = np.zeros(self.lanes)
         for key in rewards:
@@ -222,7 +225,7 @@ class Rollout:
         return of_lanes, in_lanes(ended[None], lane[None], self.driver.run_lanes)[0]
 
     def restart_lanes(self, ledger: Ledger) -> None:
-        """Reset every lane before the next slot; nothing may be carried then."""
+        """Reset every lane before the next slot; no transition may be carried then."""
         assert not self.held
         self._restarting = True
         self.driver.restart()
@@ -234,17 +237,17 @@ class Rollout:
         self.driver.stop()
 
     def discard(self, rewards: Sequence[Key]) -> Discarded:
-        """Throw away all that no block gave, and count it."""
+        """Discard the transitions that are in no block, and count them."""
         lanes = self.driver.run_lanes
         reward, ended = np.zeros(lanes), np.zeros(lanes, np.bool_)
         if self.held:
             reward, ended = self.last_slot(rewards)
         discarded = self.discard_held()
-        self._plain_block = None  # which knows of this, so that memory would wait for a collection
+        self._plain_block = None  # its reference cycle would keep memory until a collection
         return Discarded(self._take_entry(), discarded, reward, ended)
 
     def discard_held(self) -> NDArray[np.bool_]:
-        """Throw away and count all that was not given; returns their lanes."""
+        """Discard and count the transitions that were not handed over; return their lanes."""
         marks = self._waiting()
         at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
@@ -258,12 +261,12 @@ class Rollout:
         return lanes
 
     def _waiting(self) -> Mask:
-        """``[time, lane]``, those of the last slots whose transitions were not handed over."""
+        """Return the marks ``[time, lane]`` of the last transitions, not handed over yet."""
         if not self._given:  # an error came before
             return self.slab.transitions[: self.driver.used]
         return np.zeros((0, self.lanes), np.bool_) if self._held is None else self._held[None]
 
-    # --- how many slots, and who acts in them -----------------------------------------------------
+    # --- how many slots, with actions of the policy or random ones --------------------------------
 
     def _make_room(self) -> None:
         self.slab.keep_last(self.driver.used, self._held)
@@ -288,11 +291,11 @@ class Rollout:
         self._entry = entry if self._entry is NOTHING else self._entry.plus(entry)
 
     def _advance(self, missing: int) -> int:
-        """Step at least once and at most as often as surely needed; returns the transitions."""
+        """Step once, or as often as is surely needed; return the number of transitions."""
         start = self.driver.used
         steps = min(ceil(missing / self.lanes), self._limit - start)
         if self.gate is not None:
-            # What is stepped beyond the last episode of the budget would be wasted.
+            # Steps beyond the last episode of the budget would be wasted.
             steps = min(steps, self._slots_at_once(self.gate))
         stepped = self.lanes
         if self._surplus == "never_step":
@@ -312,15 +315,15 @@ class Rollout:
 
     @property
     def _random_left(self) -> int:
-        """Actions that are still to be drawn: those of lanes under way have been."""
+        """Number of random actions still to be drawn, without those of lanes under way."""
         return self.random_frames - self.driver.random_under_way
 
     def _slots_at_once(self, gate: EpisodeBudget) -> int:
-        """Slots until an episode budget is looked at again."""
+        """Return the number of slots until the next look at an episode budget."""
         return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
 
     def _needed(self, missing: int) -> int:
-        """Lanes to step, from the lowest on, for ``missing`` transitions; all where that is few."""
+        """Return how many lanes, from the lowest on, have to step for ``missing`` transitions."""
         if self.gate is None:
             return min(missing, self.lanes)
         made = np.cumsum(self.gate.upcoming(self.driver.upcoming()))
@@ -342,7 +345,7 @@ class Rollout:
             self.driver.policy_steps(start, stop)
 
     def _opening(self, start: int, steps: int, stepped: int) -> None:
-        """Random frames: whole slots while they last, then one slot of both kinds."""
+        """Fill slots with random actions while these last, then one with actions of both kinds."""
         assert self.policy is not None
         left = self._random_left
         whole = min(steps, left // stepped)
@@ -362,7 +365,7 @@ class Rollout:
                 self.driver.policy_steps(start, start + 1, drawn)
 
     def _count(self, start: int, stop: int, stepped: int) -> int:
-        """Mark and count the transitions of slots ``[start, stop)``; returns how many there are."""
+        """Mark and count the transitions of slots ``[start, stop)``; return their number."""
         account = self.driver.account(start, stop, stepped)
         transitions, resets = account.transitions, account.slots - account.executed
         marked = int(np.count_nonzero(transitions))
@@ -392,7 +395,7 @@ class Rollout:
         return marked
 
     def _wanted(self, gate: EpisodeBudget, transitions: Mask, start: int, stop: int) -> Mask:
-        """Those of ``transitions`` that belong to the budget's episodes."""
+        """Return the marks of ``transitions`` that belong to the budget's episodes."""
         ended = self.driver.ended(start, stop)
         if self.slab.lane is None:
             return gate.wanted(transitions, ended)

@@ -1,8 +1,8 @@
 """The lanes that a driver steps: how they begin, what they see, and what a step writes.
 
-Actions stand in the slab before a step. An environment over a `System` fills the slab itself
-(:class:`SystemLanes` here, `arriving.py` where lanes come back in any order); what any other one
-returns is copied (`copying.py`).
+Actions are in the slab before a step. An environment over a `System` fills the slab itself
+(:class:`SystemLanes` here, `arriving.py` for lanes that come back in any order); the results of
+any other environment are copied (`copying.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -32,15 +32,15 @@ class Account:
     slots: int
     """Lanes of step calls that were made."""
     executed: int
-    """Of those, the ones in which an environment executed an action."""
+    """The number of ``slots`` in which an environment executed an action."""
     transitions: Mask
-    """``[time, lane]``, of those, the ones whose rows are there to be taken."""
+    """``[time, lane]``, the executed slots whose rows can be taken."""
     ran: Mask | None = None
     """``[time, lane]``, the slots that were stepped; None: all of the lanes asked for."""
     lost: int = 0
     """Transitions that a worker which failed took with it."""
     beyond: int = 0
-    """Those of others behind the last slot that every lane completed: they are in no batch."""
+    """Transitions of other workers after the last slot that all lanes completed; in no batch."""
 
 
 class Lanes(ABC):
@@ -52,7 +52,7 @@ class Lanes(ABC):
     """
 
     fills_slab = False
-    """The environment writes to the slab itself: what policies see and choose is all there."""
+    """True if the environment writes to the slab, which has all observations and actions."""
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -60,18 +60,18 @@ class Lanes(ABC):
         self.all_are_transitions = False
 
     def decisions(self) -> dict[str, Decision]:
-        """Return those of a `RunPlan` on steps."""
+        """Return the decisions of a `RunPlan` about steps."""
         other = "the environment is no System, and returns TensorDicts"
         ways = {"steps": "environment", "observations": "copied", "writes": "tensors"}
         return {name: Decision(way, other) for name, way in ways.items()}
 
     @abstractmethod
     def begin(self, at: int, first: TensorDictBase) -> None:
-        """``first``, what a reset returned, is what lanes see in slot ``at``."""
+        """Show ``first``, the result of a reset, to the lanes in slot ``at``."""
 
     @abstractmethod
     def seen(self, at: int) -> TensorDictBase:
-        """What the policy sees in slot ``at``."""
+        """Return the observations that the policy sees in slot ``at``."""
 
     def acted(  # noqa: B027  where a slab is filled in place, there is nothing to carry
         self,
@@ -80,7 +80,7 @@ class Lanes(ABC):
         before: TensorDictBase | None = None,
         lanes: torch.Tensor | None = None,
     ) -> None:
-        """Carry on what a policy wrote beside actions; in ``lanes`` what was there ``before``."""
+        """Carry on what a policy wrote beside actions; in ``lanes`` the values ``before`` it."""
 
     @abstractmethod
     def step(self, start: int, stop: int) -> None:
@@ -92,13 +92,13 @@ class Lanes(ABC):
 
     @abstractmethod
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Which slots in ``[start, stop)`` are transitions ``[time, lane]``; asked once of each.
+        """Mark the slots in ``[start, stop)`` that are transitions ``[time, lane]``; once for each.
 
-        Only the first ``stepped`` lanes are looked at.
+        Only the first ``stepped`` lanes are read.
         """
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """The outcome of the slots ``[start, stop)``, at least one."""
+        """Return the outcome of the slots ``[start, stop)``, at least one."""
         transitions = self.transitions(start, stop, stepped)
         if stepped < self.lanes:
             transitions[:, stepped:] = False
@@ -119,11 +119,11 @@ class Lanes(ABC):
         return ended_in(self.slab, start, stop)
 
     def rows(self, key: Key) -> Sequence[torch.Tensor]:
-        """The slots of a column, as the policy and the environment have them."""
+        """Return the slots of a column, as the policy and the environment see them."""
         return self.slab.columns[key].unbind(0)
 
     def seen_rows(self, key: Key) -> Sequence[torch.Tensor] | None:
-        """The slots of a column that the policy sees; None where it is none of them."""
+        """Return the slots of a column that the policy sees; None if it does not see this one."""
         return self.rows(key) if key in self.slab.flowing else None
 
 
@@ -147,18 +147,18 @@ class SystemLanes(Lanes):
         self._pending = np.zeros(self.lanes, np.bool_)
 
     def decisions(self) -> dict[str, Decision]:
-        """Return those of a `RunPlan` on steps."""
+        """Return the decisions of a `RunPlan` about steps."""
         system = self.env.system
         lent = Decision("slab") if system.lends else system.lent
         return {"steps": system.stepped_by, "observations": lent, "writes": self.writes}
 
     def begin(self, at: int, first: TensorDictBase) -> None:
-        """The next slot begins every lane's trajectory."""
+        """Begin every lane's trajectory in slot ``at``."""
         self.slab.set_root(at, first)
         self._pending[:] = False
 
     def seen(self, at: int) -> TensorDictBase:
-        """Views of the slab."""
+        """Return views of the slab."""
         if not self._tds:
             self._tds = self.slab.tensordicts(self.cursor, self.env.groups)
         return self._tds[at]
@@ -217,7 +217,7 @@ class SystemLanes(Lanes):
         return ended
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """All of them, but for reset slots."""
+        """Mark all slots apart from reset slots."""
         if not self.env.has_reset_slots:
             return np.ones((stop - start, self.lanes), np.bool_)
         ended = self.ended(start, stop)
@@ -227,7 +227,7 @@ class SystemLanes(Lanes):
 
 
 def ended_in(slab: Slab, start: int, stop: int) -> Mask:
-    """``[time, lane]``, an end was reported in this slot of ``slab``."""
+    """Return marks ``[time, lane]`` of slots in which an end was reported."""
     terminated = slab.columns[TERMINATED][start:stop]
     other = slab.columns.get(TRUNCATED, slab.columns.get(DONE))
     assert other is not None
@@ -237,7 +237,7 @@ def ended_in(slab: Slab, start: int, stop: int) -> Mask:
 
 
 def changed(key: Key, got: Any, wanted: torch.Tensor | None = None) -> Exception:
-    """The error for a value that is not what the first step gave."""
+    """Return the error for a value that differs in kind from that of the first step."""
     kind = TransitionError if key[0] == NEXT else PolicyError
     if got is None or wanted is None:
         return kind(f"{spell(key)} is missing; it was there on the first step")

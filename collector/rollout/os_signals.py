@@ -52,7 +52,7 @@ class _Stand:
 
 
 _standing: dict[int, Any] = dict.fromkeys(_NUMBERS)
-"""What was found, or put, where the handler of a signal is; None at first."""
+"""The last handler of each signal that was found or installed; None at first."""
 _runs: set[int] = set()
 """The runs, by id, that keep handlers where they are between batches."""
 _calling: dict[int, _Stand] = {}
@@ -180,11 +180,11 @@ class pausable(admitted):
 
 
 def later() -> None:
-    """Of :class:`pausable`: nobody can be asked; handlers wait until it is over."""
+    """Do nothing; for :class:`pausable`: handlers wait until the context ends."""
 
 
 def waits() -> bool:
-    """A handler waits for this thread."""
+    """Return whether a handler waits for this thread."""
     return bool(_waiting) and get_ident() == _holder
 
 

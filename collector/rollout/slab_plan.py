@@ -54,7 +54,7 @@ from tallyroll.storage.rows.keys import (
 
 MOST_SLOTS = 4096
 SLAB_BYTES = 256 * 2**20
-"""A slab is at most about this large; longer batches are put together from several fills."""
+"""The size that a slab has at most, roughly; longer batches need several fills."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SlabPlan:
     flowing: tuple[Key, ...]
     """Observations that an environment writes in place."""
     shared: bool
-    """They and those under ``"next"`` are one memory, one slot apart."""
+    """True if observations and next observations share one memory, one slot apart."""
     rewards: tuple[Key, ...]
     lost_finals: bool
     observed: tuple[Key, ...]
@@ -75,32 +75,32 @@ class SlabPlan:
     dones: tuple[Key, ...]
     """Done columns below the root."""
     batch_dims: dict[Key, int]
-    """Batch dimensions that nested TensorDicts have behind the lanes."""
+    """Batch dimensions that nested TensorDicts have after the lanes."""
     in_place: bool
     reset_slots: bool
-    """An environment that writes in place has reset slots."""
+    """True for an environment that writes in place and has reset slots."""
     marked: bool
-    """The environment marks which slots are transitions."""
+    """True if the environment marks which slots are transitions."""
     inits: tuple[Key, ...] = ()
     """Columns that are True where a trajectory begins."""
     arrivals: int = 0
-    """Lanes that come back in any order, a slot; 0: every lane has a column of its own."""
+    """Lanes of a slot that come back in any order; 0: every lane has a column of its own."""
     flags: tuple[Key, ...] = ()
-    """Done flags that the environment declares, as they are called at the root.
+    """Done flags that the environment declares, by their names at the root.
 
-    Of TorchRL's layout alone: in others none are, and workers may differ in them.
+    Only in TorchRL's layout: in others there are none, and workers may differ in them.
     """
     batched: bool = True
-    """The environment has a batch dimension of lanes; True in other layouts than TorchRL's."""
+    """True if the environment has a dimension of lanes, and in all layouts but TorchRL's."""
     notes: tuple[str, ...] = ()
-    """What whoever uses the rows has to be told."""
+    """Warnings for users of the rows."""
     masks: tuple[MaskRule, ...] = ()
     """Masks of legal actions among the columns."""
     fault: str | None = None
-    """How the environment falsifies ends of episodes, where TorchRL's layout lets it."""
+    """The way the environment falsifies ends of episodes, if TorchRL's layout lets it."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
-        """Which slots ``[start, stop)`` of ``slab`` are transitions ``[time, lane]``.
+        """Mark the slots ``[start, stop)`` of ``slab`` that are transitions ``[time, lane]``.
 
         ``pending`` are the lanes that ended in the slot before them.
         """
@@ -111,7 +111,7 @@ class SlabPlan:
         return np.ones((stop - start, slab.lanes), np.bool_)
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
-        """Enough for ``frames`` even where every second slot is a reset slot, within bounds.
+        """Return slots enough for ``frames`` if every second one is a reset slot, within bounds.
 
         All ``slabs`` together take at most about `SLAB_BYTES`.
         """
@@ -124,11 +124,11 @@ class SlabPlan:
         return int(min(2 * ceil(frames / columns) + 4, MOST_SLOTS, fitting))
 
     def columns(self, lanes: int) -> int:
-        """Rows of a slot, of an environment with so many lanes."""
+        """Return the rows of a slot of an environment with ``lanes`` lanes."""
         return self.arrivals or lanes
 
     def slab(self, slots: int, lanes: int, **options: Any) -> Slab:
-        """A slab of ``slots`` slots; ``options`` are the others of :class:`Slab`."""
+        """Make a slab of ``slots`` slots; ``options`` are the others of :class:`Slab`."""
         return Slab(
             slots,
             self.columns(lanes),
@@ -294,7 +294,7 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
 
 
 def _fake(env: EnvBase) -> TensorDictBase:
-    """What TorchRL makes of the specs."""
+    """Return TorchRL's fake TensorDict of the environment's specs."""
     try:
         return env.fake_tensordict()
     except NotImplementedError as error:

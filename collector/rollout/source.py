@@ -1,15 +1,15 @@
-"""Where transitions come from, as a collector sees it: blocks of them, and what happened.
+"""Sources of transitions: a collector gets blocks of them, and the counts of what happened.
 
 A collector asks its source for one block after the other::
 
     block = source.block(want)
-    post(ledger, block.entry)         # once, whatever comes of the rows
+    post(ledger, block.entry)         # once, even if the rows are lost
     with block:
         rows = copied from block.slab, at block.index
-        # or left there: block.keep(), and block.release() when they were copied
+        # or left in the slab: block.keep(), and block.release() after they were copied
 
-The rows are the collector's to count once the ``with`` ends without an error; until then, and
-after an error, they are the source's, which has them in ``held`` or in what it discards.
+When the ``with`` ends without an error, the collector counts the rows. Before that, and after an
+error, the source counts them, in ``held`` or among the discarded ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,40 +33,40 @@ from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
 
 Sound = Callable[[Slab, int], int]
-"""How many of the first slots of a slab, of so many that were filled, are as declared."""
+"""Takes a slab and its number of filled slots; returns how many of these are as declared."""
 
 
 class Giver(Protocol):
-    """Who wants to hear what becomes of a block."""
+    """The owner of a block's memory; the block reports to it."""
 
     def keeps(self, more: bool) -> bool:
-        """See :meth:`Block.keep`."""
+        """Return whether the slots stay as they are; see :meth:`Block.keep`."""
 
     def given(self, block: "Block") -> None:
-        """Its rows are the collector's, which copied them unless they are kept."""
+        """Leave the block's rows to the collector, which copied them unless they are kept."""
 
     def released(self, block: "Block") -> None:
-        """Its rows, which were kept, are needed no more."""
+        """Take the slots back: the kept rows of the block are no longer needed."""
 
 
 class Again(Protocol):
-    """Fills one slot of all lanes, time after time, while nothing else is to be counted."""
+    """A filler of one slot of all lanes, time after time, while nothing else has to be counted."""
 
     version: int
-    """Of the policy, when the slot was filled."""
+    """The policy's version when the slot was filled."""
     carry: bytes
-    """See `SlotRows.carry`: done when the slot was stored."""
+    """Copies to be made after the slot was stored; see `SlotRows.carry`."""
 
     def fill(self) -> None:
-        """Step all lanes. Raises as they do."""
+        """Step all lanes; raise the exceptions that they raise."""
 
     def put_back(self) -> None:
-        """What was filled is the next block; where that raised, it can be salvaged."""
+        """Make the filled slot the next block; after an error `salvage` returns it."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """The transitions of a slab that enter the batch. Rows stand lane by lane."""
+    """The transitions of a slab that enter the batch. Rows are in order of lanes."""
 
     slab: Slab
     used: int
@@ -74,22 +74,22 @@ class Block:
     taken: Mask
     """``[used, lane]``, the transitions that are rows of this block."""
     index: NDArray[np.intp]
-    """``[row]``, into the slots flattened to ``[used * lane]``. Read only: blocks share it."""
+    """``[row]``, indices into slots flattened to ``[used * lane]``. Read only: blocks share it."""
     lane: NDArray[np.int32]
-    """``[row]``, numbered over the whole run."""
+    """``[row]``, the lane of each row, numbered over the whole run."""
     entry: LedgerEntry = NOTHING
-    """What happened since the block before; most of it is what this block holds."""
+    """Counts since the block before, this block's transitions included."""
     cuts: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose trajectories end, unfinished, behind the block; None: no lane's."""
+    """``[lane]``, lanes whose trajectories end, unfinished, after the block; None: no lane's."""
     giver: Giver | None = None
-    """None: the memory is the block's own."""
+    """The owner of the memory; None: the block owns it."""
     kept: bool = False
     again: "Again | None" = None
-    """One slot of all lanes, to be copied before the next one is asked for; what fills it again."""
+    """The filler of a block of one slot, which the next fill overwrites; None in other blocks."""
 
     @classmethod
     def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":
-        """The first ``count`` of ``transitions`` ``[used, lane]``."""
+        """Make a block of the first ``count`` of ``transitions`` ``[used, lane]``."""
         taken = transitions
         if slab.lane is not None:
             taken = first_in_slot_order(transitions, count)
@@ -107,7 +107,7 @@ class Block:
         return len(self.index)
 
     def __enter__(self) -> Self:
-        """The block, whose rows are still its source's."""
+        """Return the block; the source still counts its rows."""
         return self
 
     def __exit__(
@@ -116,12 +116,12 @@ class Block:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """The rows are the caller's, unless there was an error."""
+        """Leave the rows to the caller, unless there was an error."""
         if kind is None and self.giver is not None:
             self.giver.given(self)
 
     def keep(self, more: bool) -> bool:
-        """Ask to have the slots left as they are until :meth:`release`; says whether they are.
+        """Ask the source to leave the slots until :meth:`release`; return whether it does.
 
         ``more``: another block will be asked for before.
         """
@@ -129,21 +129,21 @@ class Block:
         return self.kept
 
     def release(self) -> None:
-        """Nothing of what was kept is needed any more."""
+        """Give kept slots back to the source."""
         if self.kept and self.giver is not None:
             self.giver.released(self)
         self.kept = False
 
 
 class Discarded(NamedTuple):
-    """What a source threw away. All arrays are ``[lane]``."""
+    """Counts and lanes of transitions that a source discarded. All arrays are ``[lane]``."""
 
     entry: LedgerEntry
-    """What happened since the last block, all that was thrown away included."""
+    """Counts since the last block, all discarded transitions included."""
     lanes: NDArray[np.bool_]
-    """Lanes that lost transitions by it."""
+    """Lanes that lost transitions."""
     reward: NDArray[np.float64]
-    """Of the last slot."""
+    """Reward of the last slot."""
     ended: NDArray[np.bool_]
     """Lanes of which the last slot reported an end."""
 
@@ -152,46 +152,46 @@ class TransitionSource(Protocol):
     """A source of blocks of transitions for a collector, until it is dry."""
 
     random_frames: int
-    """That many transitions still have random actions."""
+    """Number of transitions that still have random actions."""
 
     @property
     def slabs(self) -> Sequence[Slab]:
-        """Those whose blocks it gives, alike but for their lanes."""
+        """The slabs of its blocks; they differ only in their lanes."""
 
     @property
     def counts(self) -> Decision:
-        """How a slot of all lanes is counted; see `RunPlan.counts`."""
+        """The way a slot of all lanes is counted; see `RunPlan.counts`."""
 
     def block(self, want: int) -> Block:
-        """At most ``want`` transitions that follow those of the last block; perhaps none yet."""
+        """Return at most ``want`` transitions after those of the last block; perhaps none yet."""
 
     @property
     def held(self) -> int:
-        """Transitions whose execution is in an entry, and that no block gave; counted afresh."""
+        """Number of transitions that an entry counted and no block has; computed afresh."""
 
     @property
     def dry(self) -> bool:
-        """No more will come: the run was stopped, or its episodes are complete."""
+        """True if no more blocks will come: the run was stopped, or its episodes are complete."""
 
     def discard(self, rewards: Sequence[Key]) -> Discarded:
-        """Throw away all that no block gave; ``rewards`` are the columns that are summed up."""
+        """Discard all transitions that are in no block; ``rewards`` are the columns to sum up."""
 
     def restart_lanes(self, ledger: Ledger) -> None:
-        """Every lane begins anew before its next slot; nothing may be held then.
+        """Reset every lane before its next slot; no transition may be held then.
 
-        What was delivered, and so what is left of a budget, is in ``ledger``.
+        ``ledger`` says what was delivered, and so what is left of a budget.
         """
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """After an error: what is complete, as far as it is ``sound``; at most ``most`` of it.
+        """Yield, after an error, at most ``most`` complete transitions of the ``sound`` slots.
 
-        The rest is thrown away, and counted, in the last entry at the latest.
+        The rest is discarded, and counted in the last entry at the latest.
         """
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
-        """After an error: the slot whose actions an environment may have refused.
+        """Return, after an error, the slot whose actions an environment may have refused.
 
-        And ``[lane]``, those whose action it would have executed.
+        The flags ``[lane]`` mark the lanes whose action it would have executed.
         """
 
     def stop(self) -> None:
@@ -199,7 +199,7 @@ class TransitionSource(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Blocks are shorter than they may be, because a signal's handler waits."""
+        """True if blocks are shorter than they may be, because a signal's handler waits."""
 
     def go_on(self) -> None:
-        """They are no longer; this may take :meth:`stop` back."""
+        """Go on after the handler was called; this may take :meth:`stop` back."""

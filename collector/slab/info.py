@@ -15,7 +15,7 @@ from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import Key
 
 GIVEN = "_given"
-"""What the name of the column beside an info with ``fill`` ends with."""
+"""Suffix of the column that says where an info with ``fill`` was given."""
 
 # Torch can hardly compute with wider unsigned integers.
 _DTYPES = {each: TORCH[each] for each in TORCH if each.kind != "u" or each.itemsize == 1}

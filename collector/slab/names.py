@@ -33,12 +33,12 @@ class Named:
 
     key: Key
     path: tuple[Hashable, ...]
-    """What the environment calls it; a Dict space may have names that are no strings."""
+    """The environment's name for it; a Dict space may have names that are no strings."""
     what: str = "observation"
 
 
 def spelled(key: Sequence[Any]) -> str:
-    """A key as ``rename`` takes it: ``next/observation``; a tuple where that would mislead."""
+    """Return a key as ``rename`` takes it: ``next/observation``; a tuple if that misleads."""
     plain = all(isinstance(part, str) and "/" not in part for part in key)
     return repr("/".join(key)) if plain else repr(key[0] if len(key) == 1 else tuple(key))
 
@@ -79,7 +79,7 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
 
 
 def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
-    """What :func:`checked_rename` returned, as a command line spells it: ``old=new``."""
+    """Return the result of :func:`checked_rename` as a command line spells it: ``old=new``."""
     return [f"{'/'.join(map(str, split(old)))}={'/'.join(new)}" for old, new in rename.items()]
 
 
@@ -150,9 +150,9 @@ def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
 class _Entry:
     key: Key
     what: str
-    """What has this name: for messages."""
+    """The kind of thing that has this name, for messages."""
     settle: str = ""
-    """How it gets another one; empty where it cannot."""
+    """The way to give it another name; empty if there is none."""
 
 
 def require_names(

@@ -10,7 +10,7 @@ HALT: Final = 1
 STOP: Final = 1
 PAUSE: Final = 2
 COUNTED: Final = 2
-"""Of a lease: ``slots << 32 | transitions``, those counted so far. One word, never half written."""
+"""Counts so far of a lease: ``slots << 32 | transitions``, one word, never half written."""
 LEASE: Final = 3
 """The number of the lease that was begun last."""
 
@@ -26,5 +26,5 @@ def counted_in(word: int) -> tuple[int, int]:
 
 
 def new_board() -> memoryview:
-    """The board of a driver that nobody else looks at."""
+    """Return a board that only its own driver reads."""
     return memoryview(bytearray(8 * BOARD_WORDS)).cast("q")

@@ -62,26 +62,26 @@ class Cursor:
     next_obs: tuple[Array, ...]
     root_obs: tuple[Array, ...]
     seen_obs: tuple[Array, ...]
-    """What the policy saw in the slot."""
+    """Observations that the policy saw in the slot."""
     rewards: tuple[Array, ...]
-    """Without the last axis where that is all a lane has."""
+    """Rewards, without the last axis if a lane has a single number."""
     terminated: Array
     truncated: Array
     agents: Mapping[str, tuple[Array, Array, Array]]
     """Terminated, truncated and done of each group of agents ``[time, lane, agent]``."""
     next_valid: Array | None
-    """Where some final observations are lost: which are not."""
+    """Marks of final observations that are not lost; None if none is ever lost."""
     board: memoryview
     """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
     while_waiting: Callable[[], None] | None = None
-    """What can be done with slots that are complete, while the system computes the next one."""
+    """Work on complete slots, to be done while the system computes the next one."""
 
     def slot(self, at: int) -> tuple[Array, ...]:
-        """Of a slot with one column of each kind ``[lane, ...]``.
+        """Return views of a slot ``[lane, ...]`` that has one column of each kind.
 
-        The action, what the step leads to, reward, terminated, truncated, and what the policy sees
-        in the slot after: where the slab shares that memory, what the step leads to.
+        These are action, next observation, reward, terminated, truncated, and the observation that
+        the policy sees in the slot after; in shared memory that is the next observation again.
         """
         columns = self.actions[0], self.next_obs[0], self.rewards[0], self.terminated
         root = (self.root_obs or self.next_obs)[0]
@@ -170,7 +170,7 @@ class Slab:
             for key, column in self.columns.items()
             if key not in self._flow and not (shared and key[1:] in self._flow)
         ]
-        """Those that nothing carries from slot to slot."""
+        """Columns that are not carried from slot to slot."""
         self.flat = {
             key: array.reshape(slots * lanes, *array.shape[2:])
             for key, array in self.arrays.items()
@@ -224,7 +224,7 @@ class Slab:
 
     @property
     def carry_words(self) -> list[int]:
-        """What :meth:`keep_last` does behind one slot of which nothing is left, as a copy table."""
+        """The copies of :meth:`keep_last` after one slot of which nothing is left, as a table."""
         return [
             word
             for memory in self._flow.values()
