@@ -1,4 +1,4 @@
-"""What systems return, as NumPy and torch have it."""
+"""Arrays that systems return, as NumPy and torch represent them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +59,7 @@ def whole(system: System, lanes: int) -> Step:
 
 
 def reordered(out: Step, order: NDArray[np.intp]) -> Step:
-    """What ``recv`` returned, its rows in ``order``."""
+    """Return the result ``out`` of ``recv`` with its rows in ``order``."""
 
     def rows(value: Array | None) -> Array | None:
         return None if value is None else np.asarray(value)[order]

@@ -1,4 +1,4 @@
-"""What a system returned is compared with what it declares, and refused where it differs."""
+"""Comparison of the values that a system returned with those that it declares."""
 
 from typing import Any
 
@@ -14,12 +14,15 @@ from tallyroll.storage.rows.keys import spell
 
 
 class CheckedEnv(DeclaredEnv):
-    """An environment that knows what is wrong with a step."""
+    """An environment that finds what is wrong with a step, and makes the error."""
 
     def _array(self, index: int, value: Array, count: int | None = None) -> NDArray[Any]:
-        """An observation as NumPy has it; what its spec does not declare is refused.
+        """Return an observation as a NumPy array.
 
-        ``count`` are its rows, where they are not those of all lanes.
+        ``count``: its rows, if it does not have one for each lane.
+
+        Raises:
+            TransitionError: it is not as its spec declares.
         """
         wanted = self._expected[index]
         if count is not None and count != wanted[0][0]:
@@ -38,7 +41,7 @@ class CheckedEnv(DeclaredEnv):
         return value
 
     def _unfit(self, out: Step, error: Exception, lanes: Array | None = None) -> TransitionError:
-        """The error for rewards or flags; ``lanes`` are those of the rows, where not all came."""
+        """Return the error for rewards or flags; ``lanes``: the row's lanes if not all came."""
         if not isinstance(error, ValueRefused):
             return self._wrong_shapes(out)
         if error.lane is not None:
@@ -70,7 +73,7 @@ class CheckedEnv(DeclaredEnv):
     def _require_skipped(
         self, skipped: Array | None, pending: Mask, lanes: Array | None = None
     ) -> None:
-        """Raise where the system ignored other actions than it declares."""
+        """Raise if the system ignored other actions than it declares."""
         if skipped is None:
             return
         wrong = as_flags(skipped) != pending
@@ -86,7 +89,7 @@ class CheckedEnv(DeclaredEnv):
             )
 
     def wrong_arrivals(self, lanes: NDArray[np.int32]) -> TransitionError:
-        """The error for lanes that were not under way, or are more or fewer than declared."""
+        """Return the error for lanes that were not under way, or too many or too few."""
         return TransitionError(
             f"{self.kind}: expected {self.arrivals} different lanes that were sent, got "
             f"{lanes.tolist()!r:.200}"

@@ -24,7 +24,7 @@ Draw = Callable[[np.random.Generator], Mapping[str, Any]]
 
 
 class DeclaredEnv(EnvBase):
-    """What `SystemEnv` is before it is stepped; see there."""
+    """A `SystemEnv` without its steps: specs, seeds, contexts and resets; see there."""
 
     owns_system = True
     """Closing this closes the system."""
@@ -77,12 +77,12 @@ class DeclaredEnv(EnvBase):
 
     @property
     def fills(self) -> bool:
-        """It fills slots of a slab itself: its arrays are NumPy's."""
+        """True if it fills slots of a slab itself: its arrays are NumPy's."""
         return self.device.type == "cpu" and len(self._expected) == len(self._declares.observation)
 
     @property
     def resets_by_mask(self) -> bool:
-        """Some lanes can be reset while the others go on."""
+        """True if some lanes can be reset while the others go on."""
         return self._declares.resets == "mask"
 
     @property
@@ -153,7 +153,7 @@ class DeclaredEnv(EnvBase):
 
     @property
     def kind(self) -> str:
-        """What the system is called in messages."""
+        """The system's name in messages."""
         return str(self.system.describe()["type"])
 
     # --- seeds and contexts -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tallyroll.storage.rows.keys import NEXT_VALID, VALID, Key
 
 
 class Specs(NamedTuple):
-    """Of all lanes; those without a column are left out, but for observations."""
+    """Specs of all lanes; only observations have one even if they have no column."""
 
     observation: Composite
     action: Composite
@@ -20,12 +20,12 @@ class Specs(NamedTuple):
 
 
 def batched_specs(d: Declares, names: Sequence[Key], marks_transitions: bool) -> Specs:
-    """What ``d`` declares with a leading dimension of its lanes, and flags of ends beside it.
+    """Return the specs of ``d`` with a leading dimension of lanes, and specs of flags of ends.
 
     Args:
-        d: what a system declares.
-        names: of its observations, in their order.
-        marks_transitions: there is a column that says which steps are transitions.
+        d: the declaration of a system.
+        names: keys of its observations, in their order.
+        marks_transitions: whether a column says which steps are transitions.
     """
     device, shape = torch.device(d.device), torch.Size([d.lanes])
 

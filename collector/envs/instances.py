@@ -1,4 +1,4 @@
-"""Who drives an environment instance: whoever drove it before is told when another takes it."""
+"""The driver of each environment instance, notified when another collector takes it."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,16 +12,16 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.envs.traits import chain, system_of
 
 _drivers: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
-"""By the id of what is driven: that, and what tells its driver that another took it."""
+"""By the id of an instance: the instance, and the method that notifies its driver of a loss."""
 
 
 def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
-    """Tell who drove any part of ``env``, and call the method ``lost`` when another takes it.
+    """Notify the earlier drivers of ``env``; call ``lost`` when another driver takes a part.
 
     Args:
-        env: what is driven.
+        env: the environment to drive.
         made: the instance that it was made of.
-        lost: a bound method; its object is not kept alive. It may raise, and nothing is taken.
+        lost: a bound method; its object is not kept alive. If it raises, nothing is taken.
     """
     parts = list(_parts(env, made))
     for part in parts:
@@ -39,7 +39,7 @@ def _forget(number: int, _: object) -> None:
 
 
 def _parts(env: EnvBase, made: object) -> Iterator[Any]:
-    """What another collector may be given as well: instances that have a state."""
+    """Yield the instances with a state, which another collector may be given as well."""
     bases = list(chain(env))
     base = system_of(env)
     inner = bases[-1].__dict__.get("_env") if base is None else getattr(base.system, "env", None)

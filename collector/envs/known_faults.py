@@ -12,10 +12,10 @@ from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
 
 Fault = Callable[[EnvBase, int | None, bool], str | None]
-"""What is wrong with an environment, None: nothing is.
+"""Finds a fault of an environment; None: there is none.
 
-Takes the environment, the transitions after which a trajectory is truncated from outside (None:
-it is not), and whether final observations are declared as lost.
+The arguments are the environment, the transitions after which a trajectory is truncated from
+outside (None: it is not), and whether final observations are declared as lost.
 """
 
 

@@ -36,11 +36,11 @@ class Made:
 
     env: EnvBase
     owned: bool
-    """It was made here, so it is closed here."""
+    """True if the collector made it, and so closes it."""
     description: dict[str, Any]
-    """What it is, as provenance: JSON values."""
+    """The description of the environment for provenance: JSON values."""
     instance: object = None
-    """What was given, or made by a factory."""
+    """The object that was given, or that a factory made."""
 
 
 def require_id_options(options: Options) -> None:
@@ -109,7 +109,7 @@ def _is_factory(create: Any) -> bool:
 
 
 def _callable_alone(factory: Any) -> Callable[..., Any]:
-    """``factory``; one that has to be given ``seeds`` gets None where nobody has any yet."""
+    """Return ``factory``, called with ``seeds=None`` if it needs seeds and there are none yet."""
     seeds = _seeds_of(factory)
     wanted = seeds is not None and seeds.default is inspect.Parameter.empty
     return partial(factory, seeds=None) if wanted else factory

@@ -69,10 +69,10 @@ def first_reset(env: EnvBase) -> TensorDictBase:
 def seed_env(
     env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (), *, asked: bool = True
 ) -> list[int]:
-    """Seed the next reset of every lane; returns their seeds, none where a system chooses some.
+    """Seed the next reset of every lane; return their seeds, none if a system chooses some.
 
-    ``lanes`` are their numbers in the run; by default they are all there are. ``asked``: somebody
-    wants this very seed.
+    ``lanes`` are their numbers in the run (default: all lanes). ``asked``: the caller wants this
+    very seed.
 
     Raises:
         ArgumentError: a system that takes seeds only when it is made cannot be made again.

@@ -13,12 +13,12 @@ GROUP = "tallyroll.envs"
 
 
 def names() -> list[str]:
-    """The names of the systems that are registered, whether their packages are installed or not."""
+    """Return the names of the registered systems, even if their packages are not installed."""
     return sorted({point.name for point in _points()})
 
 
 def find(env_id: str) -> tuple[type[System], str] | None:
-    """The system that ``SYSTEM:name`` names, and the name; None where none is registered so.
+    """Return the system that ``SYSTEM:name`` names, and the name; None if there is none.
 
     Raises:
         MissingExtra: the system needs a package that is not installed.
@@ -32,7 +32,7 @@ def find(env_id: str) -> tuple[type[System], str] | None:
 
 
 def load(name: str) -> type[System]:
-    """The system of that name, one of :func:`names`.
+    """Return the system ``name``, one of :func:`names`.
 
     Raises:
         MissingExtra: its author's module needs a package that is not installed.
@@ -42,7 +42,7 @@ def load(name: str) -> type[System]:
 
 
 def adopt(made: object) -> System | None:
-    """A system over ``made``, an environment of the kind of one that is registered.
+    """Return a system over ``made``, an environment of a registered kind; None if it is not.
 
     Systems whose packages are not installed cannot have made it.
     """
@@ -58,7 +58,7 @@ def adopt(made: object) -> System | None:
 
 
 def _points() -> tuple[EntryPoint, ...]:
-    """In the order of their names; read anew when something was installed."""
+    """Return the entry points in the order of their names; read again after installations."""
     changed = []
     for folder in sys.path:
         with suppress(OSError, ValueError):
@@ -68,7 +68,7 @@ def _points() -> tuple[EntryPoint, ...]:
 
 @lru_cache(maxsize=1)
 def _read(_changed: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    # It opens a file of each distribution, for 5 ms.
+    # Opening a file of each distribution takes 5 ms.
     return tuple(sorted(entry_points(group=GROUP), key=lambda point: point.name))
 
 

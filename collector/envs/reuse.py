@@ -27,7 +27,7 @@ class _Place(Protocol):
 
 
 class _At:
-    """A place in memory as NumPy may be told of it; nothing reads what lies there."""
+    """A place in memory, in the form that NumPy takes; its bytes are never read."""
 
     def __init__(
         self, address: int, shape: Iterable[int], strides: Iterable[int], size: int

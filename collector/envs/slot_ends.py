@@ -151,7 +151,7 @@ class SlotEnds(ProtocolEnv):
         return ended
 
     def following(self, lanes: NDArray[np.int32], ended: Mask, out: Step) -> list[NDArray[Any]]:
-        """What the ``lanes`` that arrived see next ``[arrival, ...]``."""
+        """Return the next observations ``[arrival, ...]`` of the ``lanes`` that arrived."""
         count, at_end = len(lanes), self._declares.at_end
         seen = [self._array(index, value, count) for index, value in enumerate(out.obs)]
         if at_end == "final" and ended.any():

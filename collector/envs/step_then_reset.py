@@ -1,4 +1,4 @@
-"""A TorchRL environment's step apart from its reset, and what cannot be taken apart, watched."""
+"""Steps and resets of a TorchRL environment, separate if possible, or else watched."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -13,19 +13,19 @@ from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.storage.rows.keys import NEXT
 
 WATCHED = 8
-"""Slots in which an environment is watched; what it does to memory, it does from the start on."""
+"""Slots in which an environment is watched; it reuses memory from the start or never."""
 
 Copy = Callable[[TensorDictBase], None]
-"""Copies what a step returned."""
+"""Copies the result of a step."""
 
 Values: TypeAlias = tuple[Any, ...]
 
 
 class SplitStep:
-    """Steps an environment, has the result copied, and resets what is done: nothing is lost.
+    """Step an environment, have the result copied, and reset what is done: nothing is lost.
 
-    What the environment is handed as its last observation is memory of its own as long as the
-    environment might write its next observation there, for a transform may compare the two.
+    The environment gets a copy of its last observation while it might write its next observation
+    to the same memory, because a transform may compare the two.
     """
 
     def __init__(self, env: EnvBase) -> None:
@@ -35,11 +35,11 @@ class SplitStep:
         self._reuses = False
 
     def begin(self, first: TensorDictBase) -> TensorDictBase:
-        """The TensorDict for the first step, of the one that a reset returned."""
+        """Return the TensorDict for the first step after a reset, which returned ``first``."""
         return self._own(first)
 
     def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
-        """As ``step_and_maybe_reset``; ``copy`` is called with the first of what it returns."""
+        """Step and reset as ``step_and_maybe_reset`` does; ``copy`` gets the step's result."""
         env = self._env
         if td.device != env.device:
             td = td.to(env.device)
@@ -51,12 +51,12 @@ class SplitStep:
             self._watch(td)
         copy(td)
         if env.any_done(following):
-            # Of a reset by mask, what it returns is joined with what is there.
+            # A reset by mask joins the lanes that it resets with the others of its argument.
             following = env.reset(following.clone(), select_reset_only=True)
         return td, self._own(following)
 
     def _own(self, td: TensorDictBase) -> TensorDictBase:
-        """``td``, or a copy; while it is watched, what is copied is kept."""
+        """Return ``td``, or a copy of it; while the environment is watched, keep both contents."""
         if self._watched:
             self._raw, self._held = td, contents(td)
         return td.clone() if self._watched or self._reuses else td
@@ -71,15 +71,15 @@ class SplitStep:
 
 
 class WholeStep:
-    """Steps and resets an environment in a call of its own making, and watches what that does.
+    """Step and reset an environment by its own combined call, and watch its use of memory.
 
     Args:
-        env: an environment that does not split.
+        env: an environment whose step and reset cannot be separated.
         watch: whether its final observations are wanted, and come from memory of this process.
 
     Raises:
-        EnvironmentRefused: it writes where an observation lies that it returned before, so that a
-            reset may have overwritten the final one.
+        EnvironmentRefused: it writes to the memory of an observation that it returned before, so
+            that a reset may have overwritten the final one.
     """
 
     def __init__(self, env: EnvBase, *, watch: bool) -> None:
@@ -91,13 +91,13 @@ class WholeStep:
         self._last_flags: Values = ()
 
     def begin(self, first: TensorDictBase) -> TensorDictBase:
-        """The TensorDict for the first step, of the one that a reset returned."""
+        """Return the TensorDict for the first step after a reset, which returned ``first``."""
         if self._watches and self._watched:
             self._keep(self._observations(first))
         return first
 
     def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
-        """As ``step_and_maybe_reset``; ``copy`` is called with the first of what it returns."""
+        """Call ``step_and_maybe_reset``, and ``copy`` with the step's result."""
         td, following = self._env.step_and_maybe_reset(td)
         if self._watches:
             self._look(td.get(NEXT), following)
@@ -141,8 +141,8 @@ class WholeStep:
 
 
 def way_of(env: EnvBase) -> SplitStep | WholeStep:
-    """The way to step and reset ``env`` that loses no final observation unseen."""
+    """Return the way to step and reset ``env`` that loses no final observation unnoticed."""
     if splits(env):
         return SplitStep(env)
-    # The workers of a ParallelEnv hand out copies; what they do was looked at on one of them.
+    # The workers of a ParallelEnv return copies; one of them was checked before.
     return WholeStep(env, watch=not isinstance(env, ParallelEnv) and not loses_finals(env))

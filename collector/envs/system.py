@@ -32,42 +32,42 @@ Finals = Literal["returned", "extra", "some", "lost"]
 
 @dataclass(frozen=True, kw_only=True)
 class Declares:
-    """What a system is; specs are those of one lane, without a leading dimension."""
+    """The declaration of a system; specs are those of one lane, without a leading dimension."""
 
     lanes: int
     observation: Mapping[Key, TensorSpec]
-    """A group of agents has its observations stacked, ``("walkers", "observation")``, and a mask
-    of the living, ``("walkers", "mask")``, bool ``[agent]``. Agents may join and come back."""
+    """Specs by key. A group of agents has stacked observations, ``("walkers", "observation")``,
+    and a mask of the living, ``("walkers", "mask")``, bool ``[agent]``. Agents may come back."""
     action: Mapping[Key, TensorSpec]
     reward: Mapping[Key, TensorSpec] = field(default_factory=lambda: {("reward",): Unbounded((1,))})
     at_end: AtEnd
-    """What a step returns in a lane whose episode ended: ``"final"``, its final observation, and
+    """The observation of a step in a lane whose episode ended: ``"final"``, its final one, and
     the lane waits for ``reset``; ``"reset_slot"``, its final observation, and the next step ignores
     the lane's action and resets it; ``"first"``, the first observation of the next episode."""
     finals: Finals = "returned"
-    """With ``at_end="first"``: ``"extra"``, in ``Step.final``; ``"some"``, there too, as far as
-    ``Step.final_valid`` says so; ``"lost"``, nowhere."""
+    """The place of final observations with ``at_end="first"``: ``"extra"``, in ``Step.final``;
+    ``"some"``, there too, if ``Step.final_valid`` says so; ``"lost"``, nowhere."""
     truncation: bool = True
-    """Truncation is told from termination; otherwise every end counts as terminated."""
+    """True if the system separates truncation from termination; else all ends are terminations."""
     resets: Literal["mask", "all", "none"] = "mask"
-    """``reset`` restarts the lanes of a mask, all of them only, or is a look at the first
-    observations that works once."""
+    """Lanes that ``reset`` restarts: those of a mask, all of them only, or none: it returns the
+    first observations, and works once."""
     seeds: Literal["reset", "shared", "make", "none"] = "reset"
-    """Where one seed a lane is taken: by ``reset``, when the system is made, or nowhere.
+    """The call that takes one seed a lane: ``reset``, the making of the system, or none.
     ``"shared"``: all lanes draw from one generator, which ``reset`` seeds with that of the first;
     a run is repeated by as many lanes and the same actions only."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """What a reset takes beside a seed: parameters of the task, one value a lane."""
+    """Parameters of the task that a reset takes beside a seed, one value a lane."""
     parts: bool = False
-    """``step`` takes ``lanes`` and steps those alone."""
+    """True if ``step`` takes ``lanes`` and steps those alone."""
     arrivals: int = 0
-    """Not 0: ``send`` and ``recv`` take the place of ``step``, and so many lanes come a call."""
+    """Lanes that ``recv`` returns; ``send`` and it replace ``step``. 0: there is ``step``."""
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Groups of agents, and how many each has; their flags are in ``Step.agents``."""
+    """Groups of agents and their numbers of agents; their flags are in ``Step.agents``."""
     turns: bool = False
-    """Agents take turns: masks say who acts next, and not who lives."""
+    """True if agents take turns: a mask marks the agent that acts next, not those alive."""
     device: str = "cpu"
-    """Where arrays are; on the CPU actions are NumPy arrays, elsewhere torch tensors."""
+    """The device of arrays; on the CPU actions are NumPy arrays, elsewhere torch tensors."""
 
 
 class AgentFlags(NamedTuple):
@@ -78,28 +78,28 @@ class AgentFlags(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The result of a step; arrays ``[lane, ...]``, in the order of what was declared.
+    """The result of a step; arrays ``[lane, ...]``, in the order of the declaration.
 
-    They may be the same arrays each time: they are copied before the system is called again.
+    The system may return the same arrays each time: they are copied before its next call.
     """
 
     obs: Sequence[Array]
     reward: Sequence[Array]
-    """``[lane, *shape]``, without the last axis where that has the length 1."""
+    """``[lane, *shape]``, without the last axis if that has the length 1."""
     terminated: Array
     """bool ``[lane]``, the lane's episode ended."""
     truncated: Array
     """bool ``[lane]``, its episode was cut short."""
     final: Sequence[Array] | None = None
-    """As ``obs``; only the rows of lanes that ended are read."""
+    """Final observations in the form of ``obs``; only the rows of lanes that ended are read."""
     final_valid: Array | None = None
     """bool ``[lane]``, with ``finals="some"``: the final observation is in ``final``."""
     lanes: Array | None = None
-    """int ``[arrival]``, from ``recv``: the lanes that these rows are of."""
+    """int ``[arrival]``, from ``recv``: the lane of each row."""
     skipped: Array | None = None
     """bool ``[lane]``: the system says that it ignored the action; compared with ``at_end``."""
     agents: Mapping[str, AgentFlags] = {}
-    """Of each group."""
+    """Flags of each group."""
 
 
 class System(ABC):
@@ -111,32 +111,32 @@ class System(ABC):
     """
 
     package: ClassVar[str] = ""
-    """What has to be installed for it, by the name that is imported; empty: nothing has to."""
+    """The package that it needs, by the name that is imported; empty: none."""
     extra: ClassVar[str] = ""
-    """The extra of tallyroll that brings the package, where there is one."""
+    """The extra of tallyroll that installs the package; empty: there is none."""
     conflicts: ClassVar[str] = ""
-    """What it cannot be installed beside, and what to do about it: a sentence."""
+    """A sentence about packages that it cannot be installed beside, and the way out."""
     about: ClassVar[str] = ""
-    """How its episodes end and where seeds are taken, in a few words, for ``tallyroll envs``."""
+    """A few words on ends of episodes and on seeds, for ``tallyroll envs``."""
 
     declares: Declares
     next_context: dict[str, NDArray[Any]]
-    """``[lane, ...]``, by the names of ``Declares.context``: read at each lane's next reset, and
-    drawn anew after it by the driver. Copy what is kept."""
+    """``[lane, ...]``, by the names of ``Declares.context``: the system reads it at each lane's
+    next reset, and the driver draws another after it. Copy values to keep them."""
     stepped_by: Decision = Decision("system")
-    """How its lanes are stepped, where a run can choose; for `RunPlan.steps`."""
+    """The way its lanes are stepped; for `RunPlan.steps`."""
     lent: Decision = Decision("copied", "the system returns arrays of its own")
-    """Where it writes its observations; for `RunPlan.observations`."""
+    """The place to which it writes its observations; for `RunPlan.observations`."""
     lends: bool = False
-    """:meth:`lend` has an effect."""
+    """True if :meth:`lend` has an effect."""
     waits: bool = False
-    """:meth:`step` calls :attr:`while_waiting` where it could only wait for what computes it."""
+    """True if :meth:`step` calls :attr:`while_waiting` where it could only wait for results."""
     while_waiting: Callable[[], None] | None = None
-    """What the driver has to do meanwhile; it touches nothing of the system's. None: nothing.
+    """Work of the driver that touches nothing of the system's; None: there is none.
 
-    It is set for steps that fill a slab, and only where there may be something to do."""
+    The driver sets it for steps that fill a slab, and only if there may be work."""
     forgets_resets: bool = False
-    """A lane that ended, and was reset since, may reset itself once more in the next step."""
+    """True if a lane that ended and was reset may reset itself again in the next step."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
 
@@ -156,7 +156,7 @@ class System(ABC):
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step all lanes, or with ``parts`` those of ``lanes``; ``action`` holds ``[lane, ...]``.
 
-        The arrays of ``action`` are the system's to keep.
+        The system may keep the arrays of ``action``.
         """
         raise NotImplementedError
 

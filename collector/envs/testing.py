@@ -121,7 +121,7 @@ def _stepped(system: System, action: Values, lanes: Mask | None = None) -> Step:
 
 
 class SystemContract:
-    """What every environment system does. Subclass it, and say how yours is made."""
+    """Tests that every environment system passes. Subclass it, and say how yours is made."""
 
     lanes = 3
     """Lanes of the instances that are made; with arrivals more than come a call."""
@@ -171,7 +171,7 @@ class SystemContract:
     # --- what is declared is so -------------------------------------------------------------------
 
     def test_the_declaration_is_consistent(self) -> None:
-        """What is declared does not contradict itself."""
+        """Check that the declaration does not contradict itself."""
         system = self.make(self.lanes, lane_seeds(SEED, self.lanes, 0))
         require_consistent(system.declares)
         assert system.declares.lanes == self.lanes, "make(lanes, …) makes so many lanes"
@@ -206,7 +206,7 @@ class SystemContract:
             assert grown.is_in(tensor), f"{spell(key)}: {value!r:.200} is not in {spec}"
 
     def test_episodes_end_more_than_once(self) -> None:
-        """Every lane ends and goes on: nothing stays ended, and truncation is told as declared."""
+        """Check that every lane ends and goes on, and that truncation is reported as declared."""
         hand = self.hand()
         ends, truncated = np.zeros((2, hand.d.lanes), np.int64)
         runs = np.zeros(hand.d.lanes, np.int64)
@@ -221,7 +221,7 @@ class SystemContract:
             assert not (ended & ~executed).any(), "an episode ended in the slot that resets it"
         assert (ends >= 2).all(), f"so few episodes ended in {self.steps} steps: {ends.tolist()}"
         assert (longest < ends).all() or (ends < 3).any(), (
-            "a lane ends in every step after its first end, so it does not begin anew: "
+            "a lane ends in every step after its first end, so it is not reset: "
             f'declared at_end="{hand.d.at_end}"'
         )
         assert hand.d.truncation or not truncated.any(), "truncated, and declared truncation=False"
@@ -420,7 +420,7 @@ class SystemContract:
         return self.close(one.system, other.system)
 
     def test_a_context_is_copied_when_it_is_used(self) -> None:
-        """What is drawn ahead has no effect before the next reset."""
+        """Check that contexts drawn ahead have no effect before the next reset."""
         one, other = self.hand(), self.hand()
         if not one.d.context or not self.repeatable:
             return self.close(one.system, other.system)

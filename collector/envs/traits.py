@@ -1,4 +1,4 @@
-"""What an environment is, behind its transforms: asked in one place."""
+"""Traits of an environment below its transforms, decided in one place."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -19,7 +19,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "return_same_td": (False, "each batch is one of its own, which nothing writes to later"),
     "no_cuda_sync": (False, "devices are synchronised by the copies between them alone"),
     "track_traj_ids": (True, "every row has its trajectory's id; the column may be left unread"),
-    "preemptive_threshold": (None, "batches are always full: nobody's rollout is broken off"),
+    "preemptive_threshold": (None, "batches are always full: no rollout is broken off"),
     "local_init_rb": (True, "this process alone writes: a buffer is ready with its first batch"),
 }
 """Arguments of which every value gives what is collected here anyway: the default, and why."""
@@ -50,7 +50,7 @@ REFUSED_OF_MANY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _DEVICES = ("device", "policy_device", "env_device", "storing_device")
 _COUNTS = ("frames_per_batch", "num_workers", "trajs_per_batch", "trajs_per_write", "num_envs")
 _LIMITS = ("total_frames", "init_random_frames", "max_frames_per_traj")
-"""Of which None and numbers below 0 mean that there is none."""
+"""Arguments of which None and numbers below 0 mean that there is no limit."""
 
 
 _OWN = {"frames_per_batch", "init_random_frames", "total_frames"}
@@ -58,7 +58,7 @@ _OWN = {"frames_per_batch", "init_random_frames", "total_frames"}
 
 @dataclass
 class Wishes:
-    """What TorchRL's arguments ask for beside ours."""
+    """Values of TorchRL's arguments that our collectors do not have."""
 
     total_frames: float
     """``inf``: no limit."""

@@ -1,4 +1,4 @@
-"""Collecting in a thread: it ends when it is told to, and its error is raised where one asks."""
+"""Collection in a thread, which ends on request; the caller that asks gets its error."""
 
 import atexit
 import threading
@@ -10,14 +10,14 @@ from typing import Any
 from tallyroll.collector.errors import StateError
 
 PATIENCE_SECONDS = 60.0
-"""How long the step under way may take once the thread was told to end."""
+"""Seconds that the step under way may take after the thread was asked to end."""
 _AT_EXIT_SECONDS = 5.0
 
 _running: "weakref.WeakSet[Background]" = weakref.WeakSet()
 
 
 class _Request:
-    """Something that another thread wants done."""
+    """An action that another thread asks this one to do."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -25,7 +25,7 @@ class _Request:
         self.error: BaseException | None = None
 
     def do(self) -> None:
-        """Do it; what it raises is for whoever asked."""
+        """Do the action; keep its exception for the thread that asked."""
         try:
             self._action()
         except BaseException as error:  # noqa: BLE001  raised by `perform`
@@ -34,10 +34,10 @@ class _Request:
 
 
 class Background:
-    """A thread that takes batch after batch.
+    """A thread that collects batch after batch.
 
     Args:
-        batches: gives the next batch each time; the thread ends where it raises StopIteration.
+        batches: makes the next batch each time; if it raises StopIteration, the thread ends.
         stop: ends a batch early.
     """
 
@@ -54,12 +54,12 @@ class Background:
 
     @property
     def alive(self) -> bool:
-        """It is still collecting."""
+        """True while the thread collects."""
         return self._thread.is_alive()
 
     @property
     def is_here(self) -> bool:
-        """The caller is this thread."""
+        """True if the caller is this thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class Background:
             _running.discard(self)
 
     def _begins(self) -> bool:
-        """Wait until nobody holds the next batch; False where there is to be none."""
+        """Wait while a caller holds the next batch; return False if there will be none."""
         with self._turn:
             self._turn.wait_for(lambda: self._told or not self._holders)
             self._do_requests()
@@ -88,7 +88,7 @@ class Background:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """No batch is begun within this, and none is under way, but for the caller's own."""
+        """Begin no batch within this context; wait for the one under way, but not in its thread."""
         with self._turn:
             self._holders += 1
             self._turn.wait_for(lambda: self.is_here or not self._in_batch)
@@ -102,7 +102,7 @@ class Background:
     def perform(self, action: Callable[[], None]) -> None:
         """Do ``action`` while nothing is collected: between two steps, or two batches.
 
-        Raises what it raises.
+        An exception of ``action`` is raised here.
         """
         if self.is_here:
             action()
@@ -118,7 +118,7 @@ class Background:
             raise request.error
 
     def serve(self) -> None:
-        """Do what others asked for, from within the thread, between two steps."""
+        """Do the requested actions, from within the thread, between two steps."""
         if self._requests:
             with self._turn:
                 self._do_requests()
@@ -130,13 +130,13 @@ class Background:
         self._turn.notify_all()
 
     def raise_error(self) -> None:
-        """Raise what the thread raised, once."""
+        """Raise the thread's exception, once, if there is one."""
         error, self.error = self.error, None
         if error is not None:
             raise error
 
     def tell(self) -> None:
-        """Let it end after the step under way."""
+        """Ask the thread to end after the step under way."""
         with self._turn:
             self._told = True
             self._turn.notify_all()
@@ -144,14 +144,14 @@ class Background:
             self._stop()
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end for so long."""
+        """Wait at most ``seconds`` for the thread to end."""
         self._thread.join(seconds)
 
     def end(self, timeout: float | None) -> None:
-        """Tell it to end, and wait until it has.
+        """Ask the thread to end, and wait until it has.
 
         Raises:
-            StateError: it has not within ``timeout`` seconds.
+            StateError: the thread has not ended within ``timeout`` seconds.
         """
         self.tell()
         if self.is_here:

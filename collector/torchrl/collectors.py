@@ -185,10 +185,10 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         super().reset(None if reset_idx is None or all(reset_idx) else reset_idx)
 
     def stats(self, workers: str = "aggregate") -> dict[str, int | bool]:
-        """As of :class:`Collector`, with ``"workers"`` and ``"workers_alive"``.
+        """Return the counts of :class:`Collector`, with ``"workers"`` and ``"workers_alive"``.
 
         Raises:
-            ArgumentError: counts of each worker are asked for; they are kept of all.
+            ArgumentError: the caller asks for counts of each worker; only totals are kept.
         """
         if workers != "aggregate":
             raise ArgumentError(
@@ -231,7 +231,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """As of :class:`Collector`; workers always close their environments."""
+        """Shut down as :class:`Collector` does; workers always close their environments."""
         if not close_env:
             raise ArgumentError("close_env: workers end with their environments; leave it out")
         super().shutdown(timeout, close_env, raise_on_error)
@@ -249,7 +249,7 @@ class MultiSyncCollector(MultiCollector):
 
 
 class MultiAsyncCollector(MultiCollector):
-    """TorchRL's ``MultiAsyncCollector``: workers wait for nobody; see :class:`MultiCollector`."""
+    """TorchRL's ``MultiAsyncCollector``: workers never wait for others; see `MultiCollector`."""
 
     _mode_of_kind: Mode = "async"
     _waits_for_steps = False  # workers say by which version they chose
@@ -265,7 +265,7 @@ class MultiAsyncCollector(MultiCollector):
 
 
 class AsyncCollector(MultiAsyncCollector):
-    """TorchRL's ``AsyncCollector``: a single worker that waits for nobody."""
+    """TorchRL's ``AsyncCollector``: a single worker that does not wait for the caller."""
 
     def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
         kwargs = given.pop("create_env_kwargs", None)

@@ -1,4 +1,4 @@
-"""What TorchRL's arguments change of a batch that is laid out as TorchRL does."""
+"""Changes that TorchRL's arguments make to a batch in TorchRL's layout."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What makes environments and policies, as TorchRL's collectors are given it."""
+"""Factories of environments and policies, in the forms that TorchRL's collectors take."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -140,7 +140,7 @@ class CompiledPolicy(TensorDictModuleBase):
             return getattr(self.__dict__["_own"][0], name)
 
     def forward(self, tensordict: Any) -> Any:
-        """What the policy does."""
+        """Call the policy."""
         call, (policy, wanted, device) = self._call, self._own
         if call is None:
             call = policy

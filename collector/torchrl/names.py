@@ -1,4 +1,4 @@
-"""What TorchRL's collectors are called by: attributes and methods, over a collector of ours."""
+"""Attributes and methods of TorchRL's collectors, over a collector of ours."""
 
 import math
 from collections import OrderedDict
@@ -86,7 +86,7 @@ class TorchRLNames(Updating):
         self._whole.forget()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """As of our collectors; returns a seed for another one."""
+        """Seed everything as our collectors do; return a seed for another collector."""
         self._whole.forget()
         return super().set_seed(seed, static_seed)
 
@@ -114,7 +114,7 @@ class TorchRLNames(Updating):
         if _OURS not in state_dict:
             raise StateError(
                 "load_state_dict: expected a state of this collector, got one with "
-                f"{sorted(map(str, state_dict))}; load its weights into the policy, and begin anew"
+                f"{sorted(map(str, state_dict))}; load its weights into the policy, and begin again"
             )
         ours = {**state_dict[_OURS], "env": state_dict["env_state_dict"]}
         if ours["policy"] is not None:

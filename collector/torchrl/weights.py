@@ -92,4 +92,4 @@ def from_updater(updater: WeightUpdaterBase, weights: Any) -> Any:
 
 
 KNOWN_TRANSPORTS = [*map(transport_of, (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater))]
-"""Those that shared memory takes the place of."""
+"""Transports of TorchRL that shared memory replaces."""

@@ -1,4 +1,4 @@
-"""Whole trajectories put together of the batches in which their rows come."""
+"""Whole trajectories, put together from the batches in which their rows come."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,7 @@ from tallyroll.storage.rows.keys import CUT, as_key, is_done
 
 
 class WholeTrajectories:
-    """Holds back what is not complete.
-
-    Args:
-        padded_ones: batches are ``[trajectory, time]`` with a mask, or else rows.
-    """
+    """Trajectories that are complete, and the rows of those that are not yet."""
 
     def __init__(self) -> None:
         self._open: dict[int, list[TensorDictBase]] = {}
@@ -25,7 +21,7 @@ class WholeTrajectories:
         return len(self._whole)
 
     def add(self, rows: TensorDictBase, *, ends_all: bool) -> None:
-        """Take the rows of a batch; ``ends_all``: what is open now will never be complete."""
+        """Add the rows of a batch; ``ends_all``: open trajectories will never be complete."""
         pieces = split_trajectories(rows, out="offsets")
         lengths = np.diff(pieces.offsets.numpy()).tolist()
         for key, piece in zip(pieces.traj_ids.tolist(), pieces.rows.split(lengths), strict=True):
@@ -36,21 +32,21 @@ class WholeTrajectories:
             self._open.clear()
 
     def forget(self) -> None:
-        """All lanes begin anew."""
+        """Drop all rows: every lane begins a new trajectory."""
         self._open.clear()
         self._whole.clear()
 
     def first(self, count: int) -> Sequence[TensorDictBase]:
-        """The first ``count`` that are complete."""
+        """Return the first ``count`` complete trajectories."""
         return self._whole[:count]
 
     def drop(self, count: int) -> None:
-        """The first ``count`` are done with."""
+        """Drop the first ``count`` complete trajectories."""
         del self._whole[:count]
 
 
 def own_ends(rows: TensorDictBase) -> TensorDictBase:
-    """Rows whose done is the environment's own: not where the batch alone ended."""
+    """Return ``rows`` with the environment's own done: False where only the batch ended."""
     cut = rows.get(CUT)
     if not bool(cut.any()):
         return rows
@@ -63,7 +59,7 @@ def own_ends(rows: TensorDictBase) -> TensorDictBase:
 
 
 def laid_out(trajectories: Sequence[TensorDictBase], form: str | None) -> TensorDictBase:
-    """``[trajectory, time]`` with a mask, or with ``"cat"`` one after the other."""
+    """Lay out as ``[trajectory, time]`` with a mask, or with ``"cat"`` one after the other."""
     rows = torch.cat(list(trajectories))
     if form == "cat":
         return rows

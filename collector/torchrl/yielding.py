@@ -1,4 +1,4 @@
-"""Iterating over a collector of ours as over one of TorchRL's, here or in a thread."""
+"""Iteration over a collector of ours as over one of TorchRL's, here or in a thread."""
 
 import math
 import warnings
@@ -34,23 +34,23 @@ from tallyroll.collector.torchrl.whole_trajectories import WholeTrajectories, la
 
 
 class Yielding(Collector):
-    """What is yielded, and what goes to a replay buffer instead; it stands in front of ours."""
+    """A collector that yields batches, or sends them to a replay buffer, as TorchRL's do."""
 
     _wishes: Wishes
     _background: Background | None = None
     _iterator: Iterator[Any] | None = None
     _many: ClassVar[bool] = False
-    """It has workers."""
+    """True if the collector has workers."""
     _batches_made = 0
     _close_env: bool | None = None
-    """Whether to close the environment, whoever made it; None: if it was made here."""
+    """Whether to close the environment; None: only if the collector made it."""
 
     def _begin_run(self, lanes: int) -> None:
         self._fill_rectangles(lanes)
         super()._begin_run(lanes)
 
     def _fill_rectangles(self, lanes: int) -> None:
-        """Make batches as much larger as ``lanes`` of equal length want, as TorchRL does."""
+        """Enlarge batches until all ``lanes`` have the same length, as TorchRL does."""
         options = self._options
         if options.layout == "torchrl":
             frames = -(-options.frames_per_batch // lanes) * lanes
@@ -73,7 +73,7 @@ class Yielding(Collector):
         super()._drive(rollout, plan, ranges, description, torchrl, ahead, **call)
 
     def _take_over(self, wishes: Wishes) -> None:
-        """What TorchRL's collectors do at the end of their construction."""
+        """Take the arguments over, as TorchRL's collectors do at the end of construction."""
         frames = self._options.frames_per_batch
         if frames != wishes.frames_per_batch:
             warnings.warn(
@@ -84,9 +84,9 @@ class Yielding(Collector):
         self._hooked = self._in_pieces or self._options.postproc is not None
         self._whole = WholeTrajectories()
         self._pieces: list[TensorDictBase] = []
-        """Of the batch that an interruptor may end."""
+        """Pieces of the batch that an interruptor may end."""
         self._outputs: list[Any] = []
-        """What is yielded next, of what :attr:`_ready` was made into."""
+        """Outputs to yield next; they were made from :attr:`_ready`."""
         self.requested_frames_per_batch = wishes.frames_per_batch
         self.total_frames = wishes.total_frames
         self.reset_at_each_iter = self._options.reset_at_each_iter
@@ -103,18 +103,18 @@ class Yielding(Collector):
 
     @property
     def _in_pieces(self) -> bool:
-        """Batches are put together here, of what the run gives, and go to the buffer from here."""
+        """True if batches are put together here from the run's, and go to the buffer from here."""
         wishes = self._wishes
         return wishes.interruptor is not None or wishes.trajs_per_batch is not None
 
     @property
     def _adds_steps(self) -> bool:
-        """Steps go to the buffer one by one, as items of the environment's batch size."""
+        """True if steps go to the buffer one by one, as items of the environment's batch size."""
         wishes = self._wishes
         return not (wishes.extend_buffer or self._many or stores_rows(wishes.replay_buffer))
 
     def _of_the_run(self) -> dict[str, Any]:
-        """The postproc and the replay buffer that the run has to know."""
+        """Return the postproc and the replay buffer for the run to use."""
         wishes = self._wishes
         changed = wishes.postproc, wishes.post_collect_hook, wishes.cat_results
         changes = changed not in ((None, None, None), (None, None, "stack"))
@@ -126,7 +126,7 @@ class Yielding(Collector):
         }
 
     def _process(self, batch: TensorDictBase) -> Any:
-        """What is done to a batch before it is stored or yielded."""
+        """Return ``batch`` as it is stored or yielded, after the caller's postproc and hook."""
         wishes = self._wishes
         if isinstance(wishes.cat_results, int) and not self._options.split_trajs:
             batch = joined_workers(batch, wishes.cat_results)
@@ -147,20 +147,20 @@ class Yielding(Collector):
         return BatchIterator(self._outputs, self._make_trajectories)
 
     def iterator(self) -> Iterator[Any]:
-        """As iterating, batches of frames only."""
+        """Iterate over batches of frames, never of trajectories."""
         return BatchIterator(self._outputs, self._make_output)
 
     def next(self) -> Any:
-        """The next batch; None where there is no more, or where it went to the replay buffer."""
+        """Return the next batch; None if there is no more, or if it went to the replay buffer."""
         if self._iterator is None:
             self._iterator = iter(self)
         try:
-            return self._iterator.__next__()  # behind a call of `next` a handler may raise
+            return self._iterator.__next__()  # after a call of `next` a handler may raise
         except StopIteration:
             return None
 
     def rollout(self) -> Any:
-        """The next batch, as iterating gives it: counted, and stored; None where there is none."""
+        """Return the next batch, counted and stored as by iteration; None if there is none."""
         if not self._goes_on():
             return None
         _, batch = self._next_batch(yields=True)
@@ -168,14 +168,14 @@ class Yielding(Collector):
         return batch
 
     def _goes_on(self) -> bool:
-        """Whether more will come of the run; raises where an exception ended it."""
+        """Return whether the run has more to give; raise if an exception ended it."""
         if self._ready or self._pieces or not self._assembly.over:
             return True
         self._assembly.refuse_ended()
         return False
 
     def _make_output(self) -> bool:
-        """Make the next output ready, where there is one; False where the run is over."""
+        """Make the next output ready, if there is one; return False if the run is over."""
         if not self._goes_on():
             return False
         made, batch = self._next_batch()
@@ -184,9 +184,9 @@ class Yielding(Collector):
         return True
 
     def _done_with_it(self, outputs: list[Any] | None = None, *made: Any) -> None:
-        """What was ready is to be forgotten, for it is among the ``outputs``, as what was ``made``.
+        """Forget the ready batch after ``made``, the outputs made of it, are among ``outputs``.
 
-        Until then, whatever raises, it is what comes next.
+        Before that, after any exception, the ready batch is the next one.
         """
         with deferred():
             if outputs is not None:
@@ -196,9 +196,9 @@ class Yielding(Collector):
                 self._pieces.clear()
 
     def _next_batch(self, *, yields: bool = False) -> tuple[bool, Any]:
-        """Whether there was one more batch, and what is yielded of it.
+        """Return whether there was one more batch, and the output to yield.
 
-        ``yields``: the batch itself, also where it went to a buffer.
+        ``yields``: that output is the batch itself, even if it went to a buffer.
         """
         if not (self._ready or self._pieces):
             if self._wishes.update_at_each_batch:
@@ -302,8 +302,8 @@ class Yielding(Collector):
     def start(self) -> None:
         """Collect in a thread, into the replay buffer, until the budget is met or it is shut down.
 
-        TorchRL's exploration type is one for all threads of a process: what acts beside this, an
-        evaluation, does so ``with collector.pause():``.
+        All threads of a process share TorchRL's exploration type: let other policies act, as in an
+        evaluation, ``with collector.pause():``.
 
         Raises:
             ArgumentError: there is neither a replay buffer nor a storage.
@@ -321,12 +321,12 @@ class Yielding(Collector):
             self._policy.serve_between_steps(self._background.serve)
 
     def is_running(self) -> bool:
-        """Whether the thread of :meth:`start` is collecting."""
+        """Return whether the thread of :meth:`start` is collecting."""
         return self._background is not None and self._background.alive
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Begin no batch within this; it waits for the one under way.
+        """Begin no batch within this context; wait for the one under way.
 
         Raises:
             StateError: :meth:`start` was not called.
@@ -341,7 +341,7 @@ class Yielding(Collector):
             self._background.raise_error()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """As :meth:`shutdown`; raises what the thread of :meth:`start` raised."""
+        """Shut down as :meth:`shutdown` does; raise the exception of :meth:`start`'s thread."""
         self.shutdown(timeout=timeout, close_env=close_env)
 
     def shutdown(
@@ -352,11 +352,11 @@ class Yielding(Collector):
         Args:
             timeout: seconds that the step under way may take, where a thread collects; 60.
             close_env: False leaves the environment open, also one that was made here.
-            raise_on_error: False swallows what goes wrong.
+            raise_on_error: False swallows exceptions.
 
         Raises:
             StateError: the thread has not ended in time; nothing is closed.
-            What the thread of :meth:`start` raised.
+            The exception of :meth:`start`'s thread, if it raised one.
         """
         try:
             if self._background is not None:
@@ -371,5 +371,5 @@ class Yielding(Collector):
 
     @property
     def closed(self) -> bool:
-        """The run is over: its budget is met, or it was shut down."""
+        """True if the run is over: its budget is met, or it was shut down."""
         return not hasattr(self, "_assembly") or self._assembly.over

@@ -1,4 +1,4 @@
-"""What the lanes of a `SyncVectorEnv` return to it, looked at before the vector's casts hide it."""
+"""Checks of the values that lanes return to a `SyncVectorEnv`, before its casts hide faults."""
 
 from collections.abc import Callable, Sequence
 from traceback import walk_tb

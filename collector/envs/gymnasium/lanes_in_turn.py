@@ -1,7 +1,7 @@
-"""The lanes of a bare `SyncVectorEnv`, stepped as its own ``step`` does, but for what nobody reads.
+"""The lanes of a bare `SyncVectorEnv`, stepped as by its ``step``, without unused results.
 
-That merges the infos of all lanes, and copies flags, rewards and observations: as long as a step
-of a small environment takes.
+Its own ``step`` also merges the infos of all lanes, and copies flags, rewards and observations,
+which takes as long as a step of a small environment.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _READERS = np.bool_, np.float32, reward_of, terminated_of, truncated_of
 
 
 def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTraits:
-    """Look at ``env`` for `run_plan.stepping_vector`, which has the meaning of the others."""
+    """Return the traits of ``env`` for `run_plan.stepping_vector`, which explains the arguments."""
     bare = type(env) is SyncVectorEnv
     patched = SyncVectorEnv.step is not _STEP or SyncVectorEnv.reset is not _RESET
     if bare:
@@ -45,9 +45,9 @@ def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTrait
 
 
 class LanesInTurn:
-    """Steps and resets the lanes of ``env``, which `run_plan.stepping_vector` has found fit.
+    """Step and reset the lanes of ``env``, which `run_plan.stepping_vector` has found fit.
 
-    The vector knows afterwards what it would know: its own methods go on from there.
+    The vector's own state is kept up to date: its own methods can go on at any time.
     """
 
     def __init__(self, env: SyncVectorEnv) -> None:
@@ -59,30 +59,30 @@ class LanesInTurn:
         self._exact = ExactRow(("observation",), space.shape, space.dtype)
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
-        self._lane = np.full(1, -1)  # which the extension is stepping
+        self._lane = np.full(1, -1)  # the lane that the extension is stepping
         kernel = compiled()
         self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
     def __reduce__(self) -> Any:
-        """A copy has arrays of its own, and their addresses."""
+        """Make copies from the vector alone: each has its own arrays and their addresses."""
         return type(self), (self._env,)
 
     @property
     def are_alone(self) -> bool:
-        """Nobody has put a ``step`` or ``reset`` of another kind into the vector."""
+        """True if the vector's ``step`` and ``reset`` are those of its class, not replaced."""
         own = vars(self._env)
         return "step" not in own and "reset" not in own
 
     def new_rows(self) -> NDArray[Any]:
-        """Memory for an observation of each lane."""
+        """Return memory for an observation of each lane."""
         return np.empty(self._shape, self._dtype)
 
     def step(self, action: NDArray[Any], to: NDArray[Any]) -> Step:
-        """Step every lane, and write what it observes to ``to`` ``[lane, ...]``.
+        """Step every lane, and write its observation to ``to`` ``[lane, ...]``.
 
         Rewards and flags are the same arrays each time.
         """
-        i = None  # the lane, for whoever looks at a traceback; `_in_python` has its own
+        i = None  # the lane, for readers of a traceback; `_in_python` has its own
         env = self._env
         envs, ended = env.envs, getattr(env, ENDED)
         seen: Any = own_observations(env)
@@ -98,7 +98,7 @@ class LanesInTurn:
         return Step((to,), (self._rewards,), self._terminated, self._truncated)
 
     def reset(self, lanes: Mask, to: NDArray[Any]) -> None:
-        """Reset ``lanes``, and write what each lane, also of the others, observes now to ``to``."""
+        """Reset ``lanes``, and write the observations of all lanes to ``to`` ``[lane, ...]``."""
         getattr(self._env, ENDED)[lanes] = False
         seen: Any = own_observations(self._env)
         for i in np.flatnonzero(lanes).tolist():
@@ -107,14 +107,14 @@ class LanesInTurn:
         self._put(seen, to)
 
     def _put(self, seen: Sequence[Any], to: NDArray[Any]) -> None:
-        """Put what each lane observed together, as it is."""
+        """Write the observation of each lane to its row of ``to``, uncast."""
         for i, (value, _) in enumerate(zip(seen, to, strict=True)):
             to[i] = self._exact.of_lane(i, value)
 
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: NDArray[Any]
     ) -> bool:
-        """As `Kernel.step_lanes`, but that the caller puts observations together."""
+        """Step as `Kernel.step_lanes` does; return False: the caller writes observations."""
         self._lane[0] = -1
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
             self._lane[0] = i

@@ -19,7 +19,7 @@ from tallyroll.storage.rows.keys import Key, spell
 _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
 _SEEN_ALONE = [torch.uint16, torch.uint32, torch.uint64, torch.complex128]
-"""Of observations: torch cannot compare these, and so cannot check what a policy chooses."""
+"""Dtypes of observations only: torch cannot compare them, and so cannot check actions."""
 _NO_ACTIONS = {NUMPY[dtype] for dtype in _SEEN_ALONE}
 _TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in (*_SUPPORTED, *_SEEN_ALONE)}
 

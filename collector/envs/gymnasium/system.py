@@ -282,7 +282,7 @@ class GymnasiumSystem(System):
         return self._with_infos(obs, partial(self.infos.write_reset, info=info))
 
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
-        """What a call of the vector returns, where its lanes return what they declare."""
+        """Call the vector and return its result, if its lanes return what they declare."""
         try:
             returned = call()
         except CANNOT_TAKE as error:
@@ -297,7 +297,7 @@ class GymnasiumSystem(System):
             error.lane += self.first_lane
 
     def _seed(self, seeds: Sequence[int]) -> Any:
-        """What ``env.reset`` takes as seeds of its lanes."""
+        """Return the seeds of lanes in the form that ``env.reset`` takes."""
         return seeds if self._takes_seeds else seeds[0]
 
     def _with_infos(self, obs: Any, write: Callable[[Rows], None]) -> list[Any]:

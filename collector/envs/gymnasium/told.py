@@ -11,7 +11,7 @@ from tallyroll.collector.slab.names import Named
 
 
 class TellingSystem(System):
-    """A system with infos. Its ``__init__`` calls :meth:`_declare`, its ``reset`` `_told_first`."""
+    """A system with infos: ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_told_first`."""
 
     _infos: InfoColumns
 
@@ -33,13 +33,13 @@ class TellingSystem(System):
         return named(self._leaves, self._infos)
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
-        """Entries of ``infos`` become columns."""
+        """Make columns of the entries of ``infos``; return True: the system can."""
         self._infos = InfoColumns(infos, self._how["lanes"])
         self._declare_again()
         return True
 
     def _told_first(self, infos: Mapping[str, Any], lanes: Mask | None) -> list[Any]:
-        """The columns of infos that a reset of ``lanes`` (None: all) told."""
+        """Return the columns of infos after a reset of ``lanes`` (None: all)."""
         kept = self._infos
         kept.first_lane = self.first_lane
         kept.steps[... if lanes is None else lanes] = 0
@@ -53,7 +53,7 @@ class TellingSystem(System):
     def _told_next(
         self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
     ) -> list[Any]:
-        """The columns of what a step told; of lanes that ``ended``, what their reset in it did."""
+        """Return the columns of a step's infos; for ``ended`` lanes those of ``first``, by resets."""
         kept, rows = self._infos, self._infos.new_rows()
         kept.write(rows, infos, ~ended)
         kept.write_reset(rows, first, ended)

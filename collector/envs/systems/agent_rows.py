@@ -1,4 +1,4 @@
-"""What agents see, agent by agent, in columns of their groups."""
+"""Observations of agents, agent by agent, in columns of their groups."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

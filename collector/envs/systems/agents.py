@@ -24,12 +24,12 @@ class Group:
     name: str
     agents: Sequence[str]
     leaves: tuple[Leaf, ...]
-    """Of the observation of one of them; dtypes and shapes are those of all ``[agent, ...]``."""
+    """Leaves of an agent's observation; dtypes and shapes are those of all ``[agent, ...]``."""
     action: Leaf
 
     @property
     def observation(self) -> dict[Key, TensorSpec]:
-        """The columns of a lane; the mask comes last."""
+        """Specs of the columns of a lane; the mask comes last."""
         size = len(self.agents)
         specs = {(self.name, *leaf.key): _spec(leaf) for leaf in self.leaves}
         return {**specs, (self.name, "mask"): Binary(size, (size,), dtype=torch.bool)}
@@ -77,7 +77,7 @@ def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -
 
 
 def declared(groups: Sequence[Group]) -> dict[str, Any]:
-    """What a system declares of its groups."""
+    """Return the fields of `Declares` for a system's groups."""
     return {
         "observation": {key: spec for each in groups for key, spec in each.observation.items()},
         "action": {(each.name, "action"): each.action.spec for each in groups},

@@ -1,4 +1,4 @@
-"""What dm_env environments say of themselves."""
+"""Specs and random states of dm_env environments."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def generator_of(env: Any) -> np.random.RandomState | None:
 
 
 def spec_of(name: str, spec: Any) -> TensorSpec:
-    """A dm_env spec as TorchRL's; told apart by what they have, for none of them is imported.
+    """Return a dm_env spec as TorchRL's; recognised by its attributes, without an import.
 
     Raises:
         SpaceError: it is not of one array of numbers.

@@ -112,7 +112,7 @@ class EnvPoolSystem(TellingSystem):
         return [*found, *self._told_first(infos, lanes)]
 
     def _begun(self, lanes: Mask | None) -> Iterator[tuple[NDArray[np.int32], Any]]:
-        """What resets returned, and of which lanes."""
+        """Yield the lanes and the results of resets."""
         total, batch = self.declares.lanes, self.declares.arrivals
         if not batch:
             ids = np.flatnonzero(np.ones(total) if lanes is None else lanes).astype(np.int32)

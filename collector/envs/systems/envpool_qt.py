@@ -14,7 +14,7 @@ LINKED = ("libQt5Core.so.5", "libQt5Gui.so.5")  # each needs those before it
 
 
 def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
-    """What ``make`` makes; called again once Qt is there, where it failed for lack of that.
+    """Call ``make`` and return its result; call it again after loading Qt if Qt was missing.
 
     Raises:
         MissingExtra: the task ``name`` needs a library that is not installed.

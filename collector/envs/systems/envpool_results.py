@@ -1,4 +1,4 @@
-"""What EnvPool's resets and steps return, by either of its APIs."""
+"""Results of EnvPool's resets and steps, in either of its APIs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.envs.systems.envpool_spaces import cast, dm_getter
 
 Lanes = NDArray[np.int32] | slice
-"""Those that came back; a slice: all of them, in order."""
+"""Lanes that came back; a slice: all of them, in order."""
 
 
 class Results:
@@ -57,7 +57,7 @@ class Results:
         return found
 
     def step(self, made: Any, lanes: Lanes) -> Step:
-        """What a step of ``lanes`` led to."""
+        """Return the result of a step of ``lanes``."""
         values, skipped = self.values(made), self.begins(made)
         if not self._is_dm:
             _, reward, terminated, truncated, _ = made
@@ -89,7 +89,7 @@ def put_lanes(
 
 
 def with_infos(step: Step, columns: InfoColumns, infos: Mapping[str, Any], lanes: Lanes) -> Step:
-    """``step`` of ``lanes`` with the columns of what it told."""
+    """Return ``step`` of ``lanes`` with the columns of its ``infos``."""
     rows, ended = columns.new_rows(), step.terminated | step.truncated
     if isinstance(lanes, slice):
         columns.write(rows, infos)

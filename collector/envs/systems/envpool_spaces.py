@@ -1,4 +1,4 @@
-"""What EnvPool's spaces mean, where its observations are, and values in the declared dtypes."""
+"""Spaces of EnvPool, the places of its observations, and casts to the declared dtypes."""
 
 import re
 import sys

@@ -126,5 +126,5 @@ class Functional(FunctionalLanes):
 
 
 def _views(arrays: Iterable[Any]) -> list[Array]:
-    """As NumPy has them: on the CPU JAX's own memory, in a fifth of the time of from_dlpack."""
+    """Return NumPy views; on the CPU of JAX's own memory, in a fifth of from_dlpack's time."""
     return [np.asarray(each) for each in arrays]

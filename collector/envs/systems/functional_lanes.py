@@ -21,7 +21,7 @@ _FEW = 8
 
 
 class Outcome(NamedTuple):
-    """What a step of one lane led to: trees and arrays of JAX."""
+    """The result of a step of one lane: trees and arrays of JAX."""
 
     state: Any
     observation: Any
@@ -29,11 +29,11 @@ class Outcome(NamedTuple):
     terminated: Any
     truncated: Any
     agents: Mapping[str, AgentFlags] = {}
-    """Of each group, ``[agent]``."""
+    """Flags of each group, ``[agent]``."""
 
 
 class FunctionalLanes(System):
-    """What `Functional` compiles; a subclass writes :meth:`begin` and :meth:`advance`."""
+    """Lanes that `Functional` compiles; a subclass writes :meth:`begin` and :meth:`advance`."""
 
     _jax: Any
     _begun: Any

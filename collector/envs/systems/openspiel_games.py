@@ -34,7 +34,7 @@ def require_playable(game: Any) -> None:
 
 
 def tensors_of(game: Any) -> dict[str, tuple[int, ...]]:
-    """What a player is shown, and its shape: ``"observation"``, ``"information_state"``."""
+    """Return the shapes of a player's tensors: ``"observation"``, ``"information_state"``."""
     kind, shapes = game.get_type(), {}
     if kind.provides_observation_tensor:
         shapes["observation"] = tuple(game.observation_tensor_shape())
@@ -44,7 +44,7 @@ def tensors_of(game: Any) -> dict[str, tuple[int, ...]]:
 
 
 def declares_of(game: Any, lanes: int) -> Declares:
-    """What plays of ``game`` are; players that move at once are a group."""
+    """Return the declaration of plays of ``game``; players that move at once are a group."""
     kind, players, actions = game.get_type(), game.num_players(), game.num_distinct_actions()
     together = kind.dynamics == type(kind).Dynamics.SIMULTANEOUS
     each, at = ((players,), (GROUP,)) if together else ((), ())

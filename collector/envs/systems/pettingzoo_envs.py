@@ -15,11 +15,11 @@ EXTRA = "pettingzoo"
 
 
 def factory_of(name: str) -> Callable[..., Any]:
-    """What makes the environments of a name: of PettingZoo's registry, or in a module.
+    """Return the factory of a name, from PettingZoo's registry or from a module.
 
     Raises:
-        ArgumentError: there is none.
-        MissingExtra: PettingZoo, or what the module imports, is not installed.
+        ArgumentError: there is no such environment.
+        MissingExtra: PettingZoo, or a package that the module imports, is not installed.
     """
     package: Any = needs("pettingzoo", EXTRA)
     registered = re.sub(r"_(v\d+)$", r"-\1", name)

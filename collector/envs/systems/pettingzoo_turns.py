@@ -58,9 +58,9 @@ class Turns:
 
     @property
     def _known(self) -> Any:
-        """What knows agents, rewards and ends: the environment itself, where no wrapper does.
+        """The object that knows agents, rewards and ends: the base environment, or a wrapper.
 
-        Three wrappers take as long to hand five of these through as a small game takes for a turn.
+        To read five of these through three wrappers takes as long as a turn of a small game.
         """
         if all(map(_NAMES.isdisjoint, self._layers)):
             return self._base

@@ -133,5 +133,5 @@ class Sb3System(TellingSystem):
 
     @property
     def _reset_infos(self) -> Sequence[dict[str, Any]]:
-        """What the last reset of each lane told; a wrapper's own list of them stays empty."""
+        """Infos of the last reset of each lane; a wrapper's own list of them stays empty."""
         return [*layers(self.env)][-1].reset_infos  # type: ignore[no-any-return]

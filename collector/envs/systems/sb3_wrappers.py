@@ -1,4 +1,4 @@
-"""What lies around a `VecEnv` of Stable-Baselines3, and the space that it really has."""
+"""Wrappers around a `VecEnv` of Stable-Baselines3, and the space that it really has."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -42,7 +42,7 @@ class SuperSuitSystem(System):
         self._lacking = [
             each for each in (env, *getattr(env, "vec_envs", ())) if getattr(each, "black_death", 0)
         ]
-        """Those that step on without agents that are absent; the others raise."""
+        """Environments that step on without absent agents; the others raise."""
         action = action_leaf(env.action_space, lanes)
         self.declares = Declares(
             lanes=lanes,
