@@ -1,4 +1,4 @@
-"""Private parts of other libraries that collectors stand on: an upgrade may break them here alone.
+"""Private parts of other libraries that collectors use; an upgrade may break only this file.
 
 What is missing is said by `tests/project/test_compat.py`.
 """
@@ -138,12 +138,12 @@ def hooks_behind_steps(env: EnvBase) -> Callable[..., Any] | None:
 
 
 def resets_itself(env: EnvBase) -> bool:
-    """Whether ``env`` was made with ``auto_reset=True`` in TorchRL's own way."""
+    """Return whether ``env`` was made with ``auto_reset=True`` in TorchRL's own way."""
     return bool(env.__dict__.get("_torchrl_native_autoreset", False))
 
 
 def splits(env: EnvBase) -> bool:
-    """Whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
+    """Return whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
     from torchrl.envs import EnvBase
 
     kind = type(env)
@@ -158,7 +158,7 @@ def splits(env: EnvBase) -> bool:
 
 
 def steps_in_buffers(env: EnvBase) -> bool:
-    """Whether it is a `ParallelEnv` whose workers step and reset in one call."""
+    """Return whether ``env`` is a `ParallelEnv` whose workers step and reset in one call."""
     from torchrl.envs import ParallelEnv
 
     return isinstance(env, ParallelEnv) and env._use_buffers is not False
@@ -241,7 +241,7 @@ set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class ExplorationPlace:
-    """Where TorchRL keeps its exploration type: `set_exploration_type` takes a lock each time."""
+    """TorchRL's exploration type, without the lock that `set_exploration_type` takes each time."""
 
     def __init__(self) -> None:
         from tensordict.nn import probabilistic
@@ -312,7 +312,7 @@ def preloaded_modules() -> list[str]:
 
 
 def is_starting() -> bool:
-    """Whether this is a started process that still imports its main module."""
+    """Return whether this is a started process that still imports its main module."""
     return bool(getattr(process.current_process(), "_inheriting", False))
 
 
@@ -355,5 +355,5 @@ def server_weights(updater: Any, weights: Any) -> Any:
 
 
 def call_post_hooks(updater: Any) -> None:
-    """Call what is to be called when a weight updater has sent weights."""
+    """Call the hooks of a weight updater that has sent weights."""
     updater._call_post_hooks()

@@ -22,20 +22,20 @@ from tallyroll.storage import ways
 from tallyroll.storage.rows.keys import Key, spell
 
 FEW_SLOTS = 4
-"""So few are numbered and checked slot by slot: that takes less time than all at once."""
+"""Most slots that are numbered and checked one by one, which is faster for so few."""
 SMALL_NBYTES = 2**12
-"""Observations of a slot that are larger are written by the system itself."""
+"""The size of a slot's observations above which the system writes them itself."""
 WIDE_NBYTES = 2**9
-"""Rows that are narrower take less time to gather at once than slot by slot."""
+"""The size of a row below which gathering all at once is faster than slot by slot."""
 POOLED_NBYTES = 2**20
-"""New memory of so many bytes comes from the kernel, page by page, at every batch."""
+"""The size from which memory is pooled: the kernel would give it page by page, each time."""
 
 _NOT_BUILT = "not built, for there was no C compiler"
 
 _NOT_BUILT = "not built, for there was no C compiler"
 
 Obstacle = tuple[bool, str]
-"""Whether it is in the way, and the words that say so."""
+"""Whether an obstacle is there, and the words that say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def placing(run: StoringTraits) -> Decision:
 
 
 def batching(run: StoringTraits, placed: Decision) -> Decision:
-    """Choose what batches that are yielded are laid out from."""
+    """Choose the source from which yielded batches are laid out."""
     return choose(
         "slab",
         "gathered",

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BatchIterator(Generator[Any, None, None]):
-    """Yields what is ready, and has more made ready where nothing is.
+    """Yields ready batches, and has more made ready if there are none.
 
     A generator in which an exception was raised is exhausted, so that a loop over it would end as
     if there were no more; this one goes on. What is ready stays so until it is yielded: a signal's

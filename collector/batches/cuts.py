@@ -80,7 +80,7 @@ def _numbers(column: torch.Tensor) -> NDArray[np.int64]:
 
 
 def last_rows(rows: Rows) -> NDArray[np.bool_]:
-    """``[row]``: no row of the same trajectory follows. Trajectories stand one after the other."""
+    """Return marks ``[row]`` of the last rows of trajectories, which come one after the other."""
     ids = rows[TRAJ_IDS].numpy()
     last = np.ones(len(ids), np.bool_)
     np.not_equal(ids[1:], ids[:-1], out=last[:-1])

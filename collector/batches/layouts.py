@@ -88,13 +88,13 @@ def split_trajectories(
 
 
 def by_lane(rows: TensorDictBase, lanes: int) -> TensorDict:
-    """Rows that stand lane by lane as ``[lane, time]``, padded, with ``("collector", "mask")``."""
+    """Return rows in order of lanes as ``[lane, time]``, padded, with ``("collector", "mask")``."""
     counts = np.bincount(rows.get(LANE).cpu().numpy(), minlength=lanes)
     return padded(rows, counts)
 
 
 def padded(rows: TensorDictBase, lengths: Int, lead: tuple[int, ...] | None = None) -> TensorDict:
-    """Consecutive groups of ``rows`` as ``[group, longest]``, zeros behind each group's end.
+    """Return consecutive groups of ``rows`` as ``[group, longest]``, padded with zeros.
 
     ``lead`` are other dimensions in the place of ``group``, of as many elements.
     """

@@ -48,7 +48,7 @@ class PlainSlots:
         return entry is self.entry and state is self.state and eased == self.eased
 
     def fill(self) -> None:
-        """Step all lanes, wherever a signal's handler may raise."""
+        """Step all lanes; a signal's handler may raise at any point."""
         acting = self.acting
         gradients, exploration = torch.is_grad_enabled(), acting.place.get()
         try:
@@ -62,7 +62,7 @@ class PlainSlots:
                 set_gradients(gradients)
 
     def store(self, finals: FinalsWatch) -> bool:
-        """Check, number, count and store what was filled; False, and nothing done, if more is."""
+        """Check, number, count and store the filled slot; False, with nothing done, if refused."""
         if self.masks is not None and not self.masks():
             return False
         ended = self.storage.extend_slot(

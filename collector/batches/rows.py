@@ -92,7 +92,7 @@ class Part:
         return first, rest
 
     def settle(self) -> None:
-        """Copy what lies in the slab, which will be written over."""
+        """Copy the rows that are still in the slab, which will be overwritten."""
         for key, gathered in self.large.items():
             array = np.asarray(gathered)
             self.large[key] = RowRefs([array], np.arange(len(array)))
@@ -138,7 +138,7 @@ class RowSource:
 
     @cached_property
     def behind(self) -> Shapes:
-        """The batch size behind the rows of each nested TensorDict that has one."""
+        """The batch size after the rows of each nested TensorDict that has one."""
         return behind_rows(self.no_rows, self.plan.batch_dims)
 
     @cached_property
@@ -262,7 +262,7 @@ def merge(parts: Sequence[Part]) -> Part:
 
 
 def behind_rows(rows: Rows, batch_dims: BatchDims) -> Shapes:
-    """The batch size behind the rows of each nested TensorDict, as far as its columns have it."""
+    """Return the batch size after the rows of each nested TensorDict, if its columns have it."""
     shapes = {key: tuple(column.shape[1:]) for key, column in rows.items()}
     return shapes_of(fitting(batch_dims, shapes), shapes)
 

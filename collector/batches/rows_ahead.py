@@ -1,4 +1,4 @@
-"""Rows that enter a batch while the system computes its next step, where that leaves time."""
+"""Rows that are copied to a batch while the system computes its next step."""
 
 from collections.abc import Mapping
 
@@ -18,15 +18,15 @@ from tallyroll.storage.rows.keys import Key
 
 
 class RowsAhead:
-    """Copies slots of a slab to the memory of a batch as they are completed, lane by lane.
+    """Copy slots of a slab to the memory of a batch as they are completed, lane by lane.
 
-    That is for a batch which is ``slots`` slots, all of whose lanes are rows. Where it comes out
-    otherwise nothing is lost but time: its rows are gathered from the slab.
+    A batch profits if it is ``slots`` slots, all of whose lanes are rows. The rows of any other
+    batch are gathered from the slab, and only the time of copying is lost.
 
     Args:
-        slab: whose slots are complete when ``board`` says so, and stay as they are then.
+        slab: its slots are complete when ``board`` says so, and do not change after that.
         board: see :mod:`tallyroll.collector.slab.progress`.
-        slots: of a batch.
+        slots: number of slots of a batch.
         columns: ``[time, lane, ...]``, of the slab.
     """
 
@@ -37,7 +37,7 @@ class RowsAhead:
         self._columns = columns
         self._pools = [BufferPool([(each.dtype, each.shape[2:])]) for each in columns.values()]
         self._targets: list[Array] = []
-        """Where rows go, ``[lane, time, ...]``; empty: no such batch is under way."""
+        """The memory of the batch, ``[lane, time, ...]``; empty: no such batch is under way."""
         self._copied = 0
         self._checks = RangeChecks((), "off")
 
@@ -45,7 +45,7 @@ class RowsAhead:
     def of(
         cls, lanes: Lanes, board: memoryview, plan: SlabPlan, options: Options
     ) -> "RowsAhead | None":
-        """None where `decided` says so."""
+        """Make one for ``lanes``; None if `decided` is against it."""
         slots = options.frames_per_batch // lanes.slab.lanes
         if not isinstance(lanes, SystemLanes) or decided(lanes, plan, options).way != "ahead":
             return None
@@ -54,7 +54,7 @@ class RowsAhead:
         return ahead
 
     def begin(self, rows: int, checks: RangeChecks) -> None:
-        """A batch of ``rows`` begins with the slab's first slot; ``checks`` look at it early."""
+        """Begin a batch of ``rows`` at the slab's first slot; ``checks`` check its slots early."""
         lanes = self._slab.lanes
         self.end()
         self._checks = checks
@@ -64,7 +64,7 @@ class RowsAhead:
                 self._targets.append(memory.reshape(lanes, self._slots, *column.shape[2:]))
 
     def proceed(self) -> None:
-        """Copy the slots that were completed since."""
+        """Copy the slots that were completed since the last call."""
         start, stop = self._copied, self._board[FILLED]
         if self._targets and start < stop <= self._slots:
             for column, target in zip(self._columns.values(), self._targets, strict=True):
@@ -74,7 +74,7 @@ class RowsAhead:
             self._copied = stop
 
     def take(self, block: Block) -> Rows:
-        """The columns of ``block`` where it is all of the batch; else none. It ends the batch."""
+        """End the batch, and return its copied columns if ``block`` is all of it; else none."""
         rows: Rows = {}
         whole = len(block) == self._slots * self._slab.lanes and block.used == self._slots
         if self._targets and whole and block.slab is self._slab:
@@ -85,7 +85,7 @@ class RowsAhead:
         return rows
 
     def end(self) -> None:
-        """No batch is under way, and what was copied of it is not needed."""
+        """End the batch under way, and drop its copied rows."""
         self._copied, self._targets = 0, []
         self._checks.forget()
 
@@ -104,9 +104,9 @@ def decided(lanes: Lanes, plan: SlabPlan, options: Options) -> Decision:
 
 
 def _wide(lanes: Lanes, plan: SlabPlan, options: Options) -> dict[Key, Array]:
-    """Return the columns for which it pays."""
+    """Return the columns that are worth copying ahead."""
     slab, rows = lanes.slab, options.frames_per_batch
-    large = RowSource(plan).large  # all of which a batch is given in the same way
+    large = RowSource(plan).large  # a batch gets all of these in the same way
     return {
         key: slab.arrays[key]
         for key, flat in slab.flat.items()

@@ -295,7 +295,7 @@ class Collector(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Shut down. What goes wrong with that is a note of an ``error`` that is there already."""
+        """Shut down. If ``error`` is raised already, it gets a note on errors of the shutdown."""
         try:
             self.shutdown()
         except Exception as again:
@@ -304,7 +304,7 @@ class Collector(ABC):
             _add_end_note(error, again)
 
     def stop(self) -> None:
-        """End the run after the step under way; what is complete makes a last, shorter batch.
+        """End the run after the step under way; complete rows make a last, shorter batch.
 
         Safe to call from a signal handler or another thread.
         """
@@ -312,7 +312,7 @@ class Collector(ABC):
         self._rollout.stop()
 
     def shutdown(self) -> None:
-        """End the run, close what was made here: the environment, the storage. Idempotent.
+        """End the run; close the environment and the storage if they were made here. Idempotent.
 
         Of a storage of yours that is closed already, what could not be written is a warning.
         """
@@ -332,7 +332,7 @@ class Collector(ABC):
 
     @abstractmethod
     def _close_source(self) -> None:
-        """Close what was made here to collect from. Idempotent."""
+        """Close the environments that were made here. Idempotent."""
 
     def _lost_env(self) -> None:
         """Another collector takes the environment over: its lanes are no longer as they were left.
@@ -427,7 +427,7 @@ class Collector(ABC):
 
     @abstractmethod
     def _load_env_state(self, state: Any) -> None:
-        """Take over what :meth:`_env_state` gave."""
+        """Take over a state that :meth:`_env_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later collector needs to go on: budget, ids, seeds, policy, generators.
@@ -449,7 +449,7 @@ class Collector(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; call it before iterating.
+        """Go on from a result of :meth:`state_dict`; call it before iterating.
 
         Raises:
             StateError: this collector has collected already, or the state has other parts.
@@ -544,7 +544,7 @@ class _Undivided(deferred):
 
 
 def _add_end_note(error: BaseException, again: Exception) -> None:
-    """Note of ``error``, which is raised, what else went wrong at the end of the run."""
+    """Add a note to ``error``, which is raised, on further errors at the end of the run."""
     error.add_note(f"tallyroll: and at the end of the run: {type(again).__name__}: {again}")
 
 

@@ -1,7 +1,7 @@
-"""Rows as they stand in a slab, which go from there straight into a storage.
+"""Rows in the memory of a slab, which a storage copies directly from there.
 
-What a collector adds to the columns of a slab (ids, steps, …) lies beside it in columns of the same
-slots. So all columns of a row have one index, and a storage copies them by address.
+The columns that a collector adds to those of a slab (ids, steps, …) have the same slots. So all
+columns of a row have one index, and a storage copies them by address.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ Numbered = tuple[list[NDArray[np.intp]], list[Ended]]
 
 
 class SlabRows:
-    """Every column of the rows of a slab ``[slots * lanes, ...]``.
+    """The columns of the rows of a slab ``[slots * lanes, ...]``.
 
     Args:
-        slab: whose columns are all in its ``flat``.
-        plan: of the slab.
+        slab: a slab with all columns in ``flat``.
+        plan: the plan of the slab.
     """
 
     def __init__(self, slab: Slab, plan: SlabPlan) -> None:

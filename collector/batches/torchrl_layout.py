@@ -116,11 +116,11 @@ class TorchrlLayout:
 
     @property
     def dims(self) -> int:
-        """Number of dimensions of what a worker's environment gives, ``time`` included."""
+        """Number of dimensions of a worker's rows, ``time`` included."""
         return 1 + max(map(len, self._shapes))
 
     def require_rectangles(self, items: bool = False) -> None:
-        """Refuse what gives no full rectangles, to a TorchRL buffer, which knows no mask.
+        """Refuse a TorchRL buffer if batches are no full rectangles, because it knows no mask.
 
         ``items``: it keeps a lane's rows of a batch as one, of a length that never changes.
 
@@ -184,7 +184,7 @@ class TorchrlLayout:
     # --- batches ----------------------------------------------------------------------------------
 
     def __call__(self, rows: TensorDictBase, flags: Flags) -> TensorDictBase:
-        """``rows`` that stand lane by lane, with ``flags`` at the root, as a batch."""
+        """Return ``rows``, in order of lanes, with ``flags`` at the root, as a batch."""
         rows = self._with_flags(rows, flags)
         lanes, lead = range(self.lanes), self._lead
         if self.apart:

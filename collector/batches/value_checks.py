@@ -30,7 +30,7 @@ class OutOfRangeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Violation:
-    """The first slot, in slot order, whose value is not what was declared."""
+    """The first value, in slot order, that is not as declared."""
 
     slot: int
     what: str
@@ -92,9 +92,9 @@ class Range:
         return self.low.max(), self.high.min()
 
     def holds(self, values: NDArray[Any]) -> bool:
-        """All ``values`` lie within the bounds that every entry has; the fastest way to know.
+        """Return whether all ``values`` are within bounds that all entries share; the fastest way.
 
-        NaN is what it makes lowest and highest. Pieces are in the cache when it looks again.
+        A NaN becomes lowest and highest. The second look at a piece finds it in the cache.
         """
         low, high = self._within
         is_below = high < np.inf
@@ -149,7 +149,7 @@ class _SlotCheck:
 
     @staticmethod
     def fits(check: Range, slab: Slab) -> bool:
-        """Whether its slots are so small that this is the faster way."""
+        """Whether its slots are so small that this way is faster."""
         return check.key in slab.flat and slab.array(check.key)[:1].nbytes <= _SMALL_NBYTES
 
     @property
@@ -187,7 +187,7 @@ class _SlotChecks:
 
 
 class RangeChecks:
-    """Checks of the columns of a slab against what was declared.
+    """Checks of the columns of a slab against their declaration.
 
     Args:
         ranges: what is allowed; see :func:`ranges_of`.
@@ -212,7 +212,7 @@ class RangeChecks:
         self._seen_before = _seen_before(self._ranges)
         self._slot_checks: dict[Slab, _SlotChecks] = {}
         self.eased = 0
-        """How often something was let pass from there on, which changed every table."""
+        """Number of times that a violation was let pass from then on, which changed all tables."""
         self._fine: dict[Key, int] = {}
         """Columns of the block under way, and how many of its first slots are as declared."""
 
@@ -273,7 +273,7 @@ class RangeChecks:
         return checks
 
     def _passes(self, found: Violation) -> bool:
-        """Whether ``found`` and all others like it are kept from here on."""
+        """Return whether ``found`` and all violations like it are kept from here on."""
         if not found.can_pass or self._validate not in ("noise", "warn"):
             return False
         if self._validate == "warn":
@@ -349,7 +349,7 @@ _SAID_ONCE = (
 
 
 def _seen_before(ranges: Sequence[Range]) -> set[Key]:
-    """Keys whose values stood under "next" in the slot before, and have the same range there."""
+    """Return keys whose values were under "next" in the slot before, with the same range."""
     by_key = {each.key: each for each in ranges}
     return {
         key
@@ -361,9 +361,9 @@ def _seen_before(ranges: Sequence[Range]) -> set[Key]:
 
 
 def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
-    """Slots and lanes whose observation did not stand under "next" in the slot before.
+    """Return slots and lanes whose observation was not under "next" in the slot before.
 
-    That is what is seen first, what a reset returned, and what is seen behind no transition.
+    These are the first ones, those that a reset returned, and those that follow no transition.
     """
     new = np.ones((used, slab.lanes), np.bool_)
     new[1:] = ended_in(slab, 0, used - 1) | ~slab.transitions[: used - 1]

@@ -61,11 +61,11 @@ _MOST_IDS = 2**62  # so that those of any run fit behind them
 
 
 class ClosedFirstWarning(UserWarning):
-    """A storage was closed before the collector that wrote a run to it; says what is missing."""
+    """Warning: a storage was closed before the collector that wrote to it; says what is missing."""
 
 
 class CutItemWarning(UserWarning):
-    """A run ended within an item of a TorchRL buffer; says what is not in it."""
+    """Warning: a run ended within an item of a TorchRL buffer; says which rows are missing."""
 
 
 class BatchWriter:
@@ -345,7 +345,7 @@ class BatchWriter:
 
     @property
     def committed(self) -> str:
-        """Which rows of the run are stored, as a sentence."""
+        """A sentence that says which rows of the run are stored."""
         if self.storage is None:
             return "Rows of this run were yielded, or put into a replay buffer"
         head = self.head
@@ -365,7 +365,7 @@ class BatchWriter:
         *,
         last: bool = False,
     ) -> None:
-        """Commit ``rows``, of which ``count`` were counted, and the ledger as it stands with them.
+        """Commit ``rows``, of which ``count`` were counted, and the ledger that includes them.
 
         ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
         which only the storage knows. ``shaped`` is what a replay buffer gets in their place. With
@@ -477,7 +477,7 @@ class BatchWriter:
             self._begin_entry(self.storage.schema, provenance)
 
     def finish(self, ledger: Ledger, left: int) -> None:
-        """Commit the final ledger and bring what other programs read up to date.
+        """Commit the final ledger, and update the files that other programs read.
 
         The run is over.
 
@@ -574,7 +574,7 @@ def _fits(storage: DiskStorage, schema: Schema) -> bool:
 
 
 def warn_of_cut_item(count: int, what: str, error: ItemsDiffer) -> None:
-    """Say what becomes of the ``count`` transitions with which a run ended."""
+    """Warn about the fate of the last ``count`` transitions of a run."""
     warnings.warn(f"the last {count} transitions, {what}: {error}", CutItemWarning, stacklevel=3)
 
 

@@ -23,7 +23,7 @@ class EpisodeBudget:
 
     @property
     def finished(self) -> bool:
-        """Every episode of the budget has ended."""
+        """True if every episode of the budget has ended."""
         return self.completed >= self.total
 
     def starting(self, lanes: NDArray[np.bool_]) -> int:
@@ -59,7 +59,7 @@ class EpisodeBudget:
         self._open &= ~lanes
 
     def restart(self, delivered: int) -> None:
-        """Every lane begins a new episode; all but the ``delivered`` whole ones are run again."""
+        """Begin a new episode in every lane; all but the ``delivered`` whole ones run again."""
         self.started = self.completed = delivered
         self._fresh[:] = True
         self._open[:] = False

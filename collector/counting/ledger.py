@@ -78,12 +78,12 @@ class Ledger:
     episodes_cut: int = 0
     """Trajectories that were left unfinished for good."""
     incarnation: int = 0
-    """How often the run was started again; counts since the last commit before are unknown."""
+    """Number of restarts of the run; counts between its last commit and a restart are unknown."""
     respawned: int = 0
     """Workers that were started in the place of one that failed; counted in ``incarnation``."""
     agent_transitions: int = 0
-    """With several agents a lane: parts of agents that lived, or whose turn it was, in the stored
-    transitions."""
+    """Parts of agents in the stored transitions, with several agents a lane: of the agents that
+    lived, or whose turn it was."""
     seed: int | None = None
     """The seed of the run."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Ledger:
         self.check()
 
     def counts(self) -> dict[str, int]:
-        """Every count by name."""
+        """Return every count by name."""
         return dict(zip(COUNTS, _counts_of(self), strict=True))
 
     @property
@@ -132,11 +132,11 @@ class Ledger:
         return _counts_of(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts, the seed and the versions: what a report of the run needs."""
+        """Return the counts, the seed and the versions, for a report of the run."""
         return asdict(self)
 
     def load(self, counts: Mapping[str, int]) -> None:
-        """Take over what :meth:`counts` returned; unknown names are an error."""
+        """Take over a result of :meth:`counts`; unknown names are an error."""
         unknown = sorted(set(counts) - set(COUNTS))
         if unknown:
             raise LedgerError(f"unknown counts {unknown}; known are {sorted(COUNTS)}")
@@ -150,7 +150,7 @@ _counts_of: Callable[[Ledger], tuple[int, ...]] = attrgetter(*COUNTS)
 
 
 def post(ledger: Ledger, entry: LedgerEntry) -> None:
-    """Add what happened. While a run collects, nothing else changes counts of transitions."""
+    """Add ``entry``. While a run collects, nothing else changes counts of transitions."""
     if entry is not NOTHING:
         counts = vars(ledger)
         for name, count in _changes(entry):
@@ -180,6 +180,6 @@ class Budget:
         return None if self.total is None else max(0, self.total - stored)
 
     def batch(self, stored: int, frames_per_batch: int) -> int:
-        """Size of the next batch: ``frames_per_batch``, or what remains; 0 ends the run."""
+        """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run."""
         remaining = self.remaining(stored)
         return frames_per_batch if remaining is None else min(frames_per_batch, remaining)

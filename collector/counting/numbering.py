@@ -127,7 +127,7 @@ class Ended(NamedTuple):
     """Episodes that ended, one entry each."""
 
     at: NDArray[np.intp]
-    """Where their last rows stand."""
+    """Indices of their last rows."""
     returns: NDArray[np.float64]
     lengths: Int64
     first_versions: Int64
@@ -202,7 +202,7 @@ def number(
     reward: NDArray[np.float64],
     version: Int64,
 ) -> Numbers:
-    """Number a block of rows that stands lane by lane, and move ``state`` past it.
+    """Number a block of rows in order of lanes, and move ``state`` past it.
 
     Args:
         state: where each lane stood before the block; updated in place.

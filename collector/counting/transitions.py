@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 
 
 def next_step_transitions(ended: Mask, pending: Mask) -> Mask:
-    """Which slots of a NEXT_STEP source are transitions.
+    """Mark the slots of a NEXT_STEP source that are transitions.
 
     Args:
         ended: ``[time, lane]``, terminated or truncated was reported in this slot.
@@ -109,7 +109,7 @@ def by_lane(taken: Mask, lane: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDA
 
 
 def in_lanes(flags: Mask, lane: NDArray[np.int32], lanes: int) -> Mask:
-    """``flags`` ``[time, column]`` as ``[time, lane]``; no lane stands twice in a slot."""
+    """Return ``flags`` ``[time, column]`` as ``[time, lane]``; a slot has each lane once."""
     found = np.zeros((len(flags), lanes), np.bool_)
     at, column = np.nonzero(flags)
     found[at, lane[at, column]] = True

@@ -1,4 +1,4 @@
-"""Environments: the door for systems, and what ``create_env_fn`` may be."""
+"""Environments: the interface of systems, and the values that ``create_env_fn`` may have."""
 
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.system import AgentFlags, Declares, Step, System

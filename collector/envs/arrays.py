@@ -16,7 +16,7 @@ _FLAGS: Key = (NEXT, "terminated or truncated")
 
 
 def whole(system: System, lanes: int) -> Step:
-    """All lanes of a system, each once, as one step; they came back in any order."""
+    """Return one step of all lanes of a system, which came back in any order, each once."""
     parts: list[Step] = []
     while sum(len(part.terminated) for part in parts) < lanes:
         parts.append(system.recv())

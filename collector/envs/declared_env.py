@@ -64,7 +64,7 @@ class DeclaredEnv(EnvBase):
         self._declare()
 
     def _declare(self) -> None:
-        """Specs of what the system declares now."""
+        """Set the specs that the system declares now."""
         self._declares = d = self.system.declares
         self.next_rewards = [(NEXT, *key) for key in d.reward]
         specs = batched_specs(d, self.observation_keys, self.marks_transitions)
@@ -135,7 +135,7 @@ class DeclaredEnv(EnvBase):
 
     @property
     def info_keys(self) -> tuple[Key, ...]:
-        """Observations that say how an episode went, and not what was observed."""
+        """Observations that report on the episode, and not on the environment's state."""
         return tuple(
             name
             for name, column in zip(self._names, self.system.columns, strict=True)
@@ -176,7 +176,7 @@ class DeclaredEnv(EnvBase):
         self._seeds = None if seed is None else lane_seeds(seed, self.batch_size[0], 0)
 
     def _draw_contexts(self, lanes: Mask | None = None) -> None:
-        """Draw what the next reset of a mask of ``lanes`` takes; None: of all."""
+        """Draw the contexts of the next reset of a mask of ``lanes``; None: of all."""
         if self._draw is not None:
             everyone = np.arange(self.batch_size[0])
             self._draw_contexts_of(everyone if lanes is None else everyone[lanes])

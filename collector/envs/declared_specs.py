@@ -1,4 +1,4 @@
-"""The specs of an environment over a system, from what the system declares of one lane."""
+"""The specs of an environment over a system, from the declared specs of one lane."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

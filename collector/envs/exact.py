@@ -1,4 +1,4 @@
-"""Read what one lane returned: the same values as a column, or an error that says why not."""
+"""Exact reading of a lane's results: the same values as a column, or an error that says why."""
 
 import warnings
 from math import isnan
@@ -229,7 +229,7 @@ class ExactRow:
 
 
 def _as_array(value: Any) -> Array | None:
-    """``value`` as NumPy has it; None of what is no array of numbers."""
+    """Return ``value`` as a NumPy array; None if it is no array of numbers."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
@@ -278,7 +278,7 @@ def _of_lane(read: Any, at: Any, value: Any) -> Any:
 
 
 def checked(values: Array, read: Any, *, flags: bool) -> Array:
-    """The memory of ``values``, to which ``read`` takes what a lane returned."""
+    """Return the memory of ``values``, to which ``read`` takes the results of a lane."""
     found: Any = values.view(CheckedFlags if flags else CheckedRewards)
     found.read = read
     return found  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from tallyroll.storage.rows.keys import Key, as_key, spell
 
 
 class FixedWidth(Transform):
-    """Makes columns of what has no fixed size: zeros stand behind what is shorter.
+    """Columns of values without a fixed size: shorter ones are filled up with zeros.
 
     A string becomes its bytes in UTF-8, uint8 ``[..., width]``; a tensor keeps its dtype. Put it
     around each single environment of a `SerialEnv` or `ParallelEnv`, where lanes differ in size.

@@ -30,7 +30,7 @@ def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: 
 
 
 def known_fault(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> str | None:
-    """How ``env``, or what lies in it at any depth, is known to falsify ends of episodes, if so.
+    """Return how ``env``, or an environment within it, falsifies ends of episodes; None: not known.
 
     Args:
         env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`, of which one environment
@@ -114,4 +114,4 @@ FAULTS: dict[tuple[str, str], Fault] = {
     ("torchrl.envs.libs.jumanji", "JumanjiWrapper"): _jumanji,
     ("torchrl.envs.libs.jumanji", "JumanjiEnv"): _jumanji,
 }
-"""By module and name of the class or of one that it inherits from."""
+"""Faults by module and name of the class or of one that it inherits from."""

@@ -124,7 +124,7 @@ def _seeds_of(factory: Callable[..., Any]) -> inspect.Parameter | None:
 
 
 def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> EnvBase:
-    """``made``, by ``factory`` where there is one, as what a collector drives."""
+    """Return ``made``, by ``factory`` if there is one, in the form that a collector drives."""
     if isinstance(made, EnvBase):
         return _with_names(made, options.info_keys, options.rename)
     system = made if isinstance(made, System) else registry.adopt(made)
@@ -144,7 +144,7 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
 
 
 def _with_seeds(factory: Callable[..., Any] | None) -> Make | None:
-    """``factory`` as what makes a system from seeds, if it takes them."""
+    """Return ``factory`` as a maker of a system from seeds, if it takes seeds."""
     if factory is None or _seeds_of(factory) is None:
         return None
 
@@ -202,7 +202,7 @@ def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
 
 
 def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
-    """A TorchRL environment, its columns renamed; what ``info_keys`` name are columns of it."""
+    """Return a TorchRL environment with renamed columns, and columns for ``info_keys``."""
     if rename and isinstance(env, SystemEnv):
         raise ArgumentError(f"rename: pass it to {type(env).__name__}, which you made yourself")
     env = _renamed(env, rename)
@@ -258,7 +258,7 @@ def require_names_of(
     given: Sequence[Key] | None = None,
     written: Iterable[Key] = (),
 ) -> None:
-    """Raise where two columns of ``env``, or of what a policy writes, have one name.
+    """Raise if two columns, of ``env`` or written by a policy, have the same name.
 
     Raises:
         NameRefused: says which, and how it is settled.
@@ -274,7 +274,7 @@ def require_names_of(
 
 
 def _json(value: Any) -> Any:
-    """``value`` as a manifest can hold it; what JSON cannot say is there as its repr."""
+    """Return ``value`` for a manifest; parts that JSON cannot hold become their repr."""
     return json.loads(json.dumps(value, default=repr))
 
 

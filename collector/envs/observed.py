@@ -1,4 +1,4 @@
-"""Which columns are observations of the environment's state, and not counts of what was done."""
+"""The columns that are observations of the environment's state, and not counts of steps."""
 
 from collections.abc import Iterable
 
@@ -58,7 +58,7 @@ def _infos(env: EnvBase, layout: SlabColumns, options: Options) -> set[Key]:
 
 
 def _written_by_transforms(env: EnvBase) -> set[Key]:
-    """Keys that a transform with a memory adds; what it changes in place is still observed."""
+    """Return keys that a transform with a memory adds; keys that it changes stay observed."""
     found: set[Key] = set()
     while isinstance(env, TransformedEnv):
         for each in _flat(env.transform):

@@ -59,7 +59,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
 
 
 def first_reset(env: EnvBase) -> TensorDictBase:
-    """Reset ``env``; where that declares infos, what wraps it looks at their specs again."""
+    """Reset ``env``; if that declares infos, its wrappers read their specs again."""
     first: TensorDictBase = env.reset()
     for each in chain(env):
         each.empty_cache()

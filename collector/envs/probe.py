@@ -1,4 +1,4 @@
-"""Find environments that overwrite, in a reset, what their last step returned.
+"""A search for environments whose reset overwrites the results of their last step.
 
 Most ways of driving an environment copy what a step returned before anything else is called. Two
 cannot: a Gymnasium vector in SAME_STEP mode and TorchRL's ``ParallelEnv`` step and reset in one
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def altered(self) -> bool:
-        """Whether values that were returned have changed since."""
+        """True if returned values have changed since."""
         return contents(self._returned) != self._contents
 
 
@@ -69,7 +69,7 @@ class Child:
 
 
 def overwrites(child: Child) -> bool:
-    """A reset of ``child`` overwrites what its last step returned.
+    """Return whether a reset of ``child`` overwrites the results of its last step.
 
     Memory that observations of a step and of a reset share counts, whatever is written there;
     memory of rewards and flags does where it was altered, or where no end was seen that might
@@ -135,7 +135,7 @@ def _refuse_parallel(child: EnvBase) -> None:
 def overwrites_itself(
     make: Callable[[], Any], child: Callable[[Any], Child], *, warn: bool
 ) -> bool:
-    """Whether what ``make`` makes, called as ``child`` says, overwrites what its steps returned."""
+    """Return whether an environment of ``make``, called as ``child`` says, overwrites results."""
     try:
         with throwaway(make) as env:
             return overwrites(child(env))

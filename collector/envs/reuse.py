@@ -1,4 +1,4 @@
-"""Whether values that an environment returned in different calls lie in the same memory. Pure.
+"""Memory that values of different calls of an environment share. Pure.
 
 A value is what an environment may return: arrays, tensors, and dictionaries, tuples, lists and
 TensorDicts of them. Dictionaries, lists and TensorDicts count as memory too, for an environment
@@ -42,14 +42,14 @@ class _At:
 
 
 def leaves(value: Any) -> Iterator[Leaf]:
-    """Every array and tensor in ``value``."""
+    """Yield every array and tensor in ``value``."""
     for each in _walk(value):
         if isinstance(each, (np.ndarray, torch.Tensor)):
             yield each
 
 
 def places(value: Any) -> list[Array]:
-    """The memory of ``value``: an array for each leaf or container, not to be read.
+    """Return the memory of ``value``: an array for each leaf or container, not to be read.
 
     Keep ``value`` alive as long as these are compared, or its memory may be given to another.
     """
@@ -71,7 +71,7 @@ def places(value: Any) -> list[Array]:
 
 
 def overlap(one: Iterable[Array], other: Iterable[Array]) -> bool:
-    """Some place of ``one`` and some place of ``other`` have a byte in common."""
+    """Return whether a place of ``one`` and a place of ``other`` have a byte in common."""
     others = list(other)
     return any(_overlap(mine, theirs) for mine in one for theirs in others)
 
@@ -115,7 +115,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _walk(value: Any) -> Iterator[Any]:
-    """Leaves and containers of ``value``; what cannot be changed in place is left out."""
+    """Yield the leaves and containers of ``value`` that can be changed in place."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         yield value
     elif isinstance(value, LazyStackedTensorDict):

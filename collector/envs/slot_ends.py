@@ -67,7 +67,7 @@ class SlotEnds(ProtocolEnv):
             cursor.next_valid[cursor.at] = ~ended | valid
 
     def _after_step(self, cursor: Cursor, out: Step, stepped: Mask | None = None) -> None:
-        """Agents' flags, and what a reset slot does."""
+        """Write agents' flags, and the results of reset slots."""
         at = cursor.at
         for group, flags in cursor.agents.items():
             put_flags(flags, at, out.agents[group])
@@ -127,7 +127,7 @@ class SlotEnds(ProtocolEnv):
     # --- in place, in any order -------------------------------------------------------------------
 
     def receive(self, cursor: Cursor, out: Step, pending: Mask) -> Mask:
-        """Write down what ``recv`` returned, in the slot ``cursor.at``; returns who ended.
+        """Write the result of ``recv`` to the slot ``cursor.at``; return the marks of ended lanes.
 
         ``pending`` are the arrivals of reset slots.
         """

@@ -36,7 +36,7 @@ def judge_apart(names: Sequence[str], workers: int, layout: Layout) -> None:
 
 
 class StatisticsWatch:
-    """Finds transforms of ``env`` that keep statistics; made before what may change these.
+    """Transforms of ``env`` that keep statistics; made before any call that may change these.
 
     Of TorchRL's they are `VecNorm` and `VecNormV2`, where they are neither frozen nor given a
     TensorDict that processes share: what its others remember follows a lane. Of others they are

@@ -22,7 +22,7 @@ from tallyroll.collector.slab.names import Named
 from tallyroll.storage.rows.keys import Key
 
 Array: TypeAlias = Any
-"""A NumPy array, or what exports ``__dlpack__`` on the declared device; it may be read-only."""
+"""A NumPy array, or one with ``__dlpack__`` on the declared device; it may be read-only."""
 
 Mask = NDArray[np.bool_]
 
@@ -169,7 +169,7 @@ class System(ABC):
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027  a system may have nothing to close
-        """End what the system started."""
+        """Close the environments and processes that the system started."""
 
     def describe(self) -> dict[str, Any]:
         """Provenance for a storage's manifest: JSON values."""
@@ -187,14 +187,14 @@ class System(ABC):
         """
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
-        """Let entries of infos be observations from the first reset on; False: it has no infos.
+        """Make entries of infos observations from the first reset on; False: it has no infos.
 
         :attr:`columns` has them from now on, ``declares`` from the first reset on at the latest.
         """
         return False
 
     def require_finals(self) -> None:  # noqa: B027
-        """Raise `EnvironmentRefused` where final observations are not what they are declared."""
+        """Raise `EnvironmentRefused` if final observations are not as declared."""
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -208,7 +208,7 @@ class System(ABC):
 
 
 def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
-    """Raise where what a system declares cannot be true.
+    """Raise if a system's declaration cannot be true.
 
     Raises:
         ArgumentError: says which two of it contradict.

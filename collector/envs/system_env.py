@@ -178,7 +178,7 @@ class SystemEnv(SlotEnds):
 
 
 _Putting: TypeAlias = Callable[[Array, Array, Array, Array], int]
-"""Writes what a step returned to a slot, and returns how many lanes ended.
+"""Writes the result of a step to a slot, and returns how many lanes ended.
 
 That is observation, reward, terminated, truncated. Where they are not as the slot is it returns
 -1, whatever it wrote.
@@ -192,7 +192,7 @@ def _putting(
     truncated: NDArray[Any],
     root: NDArray[Any],
 ) -> _Putting:
-    """To these arrays of a slot; ``root`` may be ``row``."""
+    """Write to these arrays of a slot; ``root`` may be ``row``."""
     arrays = row, payoff, terminated, truncated
     apart = root.ctypes.data != row.ctypes.data
 

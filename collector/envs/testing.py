@@ -178,7 +178,7 @@ class SystemContract:
         self.close(system)
 
     def test_values_are_as_declared(self) -> None:
-        """Shapes, dtypes and ranges of what resets and steps return."""
+        """Check shapes, dtypes and ranges of the results of resets and steps."""
         hand = self.hand()
         d = hand.d
         self._require_declared(hand.seen, d.observation, d.lanes)
@@ -279,7 +279,7 @@ class SystemContract:
         self.close(one.system, other.system)
 
     def test_a_lane_that_was_reset_executes_its_next_action(self) -> None:
-        """With ``resets="mask"``: no lane that ended and was reset resets itself once more."""
+        """Check with ``resets="mask"`` that a lane that was reset does not reset itself again."""
         self._require_executed_after_resets("mask")
 
     def test_lanes_that_were_all_reset_execute_their_next_actions(self) -> None:
@@ -325,7 +325,7 @@ class SystemContract:
             yield same, after_end
 
     def _acts(self, hand: Hand) -> bool:
-        """Actions change what this system returns at all."""
+        """Return whether actions change the results of this system at all."""
         one, other = self.hand(), self.hand()
         try:
             pairs = zip(
@@ -386,7 +386,7 @@ class SystemContract:
         return self.close(one.system, other.system)
 
     def test_a_part_of_the_lanes_is_stepped(self) -> None:
-        """With ``parts``: lanes that are left out stay where they are."""
+        """Check with ``parts`` that lanes that are left out do not change."""
         one, other = self.hand(), self.hand()
         if not one.d.parts or self.lanes < 2 or not self.repeatable:
             return self.close(one.system, other.system)
@@ -405,7 +405,7 @@ class SystemContract:
         return self.close(one.system, other.system)
 
     def test_the_driver_works_while_a_step_is_computed(self) -> None:
-        """With ``waits``: each step calls ``while_waiting``, and is what it is without it."""
+        """Check with ``waits`` that each step calls ``while_waiting``, with the same results."""
         one, other = self.hand(), self.hand()
         if not one.system.waits:
             return self.close(one.system, other.system)
@@ -435,7 +435,7 @@ class SystemContract:
         return self.close(one.system, other.system)
 
     def test_lanes_arrive_once_for_each_time_they_are_sent(self) -> None:
-        """With ``arrivals``: so many lanes a call, each of them sent before."""
+        """Check with ``arrivals`` that so many lanes come a call, each of them sent before."""
         hand = self.hand()
         d, system = hand.d, hand.system
         if not d.arrivals:
@@ -462,7 +462,7 @@ class SystemContract:
         return self.close(system)
 
     def test_a_reset_drops_the_steps_under_way(self) -> None:
-        """With ``arrivals``: what was sent before a reset of all lanes does not come back."""
+        """Check with ``arrivals`` that lanes sent before a reset of all do not come back."""
         hand = self.hand()
         d, system = hand.d, hand.system
         if not d.arrivals or d.resets == "none":

@@ -71,7 +71,7 @@ def _kind(factory: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Something to compare values by; numbers are all alike, and what is not plain data too."""
+    """Return a value to compare by; all numbers are alike, and so are objects of other kinds."""
     if isinstance(value, (bool, str, bytes, type)):
         return value
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""TorchRL's own protocol over a system, for whatever steps an environment by itself."""
+"""TorchRL's own protocol over a system, for code that steps an environment by itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -13,7 +13,7 @@ from tallyroll.collector.envs.throwaway import throwaway
 
 
 def chain(env: EnvBase) -> Iterator[EnvBase]:
-    """``env`` and what it wraps, outermost first."""
+    """Yield ``env`` and the environments that it wraps, outermost first."""
     yield env
     while isinstance(env, TransformedEnv):
         env = env.base_env
@@ -21,38 +21,38 @@ def chain(env: EnvBase) -> Iterator[EnvBase]:
 
 
 def system_of(env: EnvBase) -> SystemEnv | None:
-    """The environment over a system that lies in ``env``; None where another one does."""
+    """Return the environment over a system that ``env`` wraps; None if it is of another kind."""
     base = list(chain(env))[-1]
     return base if isinstance(base, SystemEnv) else None
 
 
 def fills_slabs(env: EnvBase) -> bool:
-    """``env`` writes what a step returns to the slab itself."""
+    """Return whether ``env`` writes the results of a step to the slab itself."""
     return isinstance(env, SystemEnv) and env.fills
 
 
 def runs_on_cpu(env: EnvBase) -> bool:
-    """A system whose arrays are on the CPU, whatever device is asked for."""
+    """Return whether ``env`` is over a system with arrays on the CPU, on any device."""
     base = system_of(env)
     return base is not None and base.device.type == "cpu"
 
 
 def loses_finals(env: EnvBase) -> bool:
-    """The final observation of an episode is lost (TorchRL's ``auto_reset=True``)."""
+    """Return whether final observations are lost (TorchRL's ``auto_reset=True``)."""
     for each in chain(env):
         if isinstance(each, SystemEnv):
             return each.loses_finals
         if isinstance(each, AutoResetEnv) or resets_itself(each):
             return True
         if isinstance(each, BatchedEnvBase):
-            # What its workers do can only be seen on one of them.
+            # The behaviour of its workers can only be seen on one of them.
             with throwaway(partial(each.create_env_fn[0], **each.create_env_kwargs[0])) as worker:
                 return loses_finals(worker)
     return False
 
 
 def can_step_part(env: EnvBase) -> bool:
-    """Some lanes can be stepped while the others wait."""
+    """Return whether some lanes can be stepped while the others wait."""
     if isinstance(env, SystemEnv):
         return env.can_step_part
     return isinstance(env, BatchedEnvBase) or env.batch_size.numel() == 1

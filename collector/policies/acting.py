@@ -1,4 +1,4 @@
-"""How environments are stepped and policies called: without gradients, exploring as was asked."""
+"""The context of steps and policy calls: no gradients, and the exploration that was asked for."""
 
 from typing import Any
 

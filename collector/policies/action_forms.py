@@ -21,7 +21,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """The way from what a policy gives for ``key`` to what is ``wanted``; call it on a value.
+    """A conversion of a policy's ``key`` into the ``wanted`` form; call it on a value.
 
     Raises:
         PolicyError: on a call, of a value that something is lost of.
@@ -90,7 +90,7 @@ def _alike(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _sizes(spec: TensorSpec) -> list[int] | None:
-    """How many values each index of an action may have; None of other specs."""
+    """Return the number of values of each index of an action; None for other specs."""
     if type(spec) is MultiOneHot:
         return [int(box.n) for box in spec.space]
     if type(spec) is OneHot:

@@ -61,7 +61,7 @@ class BareCall:
         return cls(module, [each for each in inputs if each is not None])
 
     def __call__(self, network: Any, at: int) -> Any:
-        """Return what ``network`` chooses in slot ``at``, given copies of its inputs."""
+        """Return the output of ``network`` in slot ``at``, given copies of its inputs."""
         return self._one(network(*[rows[at].clone() for rows in self._inputs]))
 
     def _one(self, out: Any) -> Any:

@@ -37,7 +37,7 @@ class MaskRule:
     has_noise: ClassVar[bool] = False
 
     def wrong(self, marks: Array, live: Array | None) -> tuple[Mask, str]:
-        """``[time, lane]`` where a mask is none, and what was expected."""
+        """Return marks ``[time, lane]`` of invalid masks, and the words for the expected values."""
         flat = marks.reshape(*marks.shape[:2], -1)
         other = np.zeros(flat.shape[:2], np.bool_)
         if marks.dtype != np.bool_:

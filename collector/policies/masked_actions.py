@@ -16,19 +16,19 @@ Uniform = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that an action may have, as a mask counts them up.
+    """The values that an action may have, in the order in which a mask lists them.
 
-    A mask is ``[*batch, n]`` where the action is one index or a one-hot of it. Where it is several
-    indices a mask is ``[*batch, sum(sizes)]``, or ``[*batch, *sizes]``, which marks combinations,
+    A mask is ``[*batch, n]`` if the action is one index or a one-hot of it. For several indices
+    a mask is ``[*batch, sum(sizes)]``, or ``[*batch, *sizes]``, which marks combinations,
     or ``[*batch, index, n]`` where all have n values.
     """
 
     starts: tuple[int, ...]
     """The first value of each index."""
     sizes: tuple[int, ...]
-    """How many values each index may have."""
+    """The number of values of each index."""
     shape: tuple[int, ...] = ()
-    """That of one action."""
+    """The shape of one action."""
     one_hot: bool = False
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Copies of what a policy is given, which it may write to and keep."""
+"""Copies of a policy's inputs, which it may write to and keep."""
 
 import torch
 from tensordict import TensorDict, TensorDictBase

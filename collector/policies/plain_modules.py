@@ -1,4 +1,4 @@
-"""Modules and functions that take tensors instead of a TensorDict: what they are given."""
+"""Inputs of modules and functions that take tensors instead of a TensorDict."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,7 +83,7 @@ def around(
 
 
 def outputs_of(policy: Callable[..., Any], inputs: Inputs, td: TensorDictBase) -> int:
-    """How many values ``policy`` returns, of the inputs in ``td``."""
+    """Return the number of values that ``policy`` returns for the inputs in ``td``."""
     if isinstance(inputs, dict):
         out = policy(**{name: td.get(key).clone() for name, key in inputs.items()})
     else:

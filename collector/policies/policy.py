@@ -124,7 +124,7 @@ class Policy:
 
 
 def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Module) -> None:
-    """Load every parameter, and what buffers there are, by name."""
+    """Load every parameter, and the buffers that are given, by name."""
     state: Any = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(state, TensorDictBase):
         state = dict(state.flatten_keys(".").items())

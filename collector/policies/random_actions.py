@@ -163,7 +163,7 @@ class RandomActions:
         self._drawers = list(self._draws.values())
         self._width = width_of(lane_actions(env).values(), self._lanes)
         self.block_drawn = not any(self._masks.values()) and len(self._draws) == len(draws)
-        """No action depends on what is seen: all can be drawn elsewhere, by :func:`all_drawn`."""
+        """True if no action depends on an observation: :func:`all_drawn` can draw elsewhere."""
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
         """Draws actions, or the numbers that choose them where a mask is looked at."""
@@ -186,11 +186,11 @@ class RandomActions:
 
     @property
     def place(self) -> Mapping[str, Any]:
-        """Where the numbers are; see :meth:`return_to`."""
+        """The place in the stream of numbers; see :meth:`return_to`."""
         return self._rng.state
 
     def return_to(self, place: Mapping[str, Any], slots: int) -> None:
-        """Draw next what comes ``slots`` slots behind a :attr:`place` that was left."""
+        """Draw next the numbers ``slots`` slots after a :attr:`place` that was left."""
         self._rng.return_to(place, self._drawers, slots, self._width)
 
     def masks_in(self, arrays: Mapping[Key, Array]) -> Mapping[Key, Array | None] | None:
@@ -224,7 +224,7 @@ class RandomActions:
             yield at
 
     def ahead(self, slots: int) -> Ahead:
-        """Draw what can be drawn for so many slots before they are stepped."""
+        """Draw the actions of ``slots`` slots that can be drawn before these are stepped."""
         drawn = self.arrays(slots)
         return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn})
 
@@ -278,7 +278,7 @@ def _masks_by_spec(env: EnvBase) -> bool:
 
 
 def lanes_alike(env: EnvBase) -> bool:
-    """All lanes of ``env`` have the same actions."""
+    """Return whether all lanes of ``env`` have the same actions."""
     if not env.batch_size:
         return True
     items = env.full_action_spec.items(True, True)

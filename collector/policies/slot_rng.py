@@ -38,7 +38,7 @@ class SlotRng:
         self._drop()
 
     def _drop(self, taken: int = 0) -> None:
-        """Draw afresh for the next slot, of whose stock so many slots were ``taken``."""
+        """Draw a new stock for the next slot, ``taken`` slots after the stock's beginning."""
         self._stock: list[Array] = []
         self._size, self._taken = 0, taken
         self._before = self._generator.bit_generator.state
@@ -91,7 +91,7 @@ class SlotRng:
     def return_to(
         self, state: Mapping[str, Any], draws: Sequence[Draw], slots: int, width: int
     ) -> None:
-        """Go on ``slots`` slots behind where :attr:`state` was ``state``."""
+        """Go on ``slots`` slots after the place at which :attr:`state` was ``state``."""
         self.state = dict(state)
         if slots:
             self.take(draws, slots, width)

@@ -16,7 +16,7 @@ from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, spell
 
 
 def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
-    """Keys that the policy adds to ``td`` and whose values change what it does in a next step.
+    """Return keys that the policy adds to ``td`` and whose values change its next output.
 
     A key under ``"next"`` is one where the policy reads it at the root. Found by calling copies of
     it on copies of ``td``, generators restored: twice alike, and with what it wrote put back. Of

@@ -37,7 +37,7 @@ def for_trial(policy: Policy) -> Policy:
 def settle_inputs(
     policy: Policy, td: TensorDictBase, env: EnvBase, observations: Collection[Key]
 ) -> None:
-    """Find out what ``policy`` takes, and how many values it returns, where it takes tensors.
+    """Settle the inputs of ``policy``, and its number of outputs, if it takes tensors.
 
     ``observations`` are those of ``env`` that it may be given.
 
@@ -188,7 +188,7 @@ def leave_generators() -> None:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Whatever is drawn inside, torch's, NumPy's and Python's global generators do not move.
+    """A context that leaves torch's, NumPy's and Python's global generators as they were.
 
     Not in a thread that called :func:`leave_generators`.
     """

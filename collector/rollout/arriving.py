@@ -54,21 +54,21 @@ class ArrivingLanes(Lanes):
             key: np.zeros((total, *slab.array(key).shape[2:]), slab.array(key).dtype)
             for key in (*self._keys, *env.action_columns, *extra)
         }
-        """``[lane, ...]``, what each saw and did last."""
+        """``[lane, ...]``, the last observation and action of each lane."""
         self._version = np.zeros(total, np.int64)
         self._pending = np.zeros(total, np.bool_)
-        """``[lane]``, the next arrival is of a reset slot."""
+        """``[lane]``, marks lanes whose next arrival is of a reset slot."""
         self._away = np.zeros(total, np.bool_)
         self._random_away = 0
         """Transitions under way whose actions are random."""
         self._ready = np.zeros(0, np.int32)
-        """Lanes that an action is to be chosen for, in the order of their arrival."""
+        """Lanes that wait for an action, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
         """Slots in which lanes came back; in the others some were only sent off."""
         self._executed = np.zeros((slab.slots, slab.lanes), np.bool_)
 
     def begin(self, at: int, first: TensorDictBase) -> None:
-        """Every lane begins a trajectory, with what the reset returned."""
+        """Begin a trajectory in every lane with ``first``, the result of the reset."""
         for key in self._keys:
             self._waiting[key][:] = first.get(key).numpy()
         self._pending[:] = self._away[:] = False
@@ -76,7 +76,7 @@ class ArrivingLanes(Lanes):
         self._ready = np.arange(len(self._away), dtype=np.int32)
 
     def decisions(self) -> dict[str, Decision]:
-        """Return those of a `RunPlan` on steps."""
+        """Return the decisions of a `RunPlan` about steps."""
         why = "lanes come back in any order"
         ways = {"steps": "arriving", "observations": "copied", "writes": "columns"}
         return {name: Decision(way, why) for name, way in ways.items()}
@@ -88,7 +88,7 @@ class ArrivingLanes(Lanes):
 
     @property
     def _acting(self) -> NDArray[np.int32]:
-        """The lanes of the next actions; fewer than a slot's where no more are ready."""
+        """The lanes of the next actions; fewer than a slot's if no more are ready."""
         return self._ready[: self.lanes]
 
     def seen(self, at: int) -> TensorDictBase:
@@ -102,14 +102,14 @@ class ArrivingLanes(Lanes):
         return td
 
     def upcoming(self) -> NDArray[np.bool_]:
-        """Columns whose actions will make transitions."""
+        """Mark the columns whose actions will make transitions."""
         acting = self._acting
         found = np.zeros(self.lanes, np.bool_)
         found[: len(acting)] = ~self._pending[acting]
         return found
 
     def step(self, start: int, stop: int) -> None:
-        """Send lanes off slot by slot, and write down those that arrive meanwhile."""
+        """Send lanes off slot by slot, and record the lanes that arrive meanwhile."""
         for at in range(start, stop):
             self._arrived[at] = self._send(at) or not len(self._ready)
             self._executed[at] = False
@@ -120,11 +120,11 @@ class ArrivingLanes(Lanes):
                 break
 
     def step_part(self, at: int, lanes: int) -> None:
-        """No part can be stepped: which lanes come back is not for us to say."""
+        """Raise: no part can be stepped, because the system chooses the lanes that come back."""
         raise AssertionError("lanes that arrive are never stepped in part")
 
     def _send(self, at: int) -> bool:
-        """Send the lanes of slot ``at`` off; whether some of them wait for random ones."""
+        """Send the lanes of slot ``at`` off; return whether some wait for random actions."""
         acting, self._ready = self._acting, self._ready[self.lanes :]
         chosen: slice | NDArray[np.intp] = slice(len(acting))
         waits = False
@@ -189,17 +189,17 @@ class ArrivingLanes(Lanes):
             raise self.env.wrong_arrivals(lanes)
 
     def ended(self, start: int, stop: int) -> Mask:
-        """``[time, arrival]``, the environment reported an end."""
+        """Return marks ``[time, arrival]`` of reported ends of episodes."""
         cursor = self._cursor
         ended: Mask = cursor.terminated[start:stop] | cursor.truncated[start:stop]
         return ended
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """All that arrived, but for reset slots."""
+        """Mark all arrivals apart from reset slots."""
         return self._executed[start:stop].copy()
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """The outcome of the slots ``[start, stop)``."""
+        """Return the outcome of the slots ``[start, stop)``."""
         ran = np.repeat(self._arrived[start:stop, None], self.lanes, axis=1)
         executed = self.transitions(start, stop, stepped)
         return Account(int(ran.sum()), int(executed.sum()), executed, ran)

@@ -1,4 +1,4 @@
-"""Lanes of any TorchRL environment: what it returns is copied."""
+"""Lanes of any TorchRL environment, whose results are copied."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,17 +17,17 @@ from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key, as_key
 
 Views = Sequence[tuple[Key, Key, Sequence[torch.Tensor]]]
-"""Where a value stands in what is returned, its column, and the slots of that."""
+"""For each value: its key in a result, its column, and the column's slots."""
 
 
 class CopiedLanes(Lanes):
-    """Steps any TorchRL environment, and copies what it returns before it may be overwritten.
+    """Lanes of any TorchRL environment; results are copied before they may be overwritten.
 
     Args:
         env: the environment.
         slab: the memory.
         extra: keys that the policy writes beside the action.
-        board: where progress is written.
+        board: words for progress; see :mod:`tallyroll.collector.slab.progress`.
     """
 
     def __init__(self, env: EnvBase, slab: Slab, extra: Sequence[Key], board: memoryview) -> None:
@@ -51,11 +51,11 @@ class CopiedLanes(Lanes):
         self._td: TensorDictBase | None = None
 
     def rows(self, key: Key) -> Sequence[torch.Tensor]:
-        """The slots of a column; of one lane without its axis."""
+        """Return the slots of a column; those of a single lane without its axis."""
         return self._views[key]
 
     def begin(self, at: int, first: TensorDictBase) -> None:
-        """The next slot begins every lane's trajectory."""
+        """Begin every lane's trajectory in the next slot."""
         self._td = self._way.begin(first)
 
     def seen(self, at: int) -> TensorDictBase:
@@ -70,7 +70,7 @@ class CopiedLanes(Lanes):
         before: TensorDictBase | None = None,
         lanes: torch.Tensor | None = None,
     ) -> None:
-        """Carry on what a policy wrote, copied, so that it may write to it later."""
+        """Carry on copies of the values that a policy wrote, which it may change later."""
         assert self._td is not None
         for key in writes:
             value = None if key in self._actions else out.get(key, None)
@@ -101,11 +101,11 @@ class CopiedLanes(Lanes):
         assert td is not None
         for at in range(start, stop):
             for key in self._actions:
-                # Copies: what an environment does to its action must not reach a column.
+                # A copy: an environment that changes its action must not change a column.
                 action = self._views[key][at].clone()
                 td.set(key, action if device is None else action.to(device))
-            # A step may write what it returns to the memory of what it was given, and a reset
-            # to the memory of what the step returned: each is copied before.
+            # A step may write its results to the memory of its input, and a reset to the memory
+            # of the step's results: each is copied before.
             _copy(td, self._before, at)
             try:
                 td, following = self._way(td, partial(_copy, views=self._after, at=at))
@@ -120,14 +120,14 @@ class CopiedLanes(Lanes):
                 break
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """All of them, but for those that the environment marks."""
+        """Mark all slots, or those that the environment says are transitions."""
         if not self._has_valid:
             return np.ones((stop - start, self.lanes), np.bool_)
         return self.slab.transitions[start:stop].copy()
 
 
 def _copy(td: TensorDictBase, views: Views, at: int) -> None:
-    """Copy what ``td`` holds to slot ``at``."""
+    """Copy the values of ``td`` to slot ``at``."""
     for source, key, rows in views:
         value, row = td.get(source), rows[at]
         if value is None or value.shape != row.shape or value.dtype != row.dtype:

@@ -72,7 +72,7 @@ class Driver(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Start every lane's next trajectory: slot ``used`` sees what the reset returned."""
+        """Start every lane's next trajectory: slot ``used`` sees the results of the reset."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -95,7 +95,7 @@ class Driver(ABC):
 
     @abstractmethod
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """The outcome of the slots ``[start, stop)``, of which ``stepped`` lanes were stepped."""
+        """Return the outcome of slots ``[start, stop)``, stepped in the first ``stepped`` lanes."""
 
     @abstractmethod
     def upcoming(self) -> NDArray[np.bool_]:
@@ -166,7 +166,7 @@ class LocalDriver(Driver):
 
     @property
     def used(self) -> int:
-        """Slots of the slab that are complete."""
+        """Number of slots of the slab that are complete."""
         return self.board[FILLED]
 
     @used.setter
@@ -196,13 +196,13 @@ class LocalDriver(Driver):
             self.board[HALT] = PAUSE
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Keep incomplete slots out of ``used``, wherever an interrupt comes."""
+        """Return a context in which an interrupt never counts an incomplete slot as ``used``."""
         return pausable(self._pause)
 
     # --- beginnings -------------------------------------------------------------------------------
 
     def start_from(self, first: TensorDictBase) -> None:
-        """Use ``first``, what the environment's reset returned, instead of another reset."""
+        """Begin with ``first``, the result of a reset, instead of another reset."""
         self._first = first
 
     def restart(self) -> None:
@@ -231,7 +231,7 @@ class LocalDriver(Driver):
             self._random.return_to(place, filled - start)
 
     def given_steps(self, start: int, stop: int, lanes: int) -> None:
-        """Fill slots ``[start, stop)``, whose actions are there; of one slot, perhaps a part."""
+        """Fill slots ``[start, stop)``, whose actions are there; or a part of a single slot."""
         if lanes < self.lanes:
             self.stepped.step_part(start, lanes)
         else:
@@ -342,7 +342,7 @@ class LocalDriver(Driver):
             self.put_column(index, out.get(key, None), at)
 
     def put_column(self, index: int, value: Any, at: int) -> None:
-        """Write a column of what the policy returned to slot ``at``."""
+        """Write a column of the policy's output to slot ``at``."""
         key, rows = self._outputs[index]
         row = rows[at]
         is_tensor = isinstance(value, torch.Tensor)
@@ -358,7 +358,7 @@ class LocalDriver(Driver):
         if self.policy is not None and self.policy.refresh():
             self.slab.version[start:stop] = self.policy.version
 
-    # --- what came of it --------------------------------------------------------------------------
+    # --- outcomes ---------------------------------------------------------------------------------
 
     def upcoming(self) -> NDArray[np.bool_]:
         """Lanes whose next slot will be a transition."""
@@ -374,7 +374,7 @@ class LocalDriver(Driver):
         return self.stepped.ended(start, stop)
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """The outcome of the slots ``[start, stop)``."""
+        """Return the outcome of the slots ``[start, stop)``."""
         if stop == start:
             return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
         return self.stepped.account(start, stop, stepped)

@@ -1,4 +1,4 @@
-"""The lanes that a driver steps: how they begin, what they see, and what a step writes.
+"""The lanes that a driver steps: their beginnings, observations, and results of steps.
 
 Actions are in the slab before a step. An environment over a `System` fills the slab itself
 (:class:`SystemLanes` here, `arriving.py` for lanes that come back in any order); the results of

@@ -2,16 +2,16 @@
 
 Python runs a signal's handler between any two instructions of the main thread. An exception from
 there, between the answer of a worker and the note that it came, would lose transitions in the
-middle of a trajectory whose later ones are stored. And what an exception parts in the middle of a
-step cannot go on. So while a batch is made, handlers wait. Where a :class:`pausable` environment or
-policy runs, who fills slots is asked to come to the end of the step, and there they are called
-(:func:`call_waiting`): what they raise leaves a run that goes on. In :class:`admitted` code they
-are called at once.
+middle of a trajectory whose later ones are stored. And a step that an exception interrupts cannot
+go on. So while a batch is made, handlers wait. While a :class:`pausable` environment or policy
+runs, the driver is asked to come to the end of the step, where the handlers are called
+(:func:`call_waiting`): after an exception of theirs the run can go on. In :class:`admitted` code
+they are called at once.
 
-Only `plain_slots` does without: there one call of the extension does all that must not be parted.
+Only `plain_slots` needs none of this: one call of the extension does all that must stay together.
 
-What lets a handler wait stands in its place from the first batch of a run to its end
-(:func:`keep_for`); between batches it passes everything on at once. Only Python's own handler of
+A stand-in takes the place of each handler, and lets it wait, from the first batch of a run to its
+end (:func:`keep_for`); between batches it passes signals on at once. Only Python's own handler of
 Ctrl-C comes back between batches: asyncio looks for it, and puts its own there.
 """
 
@@ -29,17 +29,17 @@ from tallyroll.collector.compat import get_handler, set_handler
 _CTRL_C = int(signal.SIGINT)
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NUMBERS = (*map(int, _ENDS), int(signal.SIGALRM))
-"""The signals that people, and clusters, end or limit a computation with."""
+"""The signals by which people and clusters end or limit a computation."""
 _LIMITS = int(signal.SIGALRM)
-"""The one by which code limits its own time, and catches what its handler raises."""
+"""The signal by which code limits its own time; it catches the handler's exception."""
 _DEFAULT = signal.default_int_handler
 """Python's own handler of Ctrl-C."""
 _PATIENCE_SECONDS = 1.0
-"""A signal that has waited for so long is handled wherever the program is."""
+"""Seconds after which a waiting signal is handled at any point of the program."""
 
 
 class _Stand:
-    """Stands in the place of a handler, and lets it wait."""
+    """A stand-in for a handler, which lets it wait."""
 
     __slots__ = ("handler",)
 
@@ -47,7 +47,7 @@ class _Stand:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The signal arrived."""
+        """Handle a signal that arrived."""
         _arrived(self, number, frame)
 
 
@@ -58,7 +58,7 @@ _runs: set[int] = set()
 _calling: dict[int, _Stand] = {}
 """Signals whose handlers are running."""
 _waiting: dict[int, tuple[_Stand, threading.Timer, list[None]]] = {}
-"""Signals that are not handled yet, what sends them again, and an item for each further arrival."""
+"""Signals that wait: stand-in, the timer that sends again, an item for each further arrival."""
 _again: set[int] = set()
 """Signals that were sent again."""
 _main = main_thread().ident
@@ -66,13 +66,13 @@ _holder: int | None = None
 """The thread, always the main one, inside of :class:`deferred`."""
 _admitting = False
 _pause: Callable[[], None] | None = None
-"""Asks who fills slots to come to the end of a step; None: handlers that may be called are."""
+"""Asks the driver to come to the end of a step; None: admitted handlers are called at once."""
 
-# Every change of these is one instruction, so that what a handler raises finds them as they are.
+# Each change of these is one instruction, so that a handler's exception leaves them consistent.
 
 
 class deferred:
-    """Handlers wait inside of this, and are called at its end at the latest.
+    """A context inside of which handlers wait; they are called at its end at the latest.
 
     Handlers run in the main thread only: in another one this does nothing.
     """
@@ -189,14 +189,14 @@ def waits() -> bool:
 
 
 def call_waiting() -> None:
-    """Call the handlers that wait. What the first one raises is raised in the end."""
+    """Call the handlers that wait; in the end raise the first exception of one."""
     _call_waiting()
 
 
 def keep_for(run: object) -> None:
     """Keep handlers where :class:`deferred`, inside of which this is called, has put them.
 
-    That is until :func:`let_go`, or until ``run`` is dropped.
+    They stay there until :func:`let_go`, or until ``run`` is dropped.
     """
     if id(run) not in _runs and get_ident() == _holder:
         _runs.add(id(run))
@@ -204,7 +204,7 @@ def keep_for(run: object) -> None:
 
 
 def let_go(run: object) -> None:
-    """The ``run`` is over. Idempotent."""
+    """Put handlers back after ``run``, if it was the last. Idempotent."""
     _forget(id(run))
 
 
@@ -230,7 +230,7 @@ def _install() -> None:
 
 
 def _restore() -> None:
-    """Put handlers back; as long as there are runs, Python's own alone."""
+    """Put handlers back; while there are runs, only Python's own."""
     for number in (_CTRL_C,) if _runs else _NUMBERS:
         stand = _standing[number]
         if (
@@ -283,7 +283,7 @@ def _send_again(number: int, thread: int) -> None:
 
 
 def _call_waiting(only: int | None = None) -> None:
-    """All of them; what the first one raises is raised in the end."""
+    """Call waiting handlers (None: all); in the end raise the first exception of one."""
     raised: BaseException | None = None
     for number, (stand, *_) in [*_waiting.items()]:
         if only not in (None, number):

@@ -143,7 +143,7 @@ class SlabPlan:
 def plan_slab(
     env: EnvBase, policy: Policy | None, first: TensorDictBase, options: Options
 ) -> SlabPlan:
-    """Try the policy out on ``first``, what a reset returned, and lay out the columns."""
+    """Try the policy on ``first``, the result of a reset, and lay out the columns."""
     in_place = fills_slabs(env)
     arrivals = env.arrivals if isinstance(env, SystemEnv) and in_place else 0
     extra: dict[Key, SlabColumn] = {}
@@ -310,7 +310,7 @@ def _fake(env: EnvBase) -> TensorDictBase:
 
 
 def nested_dones(env: EnvBase) -> tuple[Key, ...]:
-    """Columns of the done flags that ``env`` declares below the root: those of groups."""
+    """Return columns of the done flags that ``env`` declares below the root: those of groups."""
     keys = (as_key(key) for key in env.full_done_spec.keys(True, True))
     ends = ("terminated", "truncated")
     return tuple((NEXT, *key) for key in keys if len(key) > 1 and key[-1] not in ends)

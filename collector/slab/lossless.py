@@ -30,7 +30,7 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
 
 
 def _always(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Every value fits. NumPy calls a cast of 64-bit integers to floats safe, and it is not."""
+    """Return whether every value fits. NumPy calls casts of int64 to floats safe; they are not."""
     wide = source.kind in "iu" and source.itemsize == 8 and target.kind in "fc"
     return not wide and np.can_cast(source, target, "safe")
 

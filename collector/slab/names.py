@@ -84,7 +84,7 @@ def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
 
 
 def renamed(columns: Sequence[Named], rename: Rename) -> list[Key]:
-    """The keys of ``columns`` after all of ``rename`` at once; a group takes what is in it along.
+    """Return the keys of ``columns`` after all of ``rename`` at once; a group includes its keys.
 
     An old name is that of an observation, or else of an info.
 

@@ -183,18 +183,18 @@ class Slab:
         """``[time, arrival]``, the lane of each row, from 0 on; None where columns are lanes."""
 
     def lane_at(self, slot: int, column: int) -> int:
-        """The number, in the run, of the lane whose row stands there."""
+        """Return the number in the run of the lane whose row is at ``slot`` and ``column``."""
         lane = column if self.lane is None else int(self.lane[slot, column])
         return self.first_lane + lane
 
     def of_lane(self, slot: int, column: int) -> NDArray[np.bool_]:
-        """``[time, lane]``, slots before ``slot`` with rows of the lane that stands there."""
+        """Mark rows ``[time, lane]`` before ``slot`` of the lane at ``slot`` and ``column``."""
         columns = np.arange(self.lanes) if self.lane is None else self.lane[:slot]
         of_it: NDArray[np.bool_] = columns == self.lane_at(slot, column) - self.first_lane
         return np.broadcast_to(of_it, (slot, self.lanes))
 
     def array(self, key: Key) -> Array:
-        """A column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
+        """Return a column as a NumPy view ``[time, lane, ...]`` (CPU slabs only)."""
         return self.arrays[key]
 
     def keep_last(self, used: int, lanes: NDArray[np.bool_] | None) -> None:
@@ -232,7 +232,7 @@ class Slab:
         ]
 
     def carry_root(self, used: int, to: int) -> None:
-        """Let slot ``to`` begin with what the policy sees behind the first ``used`` slots."""
+        """Let slot ``to`` begin with the observations after the first ``used`` slots."""
         if used != to:
             for memory in self._flow.values():
                 memory[to] = memory[used]
@@ -250,7 +250,7 @@ class Slab:
         groups: Iterable[str],
         board: memoryview,
     ) -> Cursor:
-        """The arrays of an environment that writes in place; ``rewards`` stand under "next"."""
+        """Return arrays for an environment that writes in place; ``rewards`` are under "next"."""
         flow = [self._flow[key].numpy() for key in self.flowing]
         flags = ("terminated", "truncated", "done")
         return Cursor(
@@ -270,15 +270,15 @@ class Slab:
         )
 
     def _squeezed(self, key: Key) -> Array:
-        """A column without its last axis where that has the length 1."""
+        """Return a column without its last axis, if that has the length 1."""
         array = self.array(key)
         return array[..., 0] if array.ndim > 2 and array.shape[-1] == 1 else array
 
     def tensordicts(self, cursor: Cursor, groups: Mapping[str, int]) -> list[TensorDict]:
-        """The TensorDicts of each slot for the policy and the environment: views, built once.
+        """Make the TensorDicts of each slot for the policy and the environment: views.
 
         Each carries ``cursor`` as an attribute, by which the environment knows it. ``groups`` of
-        agents have a batch dimension more.
+        agents have one batch dimension more.
         """
         batch = torch.Size([self.lanes])
         views = {key: memory.unbind(0) for key, memory in self._flow.items()}

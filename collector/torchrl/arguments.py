@@ -22,7 +22,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "preemptive_threshold": (None, "batches are always full: no rollout is broken off"),
     "local_init_rb": (True, "this process alone writes: a buffer is ready with its first batch"),
 }
-"""Arguments of which every value gives what is collected here anyway: the default, and why."""
+"""Arguments that change nothing here, by any value: the default, and the reason."""
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "reset_when_done": ((True,), "lanes whose episode ended are always reset; leave it out"),

@@ -14,7 +14,7 @@ from tallyroll.storage.storages import DiskStorage
 
 
 def stores_rows(buffer: ReplayBuffer | None) -> bool:
-    """Whether a storage of ours is behind ``buffer``, which takes rows of any batch."""
+    """Return whether ``buffer`` has a storage of ours, which takes rows of any batch."""
     return buffer is not None and isinstance(buffer.storage, DiskStorage)
 
 
@@ -27,7 +27,7 @@ def with_policy_version(batch: TensorDictBase) -> TensorDictBase:
 
 
 def compact(batch: TensorDictBase) -> TensorDictBase:
-    """``batch`` without observations and states under ``"next"``, which stand at the root too."""
+    """Return ``batch`` without values under ``"next"`` that are at the root too."""
     at_root = {as_key(key) for key in batch.keys(True, True)}
     again = [
         key
@@ -41,7 +41,7 @@ def compact(batch: TensorDictBase) -> TensorDictBase:
 
 
 def joined_workers(batch: TensorDictBase, cat: int) -> TensorDictBase:
-    """``[worker, *batch size, time]`` joined along a dimension of what each worker gave."""
+    """Join ``[worker, *batch size, time]`` along a dimension of the workers' batches."""
     own = batch.ndim - 1
     at = cat + own if cat < 0 else cat
     if not 0 <= at < own:

@@ -73,7 +73,7 @@ def _begin(init: Callable[[], Any], create: Callable[[], Any]) -> Any:
 
 
 def policy_of(policy: Any, factory: Any) -> Any:
-    """The policy that acts: what ``policy_factory`` makes, where it is given."""
+    """Return the policy that acts: from ``policy_factory``, if that is given."""
     if isinstance(factory, (list, tuple)):
         if len({id(each) for each in factory}) > 1:
             raise ArgumentError(

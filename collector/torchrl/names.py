@@ -39,7 +39,7 @@ REFUSED_NAMES: Mapping[str, str] = {
 
 
 class TorchRLNames(Updating):
-    """A collector of ours that answers to TorchRL's names; it stands in front of one of ours."""
+    """A collector of ours with TorchRL's names for its attributes and methods."""
 
     verbose: ClassVar[bool] = False
 
@@ -102,7 +102,7 @@ class TorchRLNames(Updating):
         return named
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on from what :meth:`state_dict` returned; call it before iterating.
+        """Go on from a result of :meth:`state_dict`; call it before iterating.
 
         Raises:
             StateError: this collector has collected already, or another kind saved the state.
@@ -150,7 +150,7 @@ class TorchRLNames(Updating):
         return getattr(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer; raises what the thread of :meth:`start` raised."""
+        """Return an attribute of the replay buffer; raise the error of :meth:`start`'s thread."""
         self._raise_of_thread()
         return getattr(self.replay_buffer, attr)
 

@@ -19,7 +19,7 @@ class Updating(Yielding):
     _waits_for_steps: ClassVar[bool] = True
     """New weights wait, where a thread collects, so that each row has the version that chose it."""
     _weights_of: Any = None
-    """Whose weights are taken where none are given; None: those of the policy that acts."""
+    """The policy whose weights are taken by default; None: the policy that acts."""
 
     def _take_over(self, wishes: Wishes) -> None:
         super()._take_over(wishes)

@@ -257,7 +257,7 @@ class Yielding(Collector):
         return batch
 
     def _make_trajectories(self) -> bool:
-        """Make ready what is complete of whole trajectories, or take what one batch completes."""
+        """Make complete trajectories ready, or else those that one more batch completes."""
         if self.replay_buffer is None:
             assert self.trajs_per_batch is not None
             if len(self._whole) >= self.trajs_per_batch:

@@ -112,7 +112,7 @@ def _as_objects(array: Any, mask: NDArray[np.bool_]) -> NDArray[Any]:
 
 
 def install(env: VectorEnv, names: Collection[str]) -> None:
-    """Let ``env``, and what wraps it, put infos called ``names`` together without loss."""
+    """Let ``env`` and its wrappers put infos called ``names`` together without loss."""
     merge = info_merge(env)
     if isinstance(merge, ExactMerge):
         names = {*names, *merge.names}

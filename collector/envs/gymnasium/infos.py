@@ -28,7 +28,7 @@ RESET_SLOT = -1
 
 
 class InfoColumns:
-    """Reads what ``infos`` declare out of vector infos; see :class:`Info`.
+    """Columns of the entries of vector infos that ``infos`` declare; see :class:`Info`.
 
     Entries without a dtype are declared by the first infos that :meth:`declare` is given.
     """
@@ -50,7 +50,7 @@ class InfoColumns:
         return all(info.dtype is not None for info in self.infos)
 
     def declare(self, info: Mapping[str, Any]) -> None:
-        """Take what is not declared from the infos of the first reset.
+        """Take undeclared dtypes and shapes from the infos of the first reset.
 
         Raises:
             ArgumentError: they lack it, or it is no number.
@@ -104,7 +104,7 @@ class InfoColumns:
     def write_reset(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
     ) -> None:
-        """Fill the entries of ``lanes`` (None: all) with what their reset gave."""
+        """Fill the entries of ``lanes`` (None: all) with the infos of their reset."""
         self._put(rows, partial(_lookup, info), lanes, True)
 
     def write_first(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
@@ -120,7 +120,7 @@ class InfoColumns:
         )
 
     def count(self, ended: Mask, then: int = 0) -> None:
-        """A step call was made; ``then`` is what is counted for lanes that ``ended``."""
+        """Count a step call; the count of lanes that ``ended`` becomes ``then``."""
         self.steps += 1
         self.steps[ended] = then
 
@@ -158,7 +158,7 @@ class InfoColumns:
         lanes: Mask | None,
         reset: bool,
     ) -> Mask | None:
-        """Write what is there; returns the lanes that have it, None for all of ``lanes``."""
+        """Write the values that are there; return the lanes with one, None for all of ``lanes``."""
         if found is None:
             return np.zeros(self._lanes, np.bool_)
         value, mask = found

@@ -22,7 +22,7 @@ _FLAGS = {"terminated": terminated_of, "truncated": truncated_of}
 
 
 CANNOT_TAKE = KeyError, IndexError, TypeError, ValueError
-"""Raised by a vector that cannot take what a lane returned."""
+"""Exceptions of a vector that cannot take the values that a lane returned."""
 
 
 _UTILS = "gymnasium.vector.utils"
@@ -30,7 +30,7 @@ _STEPS, _MOST_STEPS = 32, 2048
 
 
 class LaneValues:
-    """Looks at the lanes of ``env``, whatever wraps it; other vectors cast elsewhere.
+    """A watch of the lanes of ``env`` below any wrappers; other vectors cast elsewhere.
 
     Args:
         env: the vector.
@@ -107,7 +107,7 @@ class LaneValues:
 
 
 def _puts_together(error: Exception) -> bool:
-    """Whether Gymnasium raised it while it put the observations of lanes together."""
+    """Return whether Gymnasium raised it while putting the observations of lanes together."""
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__", "").startswith(_UTILS) for frame in frames)
 

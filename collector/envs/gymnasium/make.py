@@ -48,7 +48,7 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
 
 @contextmanager
 def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Environments of ``env_id`` are made within; what Gymnasium says then is made plain.
+    """A context in which environments of ``env_id`` are made; it explains Gymnasium's errors.
 
     Raises:
         ArgumentError: Gymnasium cannot make it.

@@ -359,7 +359,7 @@ class GymnasiumSystem(System):
         return Step(values, (reward,), terminated, truncated, final)
 
     def _target(self, lanes: LanesInTurn) -> NDArray[Any]:
-        """Where the next observations go: what was lent, or new memory."""
+        """Return the memory for the next observations: the lent arrays, or new ones."""
         if self._own is None:
             return lanes.new_rows()
         lent: NDArray[Any] = getattr(self.env, OBSERVATIONS)

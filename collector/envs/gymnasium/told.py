@@ -53,7 +53,7 @@ class TellingSystem(System):
     def _told_next(
         self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
     ) -> list[Any]:
-        """Return the columns of a step's infos; for ``ended`` lanes those of ``first``, by resets."""
+        """Return the columns of a step's infos; for ``ended`` lanes from the reset's, ``first``."""
         kept, rows = self._infos, self._infos.new_rows()
         kept.write(rows, infos, ~ended)
         kept.write_reset(rows, first, ended)

@@ -20,7 +20,7 @@ class AgentRows:
         """The agents of each group, among all of them."""
         self._of_groups: list[list[Array]] = []
         self._rows: list[dict[str, list[Any]]] = [{} for _ in range(lanes)]
-        """By lane and agent: what takes a value out of an observation, where it goes, and how."""
+        """By lane and agent: the getter of a value in an observation, its target, and its cast."""
         at = 0
         for group in groups:
             self.slices[group.name] = slice(at, at := at + len(group.agents))

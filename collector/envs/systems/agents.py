@@ -1,4 +1,4 @@
-"""Agents of a lane in groups: who belongs together, and what their spaces are in columns."""
+"""Agents of a lane in groups with equal spaces, and the columns of these spaces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

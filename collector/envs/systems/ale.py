@@ -14,7 +14,7 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 
 class AleSystem(GymnasiumSystem):
-    """An ``AtariVectorEnv``, or what is wrapped around one.
+    """An ``AtariVectorEnv``, or a wrapper around one.
 
     It takes a seed a lane, and resets lanes by mask. Its mode is read once, from the environment
     itself: making another one changes what the class says. Its infos count frames:

@@ -110,7 +110,7 @@ class BraxSystem(Functional):
 
 
 def _chain(env: Any) -> Iterator[Any]:
-    """``env`` and what it wraps, outermost first."""
+    """Yield ``env`` and the environments that it wraps, outermost first."""
     yield env
     while "env" in vars(env):
         env = env.env

@@ -16,7 +16,7 @@ Lanes = NDArray[np.int32] | slice
 
 
 class Results:
-    """Reads what calls of ``env`` return.
+    """A reader of the results of ``env``.
 
     Its dm API does not tell a time limit from a termination (the discount is 0 at both, but for
     dm_control's tasks), so steps are counted here, and both APIs give the same rows.
@@ -42,7 +42,7 @@ class Results:
         return [cast(get(observation), dtype) for get, dtype in pairs]
 
     def infos(self, made: Any) -> dict[str, Any]:
-        """Infos; those of the dm API stand with observations."""
+        """Return the infos; the dm API has them among the observations."""
         return _fields(made.observation) if self._is_dm else made[-1]  # type: ignore[no-any-return]
 
     def lanes(self, made: Any) -> NDArray[np.int32]:
@@ -52,7 +52,7 @@ class Results:
         return lanes
 
     def begins(self, made: Any) -> Mask:
-        """Where it is a first observation that came back."""
+        """Return marks of the lanes that returned a first observation."""
         found: Mask = made.step_type == 0 if self._is_dm else made[-1]["elapsed_step"] == 0
         return found
 

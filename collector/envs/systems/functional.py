@@ -19,7 +19,7 @@ from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
 
 _LARGE_NBYTES = 2**11
-"""To return that much of a lane twice, as final and as first one, takes longer than a call more."""
+"""Bytes of a lane from which a second call is faster than to return observations twice."""
 
 
 class Functional(FunctionalLanes):
@@ -115,7 +115,7 @@ class Functional(FunctionalLanes):
         )
 
     def _wait(self) -> None:
-        """JAX computes in a thread of its own: what it will return is waited for when looked at."""
+        """Wait for JAX, which computes in a thread of its own."""
         if self.while_waiting is not None:
             self.while_waiting()
 

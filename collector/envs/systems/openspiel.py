@@ -116,7 +116,7 @@ class OpenSpielSystem(System):
         return Step(seen, (paid,), over, no, agents=agents)
 
     def _look(self, rows: list[int], moved: Sequence[int]) -> list[Any]:
-        """Let chance play, and write what is seen then; ``moved`` are who moved last, by lane."""
+        """Let chance play, and write the observations; ``moved``: the last movers, by lane."""
         tensors: list[list[Any]] = [[] for _ in self._seen]
         turns, returns, legal, size = [], [], [], self._legal.shape[-1]
         for lane in rows:

@@ -1,4 +1,4 @@
-"""Which games of OpenSpiel can be played with seeds, their columns, and how chance moves."""
+"""Games of OpenSpiel that can be played with seeds, their columns, and moves of chance."""
 
 from typing import Any
 

@@ -164,7 +164,7 @@ class PettingZooSystem(System):
             )
 
     def _require_seen(self, lane: int, seen: Mapping[str, Any]) -> None:
-        """Raise where an agent would have to act on what it never saw."""
+        """Raise if an agent would have to act without an observation."""
         if blind := [name for name in self.envs[lane].agents if name not in seen]:
             raise TransitionError(
                 f"{self._named(lane)} lists the agents {blind}, and returned no observations of "

@@ -16,7 +16,7 @@ class Turns:
         self.close = env.close
         self._base, self._layers = _unwrapped(env)
         self.agents: list[str] = []
-        """Whose turn it is."""
+        """The agent whose turn it is."""
         self.living: set[str] = set()
         """Agents that are there and have not ended."""
 
@@ -31,7 +31,7 @@ class Turns:
         return seen, {}
 
     def step(self, actions: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """The turn of the one of ``agents``; what it led to for all that lived."""
+        """Play the turn of one of ``agents``; return the results for all that lived."""
         env, (agent,) = self.env, self.agents
         env.step(actions[agent])
         known = self._known

@@ -107,7 +107,7 @@ class ProcgenSystem(TellingSystem):
         return [*values, *self._told_first(self._told(), None)] if self._infos else values
 
     def _told(self) -> dict[str, Any]:
-        """The infos of what is observed now; of the last step of an episode there are none."""
+        """Return the infos of the current observation; the last step of an episode has none."""
         return vector_info(self.env.get_info(), self._infos.infos)
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:

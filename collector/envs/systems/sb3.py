@@ -1,4 +1,4 @@
-"""Stable-Baselines3's `VecEnv`: it resets lanes in its step, and hands out final observations."""
+"""Stable-Baselines3's `VecEnv`, which resets lanes in its step, and returns final observations."""
 
 import sys
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class Sb3System(TellingSystem):
         return None if package is None or not isinstance(made, package.VecEnv) else cls(made)
 
     def describe(self) -> dict[str, Any]:
-        """The id of the first lane, the kind of vector, and what is around it."""
+        """Return the id of the first lane, the kind of vector, and its wrappers."""
         *outer, inner = [type(each).__name__ for each in layers(self.env)]
         return {"id": self._id, "type": inner} | ({"wrappers": outer} if outer else {})
 

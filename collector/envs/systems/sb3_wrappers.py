@@ -42,7 +42,7 @@ def true_space(env: Any) -> spaces.Space[Any]:
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """``env``, and what it lies around."""
+    """Yield ``env``, and the environments that it wraps."""
     while env is not None:
         yield env
         env = vars(env).get("venv")
