@@ -106,11 +106,11 @@ class SharedMemoryBusy(CollectorError, TimeoutError):
 
 
 class WorkerError(CollectorError):
-    """A worker process failed. What was committed before is as it was.
+    """A worker process failed. Rows that were committed before are unharmed.
 
-    ``worker`` is its number, ``lanes`` those that it steps, ``lane`` the one that failed where
-    that is known, ``seeds`` the seeds of the lanes' last start, ``action`` what was executed last
-    (of ``lane``, or of all ``lanes``), ``worker_traceback`` where it was raised in the worker.
+    ``worker`` is its number, ``lanes`` are the lanes that it steps, ``lane`` is the one that
+    failed, if known, ``seeds`` are the seeds of the lanes' last start, ``action`` is the last
+    action (of ``lane``, or of all ``lanes``), ``worker_traceback`` the traceback in the worker.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def choose(fast: str, slow: str, *obstacles: Obstacle, way: str) -> Decision:
     return Decision(fast)
 
 
-# --- who acts, and how lanes are stepped ----------------------------------------------------------
+# --- how actions are chosen, and lanes stepped ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class PolicyTraits:
 
 
 def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key]) -> Decision:
-    """Choose who acts: ``network``, ``module`` (the policy as it is), or ``drawn`` at random.
+    """Choose the actor: ``network``, ``module`` (the policy as it is), or ``drawn`` at random.
 
     Args:
         policy: None draws random actions.
@@ -196,7 +196,7 @@ def counting(*, workers: bool, transitions: bool, episodes: bool) -> Decision:
     )
 
 
-# --- where rows lie, and how they are stored ------------------------------------------------------
+# --- where rows are, and how they are stored ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class StoringTraits:
     waits_for_disk: bool
     """``durability="power"``."""
     elsewhere: Sequence[Key]
-    """Columns that NumPy cannot hold, or that lie on another device."""
+    """Columns that NumPy cannot hold, or that are on another device."""
     by_lane: str
     """Why slots are counted lane by lane; empty where they are not."""
     arrivals: bool
@@ -240,7 +240,7 @@ class StoringTraits:
 
 
 def placing(run: StoringTraits) -> Decision:
-    """Choose where rows are stored from: the ``slab`` where they lie, or ``gathered`` before."""
+    """Choose the source of stored rows: the ``slab``, or ``gathered`` copies."""
     return choose(
         "slab",
         "gathered",

@@ -77,7 +77,7 @@ class SyncCollector(Collector):
             done flags at the root too, and ``("next", "done")`` not True on cuts. Where lanes
             differ in length it is padded, with a mask, done at each lane's last row, and a warning.
         split_trajs: TorchRL's name for ``layout="trajectories"``; in ``"torchrl"`` trajectories
-            stand lane by lane.
+            come lane by lane.
         set_truncated: as in TorchRL, the last row of each lane of a batch is ``truncated`` and
             ``done``; in ``layout="torchrl"`` only, and never in what is stored.
         surplus: what the last batched step of a batch made beyond it: ``"carry"`` opens the

@@ -65,7 +65,7 @@ class FinalsWatch:
             self._resets, self.looks = None, False
 
     def forget(self, lanes: NDArray[np.bool_]) -> None:
-        """Expect rows missing in ``lanes`` ``[lane]`` here, or new environments."""
+        """Forget the last rows of ``lanes`` ``[lane]``: the next ones do not follow them."""
         if self._resets is not None:
             self._resets.forget(lanes)
 

@@ -1,8 +1,8 @@
-"""One slot of all lanes at a time, filled and stored where nothing else is to be done.
+"""Single slots of all lanes, filled and stored when nothing else has to be done.
 
-It is what a collector does anyway, in few lines and one compiled call: between the steps of an
-environment, and more so behind a gradient step, each line touched costs several times what it
-costs in a row.
+This does what a collector always does, in few lines and one compiled call. Between the steps of an
+environment, and more so after a gradient step, the code has left the caches, and each line costs
+several times more.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from tallyroll.storage.storages import DiskStorage
 
 @dataclass(frozen=True, slots=True)
 class PlainSlots:
-    """The plain slots of a slab."""
+    """The objects by which the plain slots of a slab are filled, stored and logged."""
 
     table: SlabRows
     slot: SlotRows
@@ -55,7 +55,7 @@ class PlainSlots:
             set_gradients(False)
             acting.place.put(acting.exploration)
             self.again.fill()
-        finally:  # handlers come behind calls of what is compiled
+        finally:  # signals' handlers run after calls of compiled functions
             try:
                 acting.place.put(exploration)
             finally:

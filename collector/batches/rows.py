@@ -41,7 +41,7 @@ Rows = dict[Key, torch.Tensor]
 
 @dataclass
 class Part:
-    """Rows of a batch: columns that were copied, and large ones that still lie in the slab."""
+    """Rows of a batch: columns that were copied, and large ones that are still in the slab."""
 
     rows: Rows
     large: dict[Key, RowRefs]

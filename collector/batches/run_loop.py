@@ -335,7 +335,7 @@ class Collector(ABC):
         """Close the environments that were made here. Idempotent."""
 
     def _lost_env(self) -> None:
-        """Another collector takes the environment over: its lanes are no longer as they were left.
+        """Note that another collector takes the environment over, and changes its lanes.
 
         Raises:
             StateError: this one is stepping it.

@@ -1,12 +1,12 @@
-"""Rows laid out as the collectors of TorchRL give them: ``[lanes, time]``, its dimension named.
+"""Rows in the layout of TorchRL's collectors: ``[lanes, time]``, with time named.
 
-The batch size of the environment stands in front of ``time``: one without a batch size gives
-``[time]``, and workers that each call a factory give ``[workers, *batch size, time]``, or, where
-they do not wait for one another, each a batch of its own.
+The batch size of the environment comes before ``time``: one without a batch size gives
+``[time]``, and workers that each call a factory give ``[workers, *batch size, time]``, or a batch
+of its own each, if they do not wait for one another.
 
-Done flags are what the environment said, at the root as well, so that ``("next", "done")`` tells
-which episodes ended. Only where lanes differ in length, so that zeros follow, are they True at each
-lane's last row too, for value estimators step through time by them.
+Done flags are the environment's own, at the root as well, so that ``("next", "done")`` says which
+episodes ended. Only if lanes differ in length, so that zeros follow, are they True at each lane's
+last row too, because value estimators step through time by them.
 """
 
 import warnings

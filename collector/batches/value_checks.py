@@ -25,7 +25,7 @@ from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, Key, as_key, spell
 
 
 class OutOfRangeWarning(UserWarning):
-    """A value lies outside its declared space, and ``validate`` lets it pass."""
+    """A value is outside its declared space, and ``validate`` lets it pass."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Range:
         return Range(self.key, low, high, self.by_policy)
 
     def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
-        """``[time, lane]`` where values lie outside, or None if nowhere."""
+        """Return marks ``[time, lane]`` of values outside, or None if all are inside."""
         if not values.size:
             return None
         if self.holds(values):
@@ -160,7 +160,7 @@ class _SlotCheck:
         return values, KINDS.get(self._array.dtype, -1), self._low.size, low, high
 
     def is_good(self, at: int) -> bool:
-        """The values of slot ``at`` lie inside."""
+        """Return whether the values of slot ``at`` are inside."""
         values, inside = self._array[at], self._inside
         np.greater_equal(values, self._low, inside[0])
         np.less_equal(values, self._high, inside[1])
@@ -456,7 +456,7 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
     Args:
         env: batch size ``[]`` or ``[lanes]``.
         policy: whether actions come from a policy and have to be checked too.
-        lost_finals: NaN stands for final observations that are lost, which is no violation.
+        lost_finals: NaN marks final observations that are lost, which is no violation.
     """
     found: list[Range] = []
     lead = len(env.batch_size)

@@ -57,7 +57,7 @@ _GO_ON = (
 
 StorageLike = str | Path | DiskStorage
 Columns = Mapping[Key, torch.Tensor | RowRefs]
-_MOST_IDS = 2**62  # so that those of any run fit behind them
+_MOST_IDS = 2**62  # so that those of any run fit after them
 
 
 class ClosedFirstWarning(UserWarning):
@@ -186,15 +186,15 @@ class BatchWriter:
             if record.incarnation >= last.incarnation:
                 ledger.seed, ledger.incarnation = record.seed, record.incarnation
         ledger.incarnation += 1
-        # The record may be behind the rows, or ahead of them.
+        # The record may be older than the rows, or newer.
         stored = self._stored_before + storage.head - last.first_row
         unknown, ledger.stored = stored - ledger.stored, stored
         ledger.slots += max(0, unknown)
         ledger.executed += max(0, unknown)
-        # What waited for the next batch when the run stopped went with its process.
+        # Transitions that waited for the next batch when the run stopped were lost.
         ledger.lost += max(0, -unknown) + ledger.carried
         ledger.carried = 0
-        # Of a ring, as far as it still knows.
+        # In a ring, only the rows that it still has.
         rows = np.arange(max(at, storage.span.start), storage.span.stop)
         ended = storage.reader.column(DONE).take(rows) if len(rows) else rows
         ledger.episodes_complete += int(ended.sum())
@@ -325,13 +325,13 @@ class BatchWriter:
         return 0 if self._reader is None else self._reader.last_head
 
     def rows_of(self, before: int, stored: int) -> range | None:
-        """Where in the storage, by absolute row, those are that came behind ``before`` of the run.
+        """Return the absolute rows in the storage of the run's rows from ``before`` on.
 
-        ``stored`` are all of the run by now. None where there is no storage.
+        ``stored``: all rows of the run so far. None if there is no storage.
         """
         if self.storage is None:
             return None
-        # As the run says: to ask the header takes four calls, and small batches are many.
+        # Computed from the run's own counts: to read the header takes four calls a batch.
         behind = self._first_row - self._stored_before if self.ready else self.head - stored
         return range(behind + before, behind + stored)
 
@@ -367,7 +367,7 @@ class BatchWriter:
     ) -> None:
         """Commit ``rows``, of which ``count`` were counted, and the ledger that includes them.
 
-        ``open_lanes`` trajectories go on behind them. ``large`` are further columns of them, of
+        ``open_lanes`` trajectories go on after them. ``large`` are further columns of them, of
         which only the storage knows. ``shaped`` is what a replay buffer gets in their place. With
         the ``last`` rows of a run it gets nothing where they make no item, if a storage gets them.
 
@@ -413,13 +413,13 @@ class BatchWriter:
                 _require("the storage", len(written), len(piece[TRAJ_IDS]))
 
     def makes_items(self, batch_dims: int) -> bool:
-        """A TorchRL buffer keeps a batch of so many dimensions as items of several rows."""
+        """Return whether a TorchRL buffer stores such a batch as items of several rows."""
         behind = None if self.replay_buffer is None else self.replay_buffer.storage
         return self.shapes and isinstance(behind, TensorStorage) and batch_dims > behind.ndim
 
     @property
     def direct(self) -> DiskStorage | None:
-        """The storage that rows of a slab may go straight to."""
+        """The storage to which rows of a slab may go directly; None: there is none."""
         return self.target if self.ready else None
 
     @property
@@ -465,7 +465,7 @@ class BatchWriter:
         )
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
-        """The run goes on from a loaded state: its earlier rows are not of this storage's run.
+        """Go on from a loaded state: the run's earlier rows are not of this storage's run.
 
         Ids below ``next_id`` may be those of such rows.
         """
@@ -645,7 +645,7 @@ def _array(column: torch.Tensor | RowRefs) -> Any:
 
 
 def _same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """A continued run keeps its environment."""
+    """Refuse another environment for a continued run."""
     if before != after:
         names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
         raise StateError(

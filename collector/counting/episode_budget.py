@@ -53,7 +53,7 @@ class EpisodeBudget:
         return _at(index, admitted, transitions.shape)
 
     def cut(self, lanes: NDArray[np.bool_]) -> None:
-        """The episodes under way in ``lanes`` were cut by a fault: others take their places."""
+        """Replace the episodes under way in ``lanes``, which a fault cut, by others."""
         self.started -= int((lanes & self._open & ~self._fresh).sum())
         self._fresh |= lanes
         self._open &= ~lanes

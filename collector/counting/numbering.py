@@ -113,7 +113,7 @@ class LaneState:
         return int(cut.sum())
 
     def restart(self, lanes: NDArray[np.bool_]) -> None:
-        """The environments of ``lanes`` start new episodes."""
+        """Begin new episodes in ``lanes``: their environments are reset."""
         self.returns[lanes] = 0.0
         self.length[lanes] = 0
 
@@ -156,7 +156,7 @@ def number_slot(
     """Number the rows of one slot, and move ``state`` past them. All arrays are ``[lane]``.
 
     Args:
-        state: where each lane stands; updated in place.
+        state: the trajectory and step of each lane; updated in place.
         taken: lanes whose slot is a row; None: that of every lane is.
         ended: terminated or truncated.
         reward: one number a lane.
@@ -205,7 +205,7 @@ def number(
     """Number a block of rows in order of lanes, and move ``state`` past it.
 
     Args:
-        state: where each lane stood before the block; updated in place.
+        state: the trajectory and step of each lane before the block; updated in place.
         lane: ``[row]``, ascending.
         ended: ``[row]``, terminated or truncated.
         reward: ``[row]``.
@@ -220,7 +220,7 @@ def number(
     begins[1:] = ended[:-1]
     row = np.arange(rows)
     parts = LaneOrder.of(row, lane).stretches(begins)
-    # From here on one entry a part: what of one trajectory lies in this block.
+    # From here on one entry a part: the rows of one trajectory in this block.
     begin, size, own = parts.at, parts.length, parts.lane
     # Parts are counted within their lane: number 0 continues what the lane had before.
     ordinal = np.arange(len(begin)) - np.repeat(parts.first, parts.last - parts.first + 1)

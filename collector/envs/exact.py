@@ -151,7 +151,7 @@ class ExactRow:
         self._warned = False
 
     def is_right(self, value: Any) -> bool:
-        """``value`` can be written to the column as it is."""
+        """Return whether ``value`` can be written to the column as it is."""
         if type(value) is np.ndarray:
             return value.dtype is self.dtype and value.shape == self.shape
         if type(value) is int:
@@ -278,7 +278,7 @@ def _of_lane(read: Any, at: Any, value: Any) -> Any:
 
 
 def checked(values: Array, read: Any, *, flags: bool) -> Array:
-    """Return the memory of ``values``, to which ``read`` takes the results of a lane."""
+    """Return a view of ``values`` that takes the results of a lane through ``read``."""
     found: Any = values.view(CheckedFlags if flags else CheckedRewards)
     found.read = read
     return found  # type: ignore[no-any-return]

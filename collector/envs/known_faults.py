@@ -30,7 +30,7 @@ def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: 
 
 
 def known_fault(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> str | None:
-    """Return how ``env``, or an environment within it, falsifies ends of episodes; None: not known.
+    """Return how ``env``, or one within it, falsifies ends of episodes; None: no known way.
 
     Args:
         env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`, of which one environment

@@ -80,7 +80,7 @@ def make_env(create: CreateEnv, options: Options) -> Made:
 
 @contextmanager
 def processes_guarded() -> Iterator[None]:
-    """An environment that starts processes is made within; say what keeps them from starting.
+    """Explain, around the making of an environment, why its processes cannot start.
 
     Raises:
         EnvironmentRefused: they imported the main module and came here too, or ended at once.

@@ -135,7 +135,7 @@ def _refuse_parallel(child: EnvBase) -> None:
 def overwrites_itself(
     make: Callable[[], Any], child: Callable[[Any], Child], *, warn: bool
 ) -> bool:
-    """Return whether an environment of ``make``, called as ``child`` says, overwrites results."""
+    """Return whether an environment of ``make``, called by ``child``, overwrites its results."""
     try:
         with throwaway(make) as env:
             return overwrites(child(env))

@@ -77,7 +77,7 @@ def overlap(one: Iterable[Array], other: Iterable[Array]) -> bool:
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """``one`` and ``other`` have memory in common, so that writing to one may change the other."""
+    """Return whether ``one`` and ``other`` share memory: writing one may change the other."""
     return overlap(places(one), places(other))
 
 

@@ -86,7 +86,7 @@ class SlotEnds(ProtocolEnv):
             self._pending[...] = ended  # setting an attribute of a module costs five times as much
 
     def step_part(self, cursor: Cursor, lanes: int) -> None:
-        """Step only the first ``lanes`` lanes; the others keep what they had.
+        """Step only the first ``lanes`` lanes; the others keep their values.
 
         Only where :attr:`can_step_part` holds; no lane at all can always be stepped.
         """

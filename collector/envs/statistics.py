@@ -38,9 +38,9 @@ def judge_apart(names: Sequence[str], workers: int, layout: Layout) -> None:
 class StatisticsWatch:
     """Transforms of ``env`` that keep statistics; made before any call that may change these.
 
-    Of TorchRL's they are `VecNorm` and `VecNormV2`, where they are neither frozen nor given a
-    TensorDict that processes share: what its others remember follows a lane. Of others they are
-    those with a buffer that a reset changes and that is not ``[*batch size, ...]``.
+    Among TorchRL's transforms they are `VecNorm` and `VecNormV2`, unless frozen or given a
+    TensorDict that processes share; the memory of its others belongs to lanes. Among others they
+    are those with a buffer that a reset changes and that is not ``[*batch size, ...]``.
     """
 
     def __init__(self, env: EnvBase) -> None:

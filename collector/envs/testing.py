@@ -228,7 +228,7 @@ class SystemContract:
         self.close(hand.system)
 
     def test_a_final_observation_is_not_the_next_first_one(self) -> None:
-        """A system that says it waits for a reset, and resets itself, is found out."""
+        """Check that a system that declares to wait for resets does not reset itself."""
         hand = self.hand()
         if hand.d.finals == "lost":
             return self.close(hand.system)
@@ -283,7 +283,7 @@ class SystemContract:
         self._require_executed_after_resets("mask")
 
     def test_lanes_that_were_all_reset_execute_their_next_actions(self) -> None:
-        """The same, where all lanes are reset; a system that cannot do that after ends refuses."""
+        """Check the same with resets of all lanes, or that the system refuses them after ends."""
         self._require_executed_after_resets("all")
 
     def _require_executed_after_resets(self, how: str) -> None:
@@ -344,7 +344,7 @@ class SystemContract:
     # --- seeds, masks, parts, contexts, arrivals, agents ------------------------------------------
 
     def test_seeds_repeat_a_run(self) -> None:
-        """The same seeds and actions give the same values."""
+        """Check that the same seeds and actions give the same values."""
         if not self.repeatable:
             return None
         one, other = self.hand(), self.hand()
@@ -360,9 +360,9 @@ class SystemContract:
             assert np.array_equal(a, b), f"{what}: the same seeds gave {a!r:.200} and {b!r:.200}"
 
     def test_a_reset_by_mask_leaves_other_lanes_alone(self) -> None:
-        """With ``resets="mask"``: other lanes go on as if nothing had been.
+        """Check with ``resets="mask"`` that the other lanes go on undisturbed.
 
-        Where lanes draw from one generator, their next episodes may begin otherwise.
+        If lanes draw from one generator, their next episodes may begin differently.
         """
         if not self.repeatable or self.lanes < 2:
             return None
@@ -478,7 +478,7 @@ class SystemContract:
         return self.close(system)
 
     def test_agents_that_are_dead_stay_dead(self) -> None:
-        """Groups: an agent that ended is masked until its lane begins the next episode.
+        """Check that an agent that ended is masked until its lane begins the next episode.
 
         Where agents take turns, a masked one may only be waiting. Where they come back, one that
         ends has acted still.

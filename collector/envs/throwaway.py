@@ -35,7 +35,7 @@ def close(env: Any) -> None:
 
 
 def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-    """The first of each kind of factory: those that do the same make the same environment.
+    """Return the first of each kind of factory: equal ones make the same environment.
 
     A list of functions from one loop, or of ``functools.partial`` over one function, is one kind
     where they differ in numbers only, as seeds and numbers of lanes do.
@@ -54,7 +54,7 @@ def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ())
 def _kind(factory: Any) -> tuple[Any, ...]:
     """The function that a factory runs, and its arguments but for numbers."""
     bound: list[Any] = []
-    for _ in range(8):  # partial, EnvCreator and cloudpickle wrappers may lie around each other
+    for _ in range(8):  # partial, EnvCreator and cloudpickle wrappers may wrap each other
         bound += [
             *getattr(factory, "args", ()),
             *(getattr(factory, "keywords", None) or {}).items(),
@@ -71,7 +71,7 @@ def _kind(factory: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value to compare by; all numbers are alike, and so are objects of other kinds."""
+    """Return a value to compare by; None for numbers, and for anything but plain data."""
     if isinstance(value, (bool, str, bytes, type)):
         return value
     if isinstance(value, (tuple, list)):

@@ -32,7 +32,7 @@ def fills_slabs(env: EnvBase) -> bool:
 
 
 def runs_on_cpu(env: EnvBase) -> bool:
-    """Return whether ``env`` is over a system with arrays on the CPU, on any device."""
+    """Return whether ``env`` is over a system whose arrays are on the CPU."""
     base = system_of(env)
     return base is not None and base.device.type == "cpu"
 

@@ -1,4 +1,4 @@
-"""The context of steps and policy calls: no gradients, and the exploration that was asked for."""
+"""The context of steps and policy calls: no gradients, and the chosen exploration."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Acting:
     def __enter__(self) -> None:
         """Begin."""
         self._gradients_before, self._exploration_before = torch.is_grad_enabled(), self.place.get()
-        try:  # handlers of signals come behind calls of what is compiled
+        try:  # signals' handlers run after calls of compiled functions
             set_gradients(False)
             self.place.put(self.exploration)
         except BaseException:

@@ -49,7 +49,7 @@ class Form:
 
 
 def form_of(key: Key, action: torch.Tensor, spec: TensorSpec, lead: int) -> Form | None:
-    """How ``action``, which is not what ``spec`` wants, becomes it; None where it cannot.
+    """Return the conversion of ``action`` into the form of ``spec``; None if there is none.
 
     ``lead`` is the number of batch dimensions of the environment.
     """

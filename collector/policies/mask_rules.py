@@ -45,7 +45,7 @@ class MaskRule:
         if other.any():
             return other, "1 for each value that is legal and 0 for the others"
         nothing = self._by_lane(self.choices.nothing(marks, marks.shape[:2] + self.agents))
-        # An agent that does not act may have no legal action, and not every group tells who acts.
+        # An agent that does not act may have no legal action, and not every group marks the actors.
         if live is not None:
             empty = (nothing & self._by_lane(live)).any(-1)
         else:

@@ -30,7 +30,7 @@ def own_tensors(td: TensorDictBase) -> TensorDictBase:
 
 
 def own_tensors_on(td: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """The same on ``device``; one copy where all of ``td`` lies elsewhere."""
+    """Return such a copy on ``device``; one copy if all of ``td`` is on another device."""
     if td.device is None or same_place(td.device, device):
         td = own_tensors(td)
     return td.to(device)

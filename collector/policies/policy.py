@@ -161,7 +161,7 @@ def _misfit(name: str, now: Mapping[str, Any], new: Mapping[str, Any]) -> str | 
 
 
 def on_device(policy: PolicyFn, device: torch.device | None) -> PolicyFn:
-    """``policy``, or a copy on ``device`` where some of it lies elsewhere."""
+    """Return ``policy``, or a copy on ``device`` if some of it is on another device."""
     if device is None or not isinstance(policy, nn.Module):
         return policy
     tensors = (*policy.parameters(), *policy.buffers())

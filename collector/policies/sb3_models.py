@@ -19,13 +19,13 @@ _DETERMINISTIC = {ExplorationType.MODE, ExplorationType.MEAN, ExplorationType.DE
 
 
 def as_policy(policy: Any) -> Any:
-    """``policy``, or what acts as it does where it is a model of Stable-Baselines3.
+    """Return ``policy``, or an equal module if it is a model of Stable-Baselines3.
 
     Raises:
         PolicyError: a recurrent model.
     """
     for name, base in _BASES.items():
-        # Who never imported the package has no model of it.
+        # Without an import of the package there is no model of it.
         module = sys.modules.get(f"stable_baselines3.common.{name}")
         if module is not None and isinstance(policy, getattr(module, base)):
             return Sb3Policy(policy)

@@ -38,7 +38,7 @@ class SlotRng:
         self._drop()
 
     def _drop(self, taken: int = 0) -> None:
-        """Draw a new stock for the next slot, ``taken`` slots after the stock's beginning."""
+        """Drop the stock; ``taken`` slots of the next one count as taken."""
         self._stock: list[Array] = []
         self._size, self._taken = 0, taken
         self._before = self._generator.bit_generator.state

@@ -204,13 +204,13 @@ def keep_for(run: object) -> None:
 
 
 def let_go(run: object) -> None:
-    """Put handlers back after ``run``, if it was the last. Idempotent."""
+    """End :func:`keep_for` of ``run``; after the last run put handlers back. Idempotent."""
     _forget(id(run))
 
 
 def _forget(run: int) -> None:
     _runs.discard(run)
-    # Another thread may not, and there a stand does no harm until a signal or a batch comes.
+    # Another thread may not; a stand-in does no harm there until a signal or a batch comes.
     if _holder is None and get_ident() == _main:
         _restore()
 

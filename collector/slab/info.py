@@ -36,7 +36,7 @@ class Info:
         dtype: a NumPy or torch dtype, or its name. None takes that of ``fill``, or what the first
             infos have: int64 for Python's integers, float64 for its floats.
         shape: of one lane's value; with a dtype only.
-        fill: what stands where a step or a reset does not give it, a number. A bool column
+        fill: a number, the value if a step or a reset does not give one. A bool column
             ``<name>_given`` beside it is True where it was given. None: every step and every
             reset has to give it.
 

@@ -130,7 +130,7 @@ def _named(
     for index, column in enumerate(columns):
         name = column.path if by_path else column.key
         if column.what == what and name[:size] == form:
-            # A key may have one part more in front: a Tuple space stands under "observation".
+            # A key may have one part more in front: a Tuple space is under "observation".
             yield index, max(0, size - len(name) + len(column.path))
 
 
@@ -247,7 +247,7 @@ def _cleaned(part: str) -> str:
 
 
 def _require_apart(entries: Sequence[_Entry], under: int = 0) -> None:
-    """Raise where two keys are one, or one is a group that the other stands in.
+    """Raise if two keys are equal, or one is a group that contains the other.
 
     The first ``under`` parts of all keys are left out of messages.
     """

@@ -118,10 +118,10 @@ class Slab:
         slots: capacity in time.
         lanes: number of lanes.
         layout: every column, root and ``"next"``.
-        flowing: keys that flow from step to step; each stands in ``layout`` at the root and
+        flowing: keys that flow from step to step; each is in ``layout`` at the root and
             under ``"next"``. Only an environment that writes in place names any.
         shared: root and ``"next"`` observations are one memory (see the module).
-        device: where the memory lies; marks of transitions and versions are on the CPU.
+        device: the device of the memory; marks of transitions and versions are on the CPU.
         first_lane: the number of the first lane in the run.
         arrivals: a slot's rows are of any lanes, which ``lane`` names; ``lanes`` is their number.
         memory: what :func:`memory_of` describes, or views of it; None makes it.

@@ -37,7 +37,7 @@ class Collector(TorchRLNames, SyncCollector):
     """
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        """The collector, or one of many processes where that is asked for."""
+        """Return the collector, or one of many processes if the caller asks for that."""
         if cls is not Collector:
             return super().__new__(cls)
         backend = given.pop("backend", None) or service_backend()
@@ -88,7 +88,7 @@ class Collector(TorchRLNames, SyncCollector):
 
     def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         if not asked and incarnation == 0 and system_of(self.env) is None:
-            return []  # an environment of TorchRL's begins as who made it has seeded it
+            return []  # an environment of TorchRL's begins with the seeds of its maker
         return super()._seed_lanes(seed, incarnation, asked)
 
     def _close_source(self) -> None:
@@ -225,7 +225,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         raise ArgumentError(f"get_distant_attr: workers have no collectors; read {attr} here")
 
     def getattr_env(self, attr: str) -> Any:
-        """Environments are in the workers: raises AttributeError."""
+        """Raise AttributeError: environments are in the workers."""
         raise AttributeError(f"{attr}: environments are in the workers; ask one that you make here")
 
     def shutdown(

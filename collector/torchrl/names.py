@@ -91,7 +91,7 @@ class TorchRLNames(Updating):
         return super().set_seed(seed, static_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, by TorchRL's names as far as they go."""
+        """Return the state, by TorchRL's names as far as they exist."""
         state = super().state_dict()
         named: dict[str, Any] = OrderedDict()
         policy = state["policy"]
@@ -135,7 +135,7 @@ class TorchRLNames(Updating):
             found["completed"] = self.ledger.stored >= self.total_frames
         return found
 
-    # --- what stands behind it --------------------------------------------------------------------
+    # --- the collector's parts --------------------------------------------------------------------
 
     def set_post_collect_hook(self, hook: Callable[[Any], None] | None) -> None:
         """Call ``hook`` with each batch from here on."""

@@ -21,7 +21,7 @@ _GETTERS = (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeigh
 
 
 def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: Any) -> Any:
-    """The weights, in whichever of the ``forms`` they were given; None in none of them."""
+    """Return the weights from the one of ``forms`` that was given; None if none was."""
     given = {name: value for name, value in forms.items() if value is not None}
     if weights_dict is not None:
         if given or model_id is not None:
@@ -46,9 +46,9 @@ def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: A
 
 
 def checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
-    """``weight_sync_schemes``, where shared memory, which workers have here, does as they do.
+    """Return ``weight_sync_schemes``; refuse any that shared memory of workers cannot replace.
 
-    ``many``: there are workers, and so there is one.
+    ``many``: there are workers, and so there is a scheme.
     """
     if schemes is None and many:
         return {POLICY: SharedMemWeightSyncScheme()}
@@ -64,7 +64,7 @@ def checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
 
 
 def checked_updater(updater: Any, *, many: bool) -> Any:
-    """``weight_updater`` itself, made where it is a constructor."""
+    """Return ``weight_updater``, called first if it is a constructor; refuse unknown ones."""
     if updater is not None and not isinstance(updater, WeightUpdaterBase) and callable(updater):
         updater = updater()
     if updater is None:
@@ -84,7 +84,7 @@ def checked_updater(updater: Any, *, many: bool) -> Any:
 
 
 def from_updater(updater: WeightUpdaterBase, weights: Any) -> Any:
-    """The weights that ``updater`` would send to workers in the place of ``weights``."""
+    """Return the weights that ``updater`` would send to workers instead of ``weights``."""
     found = server_weights(updater, weights)
     if found is None and isinstance(updater, RemoteModuleWeightUpdater):
         raise ArgumentError("update_policy_weights_: RemoteModuleWeightUpdater wants weights given")

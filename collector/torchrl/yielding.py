@@ -221,7 +221,7 @@ class Yielding(Collector):
         return made, batch if self.replay_buffer is None or yields else None
 
     def _raw(self, size: int | None = None) -> Any:
-        """The next batch of the run, which stays ready; None where there is none."""
+        """Return the next batch of the run, which stays ready; None if there is none."""
         if not self._ready:
             self._ready_batch(size)
         return self._ready[0] if self._ready else None
@@ -292,7 +292,7 @@ class Yielding(Collector):
                 self._whole.drop(len(taken))
 
     def __len__(self) -> int:
-        """Number of batches that a run of limited frames has in all."""
+        """Return the number of batches that a run of limited frames has in all."""
         if not math.isfinite(self.total_frames):
             raise TypeError("a collector without total_frames has no length")
         return math.ceil(self.total_frames / self._options.frames_per_batch)

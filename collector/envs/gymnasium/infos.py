@@ -94,7 +94,7 @@ class InfoColumns:
     def write(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
     ) -> None:
-        """Fill the entries of ``lanes`` (None: all) with what a step gave.
+        """Fill the entries of ``lanes`` (None: all) with the infos of a step.
 
         Raises:
             TransitionError: a lane lacks an entry without ``fill``, or its value does not fit.
@@ -108,7 +108,7 @@ class InfoColumns:
         self._put(rows, partial(_lookup, info), lanes, True)
 
     def write_first(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """SAME_STEP: at the root stand the infos of the reset, and none of the step before it."""
+        """Fill the root in SAME_STEP with the reset's infos, and none of the step before it."""
         look = partial(_lookup, info)
         self._put(rows, lambda path: None if _of_step(info, path) else look(path), ended, True)
 

@@ -118,10 +118,10 @@ def row_of(leaf: Leaf) -> ExactRow:
 
 
 def part_of(get: Callable[[Any], Any], seen: Any, row: ExactRow, lane: int) -> Any:
-    """A leaf of what a lane observed.
+    """Return a leaf of a lane's observation.
 
     Raises:
-        ValueRefused: there is none.
+        ValueRefused: the observation has no such leaf.
     """
     try:
         return get(seen)

@@ -26,7 +26,7 @@ _TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in (*_SUPPORTED, *_SEEN_ALONE)}
 
 @dataclass(frozen=True)
 class Leaf:
-    """One column of an observation: where it lies in the space's value, and its spec."""
+    """One column of an observation: its place in the space's value, and its spec."""
 
     key: Key
     path: tuple[str | int, ...]
@@ -72,8 +72,8 @@ def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]
     """The columns of an observation space, for ``lanes`` lanes.
 
     A plain space is ``("observation",)``; a Dict maps its names to root keys, as TorchRL's
-    ``GymWrapper`` does; a Tuple stands under ``"observation"`` as ``"0"``, ``"1"``, …. A Text is
-    its bytes in UTF-8, as many as the longest has, behind them zeros.
+    ``GymWrapper`` does; a Tuple is under ``"observation"`` as ``"0"``, ``"1"``, …. A Text is
+    its bytes in UTF-8, filled up with zeros to the length of the longest.
 
     Raises:
         SpaceError: a Graph, Sequence or OneOf space is among the leaves, or there is none.

@@ -43,7 +43,7 @@ class AgentRows:
         return [each for arrays, part in pairs for each in (*arrays, masks[:, part])]
 
     def put(self, lane: int, seen: Mapping[str, Any], first_lane: int) -> None:
-        """Copy what the agents of a lane saw; of those that saw nothing, zeros.
+        """Copy the observations of a lane's agents; zeros for agents without one.
 
         Raises:
             TransitionError: an observation of an agent that has no columns.

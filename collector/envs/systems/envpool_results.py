@@ -32,11 +32,11 @@ class Results:
         self._steps = np.zeros(lanes, np.int64)
 
     def begin(self, lanes: Mask | None) -> None:
-        """Lanes of a mask, or all, are reset."""
+        """Note a reset of the lanes of a mask, or of all."""
         self._steps[... if lanes is None else lanes] = 0
 
     def values(self, made: Any) -> list[Any]:
-        """Observations, in the dtypes that were declared."""
+        """Return the observations, in the declared dtypes."""
         observation = made.observation if self._is_dm else made[0]
         pairs = zip(self._getters, self._dtypes, strict=True)
         return [cast(get(observation), dtype) for get, dtype in pairs]

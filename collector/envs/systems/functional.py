@@ -115,7 +115,7 @@ class Functional(FunctionalLanes):
         )
 
     def _wait(self) -> None:
-        """Wait for JAX, which computes in a thread of its own."""
+        """Let the driver work while JAX computes in a thread of its own."""
         if self.while_waiting is not None:
             self.while_waiting()
 

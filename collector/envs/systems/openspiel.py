@@ -131,7 +131,7 @@ class OpenSpielSystem(System):
             for player in who:
                 at = (lane * len(who) + player if self._together else lane) * size
                 moves = state.legal_actions(player) if turn != OVER else ()
-                # Of players that move at once, who has no move to make, makes the first one.
+                # Among players that move at once, one without a legal move makes the first one.
                 legal += [at + move for move in moves or ((0,) if self._together else ())]
         self._turn[rows], self._returns[rows], self._legal[rows] = turns, returns, False
         self._alive[rows] = self._turn[rows, None] != OVER

@@ -172,7 +172,7 @@ class PettingZooSystem(System):
             )
 
     def _end(self, lane: int) -> None:
-        """The lane's episode is over: no agent is left."""
+        """Return whether the lane's episode is over: no agent is left."""
         terminated, truncated = self._terminated[lane], self._truncated[lane]
         if not (terminated | truncated).any():
             raise TransitionError(
@@ -197,7 +197,7 @@ class PettingZooSystem(System):
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """``pettingzoo:sisl/pursuit-v5``, or a module: ``pettingzoo:mpe2.simple_tag_v3``.
 
-        A function behind a colon is called in the place of its ``parallel_env`` or ``env``.
+        A function after a colon is called instead of its ``parallel_env`` or ``env``.
         ``kwargs`` are its own, and ``groups``.
         """
         groups = kwargs.pop("groups", None)

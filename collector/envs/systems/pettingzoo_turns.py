@@ -31,7 +31,7 @@ class Turns:
         return seen, {}
 
     def step(self, actions: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """Play the turn of one of ``agents``; return the results for all that lived."""
+        """Play the turn of the one agent in ``agents``; return the results of all that lived."""
         env, (agent,) = self.env, self.agents
         env.step(actions[agent])
         known = self._known
@@ -68,9 +68,9 @@ class Turns:
 
 
 def _unwrapped(env: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """The environment in wrappers that hand everything through, and what each of these has.
+    """Return the environment below transparent wrappers, and the attributes of each wrapper.
 
-    It is ``env`` where one of them may say something else than the environment.
+    It is ``env`` itself if a wrapper may answer differently from the environment.
     """
     layers: list[dict[str, Any]] = []
     wrappers = sys.modules.get("pettingzoo.utils.wrappers")

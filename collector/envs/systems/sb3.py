@@ -1,4 +1,4 @@
-"""Stable-Baselines3's `VecEnv`, which resets lanes in its step, and returns final observations."""
+"""Stable-Baselines3's `VecEnv`, which resets lanes in its step and returns finals."""
 
 import sys
 from collections.abc import Sequence

@@ -14,10 +14,10 @@ from tallyroll.storage.rows.keys import spell
 
 
 def true_space(env: Any) -> spaces.Space[Any]:
-    """The space of what ``env`` returns; two wrappers of the library declare another.
+    """Return the true space of ``env``'s observations; two wrappers declare another.
 
-    `VecNormalize` keeps bounds and dtype of what it normalizes, and `VecFrameStack` repeats each
-    bound beside itself where it puts observations one behind the other.
+    `VecNormalize` keeps bounds and dtype of the values that it normalizes, and `VecFrameStack`
+    repeats each bound beside itself although it puts observations one after the other.
     """
     package = sys.modules["stable_baselines3.common.vec_env"]
     space: spaces.Space[Any] = env.observation_space

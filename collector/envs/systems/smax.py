@@ -19,7 +19,7 @@ _TEAMS = {"allies": "ally_", "enemies": "enemy_"}
 class SmaxSystem(Functional):
     """Lanes of SMAX: the group ``allies``, and ``enemies`` where these are agents too.
 
-    A group has ``observation``, ``action_mask``, and ``mask``, which says who lives. An agent that
+    A group has ``observation``, ``action_mask``, and ``mask``, marking the living. An agent that
     dies is terminated then, and its lane goes on. A battle that neither team has lost at
     ``max_steps`` is truncated.
 
