@@ -77,7 +77,7 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.storages import DiskStorage
 
 EPISODES_KEPT = 50_000
-"""Number of last episodes that ``collector.episodes`` keeps without total_episodes."""
+"""Least number of last episodes that ``collector.episodes`` keeps without total_episodes."""
 
 
 class Assembly:

@@ -6,15 +6,15 @@ from typing import Any
 
 
 class BatchIterator(Generator[Any, None, None]):
-    """Yields ready batches, and has more made ready if there are none.
+    """An iterator that yields ready batches, and has more made ready if there are none.
 
     A generator in which an exception was raised is exhausted, so that a loop over it would end as
-    if there were no more; this one goes on. What is ready stays so until it is yielded: a signal's
-    handler may raise at a call, and there is none between the two.
+    if there were no more; this one goes on. A batch stays ready until it is yielded: a signal's
+    handler may raise at a call, and there is no call between taking and returning it.
 
     Args:
-        ready: what to yield, which every iterator of a run takes from.
-        make: makes more of it ready, perhaps none yet; False: no more will come.
+        ready: batches to yield; every iterator of a run takes from this list.
+        make: makes more batches ready, perhaps none yet; returns False if no more will come.
     """
 
     def __init__(self, ready: list[Any], make: Callable[[], bool]) -> None:
@@ -33,13 +33,13 @@ class BatchIterator(Generator[Any, None, None]):
         raise StopIteration
 
     def send(self, value: None) -> Any:
-        """Return the next batch; there is nothing to be sent."""
+        """Return the next batch; ``value`` is ignored."""
         return next(self)
 
     def throw(  # type: ignore[override]
         self, kind: Any, value: BaseException | None = None, trace: TracebackType | None = None
     ) -> Any:
-        """Raise what is given: no code here waits for it, and the run stays as it is."""
+        """Raise the given exception; the run stays as it is."""
         super().throw(kind, value, trace)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Detect environments that return a first observation as the final one, while collecting."""
+"""Detection, while collecting, of environments that return first observations as final ones."""
 
 import warnings
 from collections.abc import Callable
@@ -23,12 +23,12 @@ class FinalsWarning(UserWarning):
 
 
 class FinalsWatch:
-    """Follows the rows of a run until it is decided whether its environment resets itself.
+    """A watch of the rows of a run until it is decided whether its environment resets itself.
 
     Args:
-        lanes: of the run.
-        keys: observations, at the root and under ``"next"``, that tell states apart; none: nothing
-            is looked at.
+        lanes: number of lanes of the run.
+        keys: observations, at the root and under ``"next"``, that distinguish states; if there
+            are none, nothing is compared.
     """
 
     def __init__(self, lanes: int, keys: tuple[Key, ...]) -> None:

@@ -41,10 +41,10 @@ class PlainSlots:
     state: LaneState
     eased: int
     masks: Callable[[], bool] | None
-    """Return whether all masks of legal actions are good; None: there are none to check."""
+    """A check of all masks of legal actions; None: there are none to check."""
 
     def was_made_for(self, entry: LedgerEntry, state: LaneState, eased: int) -> bool:
-        """Return whether ``slot`` was made for these objects."""
+        """Return whether ``slot`` was made for these values."""
         return entry is self.entry and state is self.state and eased == self.eased
 
     def fill(self) -> None:

@@ -1,4 +1,4 @@
-"""Batches of few slots laid out at once, from the columns of a slab that they were stored from."""
+"""Batches of few slots, laid out at once from the columns of a slab."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,15 @@ from tallyroll.storage.rows.nesting import Nest
 
 
 class SmallBatches:
-    """Lays rows of a slab out as they are yielded, with marks of cuts.
+    """Lay rows of a slab out as they are yielded, with marks of cuts.
 
     Args:
         table: the columns.
-        keys: of those that are yielded, in their order.
-        dones: done keys below the root, which are True too where a trajectory's rows end.
+        keys: keys of the yielded columns, in their order.
+        dones: done keys below the root, which are also True at the last row of a trajectory.
         behind: further batch dimensions of nested TensorDicts, parents first.
-        marks: done is True there at all.
-        inits: True too where they begin.
+        marks: whether done is True at such last rows.
+        inits: keys that are also True at the first row of a trajectory.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SmallBatches:
         self._nest = Nest([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
 
     def batch(self, part: SlabPart) -> TensorDict:
-        """The rows of ``part`` as a TensorDict ``[row]``, marked as in `cuts`."""
+        """Return the rows of ``part`` as a TensorDict ``[row]``, marked as in `cuts`."""
         arrays, room = self._pool.room((len(part),))
         self._fill(arrays, room, part)
         ids = arrays[self._ids]

@@ -1,4 +1,4 @@
-"""Compare values with the spaces that the environment declared, whole columns at a time."""
+"""Checks of values against the spaces that the environment declared, by whole columns."""
 
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence

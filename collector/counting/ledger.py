@@ -82,8 +82,9 @@ class Ledger:
     respawned: int = 0
     """Workers that were started in the place of one that failed; counted in ``incarnation``."""
     agent_transitions: int = 0
-    """Parts of agents in the stored transitions, with several agents a lane: of the agents that
-    lived, or whose turn it was."""
+    """With several agents a lane: parts of agents in the stored transitions.
+
+    Only agents that lived, or whose turn it was, count."""
     seed: int | None = None
     """The seed of the run."""
     versions: dict[str, str] = field(default_factory=dict)

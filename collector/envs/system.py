@@ -36,24 +36,32 @@ class Declares:
 
     lanes: int
     observation: Mapping[Key, TensorSpec]
-    """Specs by key. A group of agents has stacked observations, ``("walkers", "observation")``,
-    and a mask of the living, ``("walkers", "mask")``, bool ``[agent]``. Agents may come back."""
+    """Specs of observations by key.
+
+    A group of agents has its observations stacked, ``("walkers", "observation")``, and a mask of
+    the living, ``("walkers", "mask")``, bool ``[agent]``. Agents may join and come back."""
     action: Mapping[Key, TensorSpec]
     reward: Mapping[Key, TensorSpec] = field(default_factory=lambda: {("reward",): Unbounded((1,))})
     at_end: AtEnd
-    """The observation of a step in a lane whose episode ended: ``"final"``, its final one, and
-    the lane waits for ``reset``; ``"reset_slot"``, its final observation, and the next step ignores
-    the lane's action and resets it; ``"first"``, the first observation of the next episode."""
+    """The observation that a step returns in a lane whose episode ended.
+
+    ``"final"``: its final observation, and the lane waits for ``reset``; ``"reset_slot"``: its
+    final observation, and the next step ignores the lane's action and resets it; ``"first"``: the
+    first observation of the next episode."""
     finals: Finals = "returned"
-    """The place of final observations with ``at_end="first"``: ``"extra"``, in ``Step.final``;
-    ``"some"``, there too, if ``Step.final_valid`` says so; ``"lost"``, nowhere."""
+    """The place of final observations with ``at_end="first"``.
+
+    ``"extra"``: in ``Step.final``; ``"some"``: there too, if ``Step.final_valid`` says so;
+    ``"lost"``: nowhere."""
     truncation: bool = True
     """True if the system separates truncation from termination; else all ends are terminations."""
     resets: Literal["mask", "all", "none"] = "mask"
-    """Lanes that ``reset`` restarts: those of a mask, all of them only, or none: it returns the
-    first observations, and works once."""
+    """Lanes that ``reset`` can restart: those of a mask, all of them only, or none.
+
+    With ``"none"`` it returns the first observations, and works once."""
     seeds: Literal["reset", "shared", "make", "none"] = "reset"
     """The call that takes one seed a lane: ``reset``, the making of the system, or none.
+
     ``"shared"``: all lanes draw from one generator, which ``reset`` seeds with that of the first;
     a run is repeated by as many lanes and the same actions only."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -121,8 +129,10 @@ class System(ABC):
 
     declares: Declares
     next_context: dict[str, NDArray[Any]]
-    """``[lane, ...]``, by the names of ``Declares.context``: the system reads it at each lane's
-    next reset, and the driver draws another after it. Copy values to keep them."""
+    """Values ``[lane, ...]`` of the next resets, by the names of ``Declares.context``.
+
+    The system reads a lane's at its next reset, after which the driver draws others. Copy values
+    to keep them."""
     stepped_by: Decision = Decision("system")
     """The way its lanes are stepped; for `RunPlan.steps`."""
     lent: Decision = Decision("copied", "the system returns arrays of its own")
@@ -147,10 +157,10 @@ class System(ABC):
         """Start the next episode of ``lanes`` (None: of all), and return first observations.
 
         Args:
-            lanes: bool ``[lane]``; only their rows of what is returned are read. With None, steps
-                that are under way are dropped: ``recv`` returns none of them.
-            seeds: one a lane, with ``lanes=None`` only; None: go on with the generators there are.
-            options: what a caller of TorchRL's ``env.reset`` added; none in a collector.
+            lanes: bool ``[lane]``; only their rows are read from the result. With None,
+                steps under way are dropped: ``recv`` returns none of them.
+            seeds: one a lane, with ``lanes=None`` only; None: keep the present generators.
+            options: further arguments of TorchRL's ``env.reset``; none in a collector.
         """
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
@@ -172,7 +182,7 @@ class System(ABC):
         """Close the environments and processes that the system started."""
 
     def describe(self) -> dict[str, Any]:
-        """Provenance for a storage's manifest: JSON values."""
+        """Return provenance for a storage's manifest: JSON values."""
         return {"id": None, "type": type(self).__name__}
 
     @property
@@ -181,9 +191,9 @@ class System(ABC):
         return [Named(key, key) for key in self.declares.observation]
 
     def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:  # noqa: B027
-        """Write the next observations to ``rows`` ``[lane, ...]``, which spares a copy; or no more.
+        """Write later observations to ``rows`` ``[lane, ...]``, without a copy; None ends that.
 
-        What is returned then are these arrays themselves.
+        The system then returns these arrays themselves.
         """
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
@@ -198,12 +208,12 @@ class System(ABC):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The environment of ``SYSTEM:name``."""
+        """Make the environment of ``SYSTEM:name``."""
         raise ArgumentError(f"{cls.__name__} makes no environments by name; pass one that is made")
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over ``made``, an environment of its kind; None: ``made`` is none."""
+        """Return a system over ``made``, if that is an environment of its kind; else None."""
         return None
 
 
@@ -211,7 +221,7 @@ def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
     """Raise if a system's declaration cannot be true.
 
     Raises:
-        ArgumentError: says which two of it contradict.
+        ArgumentError: two of its fields contradict each other; the message names them.
     """
     d = declares
     wrong = {

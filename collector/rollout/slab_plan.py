@@ -71,7 +71,7 @@ class SlabPlan:
     rewards: tuple[Key, ...]
     lost_finals: bool
     observed: tuple[Key, ...]
-    """Observations at the root and under ``"next"`` that tell states apart."""
+    """Observations at the root and under ``"next"`` that distinguish states."""
     dones: tuple[Key, ...]
     """Done columns below the root."""
     batch_dims: dict[Key, int]

@@ -167,7 +167,7 @@ class TransitionSource(Protocol):
 
     @property
     def held(self) -> int:
-        """Number of transitions that an entry counted and no block has; computed afresh."""
+        """Number of transitions that an entry counted and no block has; computed at each access."""
 
     @property
     def dry(self) -> bool:
