@@ -43,7 +43,7 @@ class Job:
     policy: Any
     options: Options
     threads: int | None
-    """Of torch, in a process of its own; None: the worker is a thread, and leaves them alone."""
+    """Threads of torch, in a process of its own; None: the worker is a thread, and sets none."""
     off: frozenset[str]
     """Ways that are switched off."""
 

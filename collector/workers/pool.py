@@ -40,11 +40,11 @@ class Member:
     """``[slot, lane, ...]``, those of its slab."""
     seeds: Sequence[int] = ()
     state: bytes | None = None
-    """Of its environment's transforms."""
+    """The state of its environment's transforms."""
     ended: bool = False
-    """It is no more."""
+    """Whether it is no more."""
     ready: bool = False
-    """It has all it needs to step."""
+    """Whether it has all it needs to step."""
     failed: Exception | None = None
     """Why it will never answer again."""
     asked: int = 0
@@ -161,7 +161,7 @@ class WorkerPool:
         return member, answer
 
     def _hangs(self, member: Member) -> bool:
-        """It made no progress for as long as it was given."""
+        """Whether it made no progress for as long as it was given."""
         now = time.monotonic()
         filled = member.board[FILLED]
         if filled != member.filled:

@@ -96,7 +96,7 @@ class Replacements:
             raise
 
     def hears_settled(self, member: Member, answer: Any) -> None:
-        """As :meth:`hears`, where all is halted: one that failed is left until it is asked."""
+        """Hear an answer where all is halted: a worker that failed is left until it is asked."""
         if isinstance(answer, Exception):
             self._coming.pop(member.index, None)
         else:

@@ -11,9 +11,9 @@ class Share:
     lanes: tuple[int, ...]
     """Lanes of each worker."""
     slots: int
-    """Of a slab, or of a segment."""
+    """Slots of a slab, or of a segment."""
     segments: int
-    """Of each worker's own slab; 0: one slab for all."""
+    """Segments of each worker's own slab; 0: one slab for all."""
 
     def of(self, worker: int) -> range:
         """The lanes of a worker, numbered over the run."""

@@ -35,11 +35,11 @@ class Link(Protocol):
     name: str
     """The thing that it is, for messages: "process 12"."""
     pid: int | None
-    """Of its process, where it has one of its own."""
+    """The number of its process, where it has one of its own."""
 
     @property
     def alive(self) -> bool:
-        """It was not seen to end."""
+        """Whether the worker was not seen to end."""
 
     def send(self, question: object) -> None:
         """Send a question without waiting; a worker that is gone is heard of later."""
@@ -86,7 +86,7 @@ class Weights(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that were published last; -1 before."""
+        """The version of the weights that were published last; -1 before."""
 
     def load_into(self, module: object) -> int:
         """Copy the weights published last into ``module``, whole; returns their version."""
@@ -100,7 +100,7 @@ class Place(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """Those of the policy; there are none where it is no module."""
+        """The weights of the policy; there are none where it is no module."""
 
     def board(self, worker: int) -> Any:
         """The words of a worker, as a :class:`Board`. Safe to write in a signal handler."""

@@ -55,7 +55,7 @@ class ProcessLink:
 
     @property
     def alive(self) -> bool:
-        """It was not seen to end."""
+        """Whether the process was not seen to end."""
         return self.process.exitcode is None
 
     @property

@@ -57,7 +57,7 @@ class ThreadLink:
 
     @property
     def alive(self) -> bool:
-        """It has not ended."""
+        """Whether the thread has not ended."""
         return self._thread.is_alive()
 
     def send(self, question: object) -> None:
