@@ -1,4 +1,4 @@
-"""Columns in memory maps, and the fastest way into them for what is to be copied."""
+"""Columns in memory maps, and the fastest way to copy rows into them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
 
 _WRITE_NBYTES = 2**14
-"""Arrays of this size are written through the file. Through the map every new page costs a
-fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
+"""Arrays from this size on are written through the file. Through the map every new page costs
+a fault: 0.7 to 1.6 GB/s were measured on new pages, and 5 to 8 GB/s with `os.pwrite`."""
 _GATHER_NBYTES = 2**18
 """Gathered rows are written through the file in pieces that stay in the processor's cache."""
 _ALONE_NBYTES = 2**14
-"""While more is copied other threads may run, which costs as much as to copy a small array."""
+"""Larger copies let other threads run; letting them costs as much as copying a small array."""
 
 
 Places = tuple[int, ...]
@@ -82,7 +82,7 @@ class Columns:
                 self._format.write(index, slot, array)
 
     def _copy_large(self, slot: int, arrays: Sequence[np.ndarray | RowRefs], count: int) -> None:
-        """As `copy`, where some rows are large and may still lie elsewhere."""
+        """Copy as `copy` does, where some rows are large and may still lie elsewhere."""
         to = slice(slot, slot + count)
         for index, (column, array) in enumerate(zip(self.arrays, arrays, strict=False)):
             in_place = self.warm or array.nbytes < _WRITE_NBYTES
@@ -99,17 +99,17 @@ class Columns:
                 self._format.write(index, slot, array)
 
     def in_place(self, slot: int, count: int) -> bool:
-        """Whether so many rows go through the map from ``slot`` on, where there is room for all."""
+        """Whether ``count`` rows go through the map from ``slot`` on, which has room for them."""
         return (self.warm or self.are_few(count)) and slot + count <= self.room
 
     def are_few(self, count: int) -> bool:
-        """So many rows go through the map although its pages are new."""
+        """Whether ``count`` rows go through the map although its pages are new."""
         return count * self._widest < _WRITE_NBYTES
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:
-        """Copy ``count`` rows of each column, which lie one behind the other from an address on.
+        """Copy ``count`` rows of each column to slots from ``slot`` on, which must be `in_place`.
 
-        To slots from ``slot`` on, which must be `in_place`.
+        The rows of a column lie one after the other, from its address on.
         """
         if count != self._count:
             self._plan(count)
@@ -138,7 +138,7 @@ class Columns:
             array.take(index, axis=0, out=column[to], mode="clip")
 
     def table_of(self, rows: FixedRows) -> bytes:
-        """As `Kernel.copy_rows` wants it."""
+        """Return the table of `Kernel.copy_rows` for ``rows``, made once."""
         table = self._tables.get(rows)
         if table is None:
             table = copy_table(self._bases, rows.addresses, self._row_nbytes)
@@ -148,7 +148,7 @@ class Columns:
     def take_compiled(self, slots: np.ndarray, room: Room, only: Places | None = None) -> bool:
         """Copy slots of each column, or of some, to the arrays [*slots.shape, ...] of ``room``.
 
-        False, and nothing done, where there is no kernel, or the slots are not all there.
+        Return False, with nothing copied, without a kernel or if a slot does not exist.
         """
         kernel = self._kernel
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
@@ -161,7 +161,7 @@ class Columns:
             room.table, room.of = copy_table(room.addresses, sources, row_nbytes), self
         try:
             kernel.gather_rows(room.table, 0, slots, self.room)
-        except IndexError:  # of links in a damaged storage
+        except IndexError:  # from links in a damaged storage
             return False
         return True
 
@@ -171,7 +171,7 @@ class Columns:
         return [array.ctypes.data for array in self.arrays]
 
     def _plan(self, count: int) -> None:
-        self._count = -1  # an interrupt leaves what is to be planned anew
+        self._count = -1  # after an interrupt the next call plans again
         self._moves = [
             (base, nbytes, ctypes.c_size_t(count * nbytes))
             for base, nbytes in zip(self._bases, self._row_nbytes, strict=True)

@@ -54,7 +54,7 @@ _FIRST_ROOM_NBYTES = 2**20
 _LARGEST_STEP_NBYTES = 2**28
 _REFRESH_SECONDS = 1.0
 LOOK_SECONDS = 0.05
-"""How often a writer looks whether its lock file still stands."""
+"""Seconds between two looks of a writer whether its lock file is still there."""
 _PATIENCE_SECONDS = 1.0
 _LOOKS = 100
 
@@ -87,7 +87,7 @@ class Engine:
         self.ring = header.ring
         """Slots of the ring; 0 for a storage that grows."""
         self._follows = lock is None
-        """Another process may write: counts change, and rows of a ring under one's eyes."""
+        """True if another process may write, so that counts and a ring's rows may change."""
         self._mutex = threading.RLock()
         self.keys = schema.keys
         """The columns' keys, in order."""
@@ -95,7 +95,7 @@ class Engine:
         self._private = PrivateRows(format, schema)
         self._pool = BufferPool([(c.numpy_dtype, c.shape) for c in schema.columns])
         self._pools: dict[Places, BufferPool] = {}
-        """Of some of the columns."""
+        """The pools for reads of some of the columns, by these columns."""
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self._look_at = 0.0
         self.commits = 0
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def head(self) -> int:
-        """Rows committed, by whichever process."""
+        """The number of rows committed so far, by any process."""
         return self._header.head
 
     @property
@@ -143,7 +143,7 @@ class Engine:
         return self._header.floor
 
     def _counts(self) -> tuple[int, int]:
-        """``head`` and ``reserve`` of one moment, or a head too old, which hides rows."""
+        """Return ``head`` and ``reserve`` of one moment, or an older head, which hides rows."""
         header = self._header
         counts = header.counts
         if counts is not None:
@@ -157,11 +157,11 @@ class Engine:
 
     @property
     def room(self) -> int:
-        """Slots that there is space for."""
+        """The number of slots that there is space for."""
         return self._columns.room
 
     def _slots(self, rows: int) -> int:
-        """Number of slots that ``rows`` rows take."""
+        """Return the number of slots that ``rows`` rows take."""
         return min(rows, self.ring) if self.ring else rows
 
     @property
@@ -193,9 +193,9 @@ class Engine:
         record: bytes | None = None,
         watch: IdChecks | None = None,
     ) -> range:
-        """Copy ``rows`` behind the last row and commit them, ``record`` with them.
+        """Copy ``rows`` after the last row and commit them, ``record`` with them.
 
-        ``watch`` may refuse their ids. Returns the rows' numbers. Raises a `WriteError` with
+        ``watch`` may refuse their ids. Return the rows' numbers. Raise a `WriteError` with
         nothing changed.
         """
         self._admit(record)
@@ -220,9 +220,9 @@ class Engine:
         without: Key | None = None,
         watch: IdChecks | None = None,
     ) -> range | None:
-        """As `append`, of plain tensors; None, and nothing done, if they are not.
+        """Append plain tensors as `append` does; return None, with nothing done, for others.
 
-        ``without`` is a column that may be there and is left out.
+        ``without`` is a column that ``rows`` may have and that is left out.
         """
         self._admit(record)
         with self._mutex:
@@ -251,7 +251,7 @@ class Engine:
             return self._append(arrays, record)
 
     def append_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
-        """As `append`, of some rows of memory that was looked at before."""
+        """Append rows ``index`` of memory that was checked before, as `append` does."""
         now = self._admit(record)
         with self._mutex:
             start, count, columns = self._header.head, len(index), self._columns
@@ -273,7 +273,8 @@ class Engine:
     def append_slot(self, slot: SlotRows, version: int, *, watched: bool) -> int:
         """Number, count and append a slot of a slab at once; see `Kernel.store_slot`.
 
-        Returns how many episodes ended; -1, and nothing done, where it takes the longer way.
+        Return how many episodes ended; -1, with nothing done, if the caller must append it row
+        by row.
         """
         lock, now, kernel = self._lock, time.monotonic(), self._kernel
         if kernel is None or now >= self._refresh_at or lock is None or self._power:
@@ -384,7 +385,7 @@ class Engine:
             self._format.publish(self._slots(head))
 
     def _admit(self, record: bytes | None) -> float:
-        """Refuse whoever may not write; returns the time."""
+        """Refuse a process that may not write, and a record that is too large; return the time."""
         # Before the mutex: a thread that held it may not exist in a forked child. And a look at
         # the lock file costs as much as copying five columns: not with every commit.
         if (now := time.monotonic()) >= self._look_at or self._lock is None or self._lock.lost:
@@ -464,7 +465,7 @@ class Engine:
         self._columns = Columns(self._format, self.schema, arrays, warm=warm)
 
     def columns(self) -> list[np.ndarray]:
-        """One array [room, ...] a column, slot by slot; room holds all that is committed."""
+        """Return one array [room, ...] a column, slot by slot; room holds all committed rows."""
         slots = self._slots(self._header.head)
         if slots > self.room:
             with self._mutex:  # one thread at a time
@@ -473,7 +474,7 @@ class Engine:
         return self._columns.arrays
 
     def committed(self) -> list[np.ndarray]:
-        """One read-only array [slots, ...] a column, without a copy, of all slots in use."""
+        """Return one read-only array [slots, ...] a column, uncopied, of all slots in use."""
         slots = self._slots(self.head)
         columns = self.columns()
         arrays = [column[:slots] for column in columns]
@@ -482,18 +483,18 @@ class Engine:
         return arrays
 
     def private(self, slots: slice, only: Places | None = None) -> list[np.ndarray]:
-        """Slots that are in use, of every column or of some: arrays that are nobody else's.
+        """Return arrays of slots in use, of every column or of some, that the caller may change.
 
-        What is written to them is seen in them alone.
+        Changes are seen in these arrays alone.
         """
         columns = [column[: self._slots(self.head)] for column in self.columns()]
         with self._mutex:  # no append of another thread, which looks at them
             return self._private.rows(columns, slots, only, watched=bool(self.ring))
 
     def first_shown(self, span: range) -> int | None:
-        """The first slot of the valid rows, if they lie side by side in the order of indices.
+        """Return the first slot of the valid rows, if they lie side by side in index order.
 
-        None where they do not, or may not while they are read.
+        Return None if they do not, or may not while they are read.
         """
         if not self.ring:
             return 0
@@ -506,18 +507,18 @@ class Engine:
         return floor if beside else None
 
     def most_rows(self, span: range) -> int:
-        """Number of rows, those of ``span`` included that are being overwritten."""
+        """Return the number of rows, those that a writer is overwriting included."""
         return self._slots(span.stop) if self._follows else len(span)
 
     def take(self, index: np.ndarray, only: Places | None = None) -> list[np.ndarray]:
-        """Arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
+        """Return arrays [*index.shape, ...], one a column, of the valid rows ``index`` from 0.
 
         ``only`` are the columns that are wanted; None: all.
 
-        They come from a pool, to which they return when nothing refers to them.
+        The arrays come from a pool, to which they return when nothing refers to them.
 
         Raises:
-            IndexOutOfRange: rows that are gone meanwhile, in a ring that another process writes.
+            IndexOutOfRange: another process, which writes the ring, has overwritten the rows.
         """
         if not self.ring:
             return self.gather(index, only)
@@ -530,7 +531,7 @@ class Engine:
     def take_numbered(
         self, index: np.ndarray, only: Places | None = None
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """As `take`, of a ring, with the numbers of the rows [*index.shape]."""
+        """Take rows of a ring as `take` does; return their numbers [*index.shape], too."""
         if self._follows:
             return self._take_checked(index, only)
         with self._mutex:
@@ -541,7 +542,7 @@ class Engine:
     def gather(
         self, slots: np.ndarray | Sequence[np.ndarray], only: Places | None = None
     ) -> list[np.ndarray]:
-        """Arrays [*slots.shape, ...], one a column, of slots that are there, from the pool.
+        """Return arrays [*slots.shape, ...], one a column, of slots in use, from the pool.
 
         ``slots`` may be one such array for every column; ``only`` as :meth:`take`.
         """
@@ -567,7 +568,7 @@ class Engine:
     def _take_checked(
         self, index: np.ndarray, only: Places | None
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Copy, look again, and copy once more what was overwritten meanwhile."""
+        """Copy rows, look again, and copy those again that the writer overwrote meanwhile."""
         flat = index.reshape(-1)
         slots = self._slots_in_time(flat)
         rows = rows_in(slots, self._header.head, self.ring)
@@ -590,7 +591,10 @@ class Engine:
         return shaped, rows.reshape(index.shape)
 
     def _slots_in_time(self, index: np.ndarray) -> np.ndarray:
-        """Slots of rows that may be few for a moment, while the writer overwrites the oldest."""
+        """Return the slots of valid rows ``index``, waiting while a writer overwrites the oldest.
+
+        For a moment fewer rows are valid then.
+        """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             floor = self._header.floor  # first, for then it is below what is valid by the counts
@@ -606,9 +610,9 @@ class Engine:
             time.sleep(1e-5)
 
     def empty(self) -> None:
-        """Let no row of the ring be valid any more; rows to come are numbered on.
+        """Make every row of the ring invalid; the numbers of later rows go on from these.
 
-        One word does it: before it is stored all rows are there, and after it none.
+        Storing one word does it: before it all rows are there, and after it none.
         """
         self.require_writer()
         with self._mutex:
@@ -629,7 +633,7 @@ class Engine:
         self.require_writer()
         with self._mutex:
             self._make_room(len(columns[0]))
-            # Until all are there none is.
+            # No row is valid before all are copied.
             self._header.set_floor(0)
             self._header.reserve = reserve + self.ring
             if self._power:
@@ -646,7 +650,7 @@ class Engine:
             self.commits += 1
 
     def settle(self) -> None:
-        """Return when everything is on the disk, whoever wrote it.
+        """Return when everything is on the disk, the rows of other processes too.
 
         Raises:
             DiskFailed: the system cannot write it.
@@ -668,16 +672,16 @@ class Engine:
             self._format.publish(self._slots(self.head))
 
     def abandon(self) -> None:
-        """Let go of the files as they are, and keep the lock."""
+        """Close the files as they are, and keep the lock."""
         with ExitStack() as exits:
             exits.callback(self._private.close)
             exits.callback(self._format.close)
             exits.callback(self._header.close)
 
     def close(self, finish: Callable[[], None] | None = None) -> None:
-        """Trim the files to the committed rows, and let go of everything, the lock last.
+        """Trim the files to the committed rows and close them; release the lock last.
 
-        ``finish`` is called by a writer, when nothing but the lock is held any more.
+        A writer calls ``finish`` when it holds nothing but the lock.
         """
         with ExitStack() as exits:
             if self._lock is not None:

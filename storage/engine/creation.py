@@ -67,7 +67,7 @@ def open_existing(
         # The writer before us may have changed it before we had the lock.
         manifest = manifest_of(format)
         schema = _schema_in(format, manifest)
-        # Before it may be written anew, into a file that is no copy.
+        # Refuse a copy before `fit` may write its rows into a new file, which is no copy.
         _header_of(format, manifest, schema, writable=False, accept_copy=accept_copy).close()
         format.fit(schema, capacity)
         header = _header_of(format, manifest, schema, writable=True, accept_copy=accept_copy)

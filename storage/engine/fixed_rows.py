@@ -1,4 +1,4 @@
-"""Rows whose memory stays where it is, so that it is looked at once and copied by address."""
+"""Rows whose memory stays where it is, so that it is checked once and copied by address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
 
 RowIndex = range | np.ndarray
-"""Which rows, in which order: a range of step 1, or intp [n]. Whoever makes it keeps in bounds."""
+"""Which rows, in which order: a range of step 1, or intp [n]. The caller keeps it in bounds."""
 
 
 class FixedRows:
@@ -49,11 +49,13 @@ class FixedRows:
 
     @cached_property
     def addresses(self) -> list[int]:
-        """Where the first row of each column lies."""
+        """The address of the first row of each column."""
         return [array.ctypes.data for array in self.arrays]
 
     def taken(self, index: RowIndex) -> list[np.ndarray | RowRefs]:
-        """Some rows of each column: a view of a range, else a copy; large ones are left there."""
+        """Return some rows of each column: a view of a range, else a copy, or references to
+        large rows.
+        """
         if isinstance(index, range):
             return [array[index.start : index.stop] for array in self.arrays]
         return [

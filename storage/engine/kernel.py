@@ -1,9 +1,8 @@
-"""Compiled functions for what is done with every step of small environments, where they are built.
+"""Compiled functions for the work of every step of small environments, if they are built.
 
-They do what Python and NumPy do elsewhere here, in one call where those take one a column; every
-use says what it stands for, and the same tests run with and without them. Where no compiler was
-found when the package was installed, or they are switched off (``-kernel``, see
-`ways`), all goes the longer way.
+Each does in one call the same as Python and NumPy code beside its use, which takes a call a
+column; the same tests run with and without them. Without a compiler at installation, or with the
+functions switched off (``-kernel``, see `ways`), that code runs instead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tallyroll.storage import ways
 
 
 class Kernel(Protocol):
-    """The functions. A table is what :func:`table_of` makes; its arrays must be kept alive."""
+    """The functions. :func:`table_of` makes a table; the caller keeps its arrays alive."""
 
     def copy_rows(self, table: bytes, slot: int, first: int, count: int, /) -> None:
         """Copy rows ``[first, first + count)`` of each column to slots from ``slot`` on.
@@ -38,14 +37,15 @@ class Kernel(Protocol):
         record: bytes,
         /,
     ) -> None:
-        """`copy_rows`, and what makes the rows count, in the order of a commit; see `Header`.
+        """Copy rows as `copy_rows` does, and commit them, in the order of a commit; see `Header`.
 
         ``header`` has three words: addresses of ``reserve``, of ``head`` and of the record's slot.
-        Both counts become ``word``. Into the slot go ``seal``, its first word last, and ``record``.
+        Both counts become ``word``. ``seal`` is copied to the slot, its first word last, and
+        ``record`` after the seal.
         """
 
     def gather_rows(self, table: bytes, slot: int, index: np.ndarray, rows: int, /) -> None:
-        """The same of rows ``index``, contiguous intp [n], in their order.
+        """Copy rows ``index``, contiguous intp [n], in their order; the table is `copy_rows`'s.
 
         Raises:
             IndexError: one of them is not among the first ``rows``; nothing is copied.
@@ -54,27 +54,29 @@ class Kernel(Protocol):
     def number_slots(self, table: bytes, slots: int, taken: np.ndarray | None, /) -> int:
         """Number the rows of the first slots of a slab; see `SlabRows` for the table.
 
-        ``taken`` says which slots are rows, bool [slots, lane]; None: all. Returns how many
-        episodes began, times 2**32, and how many ended.
+        ``taken`` says which slots are rows, bool [slots, lane]; None: all. Return the number of
+        episodes that began, times 2**32, plus the number that ended.
         """
 
     def are_inside(self, table: bytes, slots: int, /) -> bool:
-        """Whether all values of the first slots lie within bounds, NaN in none.
+        """Return whether all values of the first slots lie within bounds, which NaN never does.
 
-        The table has five words a column: its address, what its numbers are (`KINDS`), how many
-        there are in a slot, and the addresses of the bounds of a slot.
+        The table has five words a column: its address, the kind of its numbers (`KINDS`), how
+        many there are in a slot, and the addresses of the low and the high bounds of a slot.
         """
 
     def store_slot(self, plan: tuple[Any, ...], room: int, version: int, watched: bool, /) -> int:
         """Check, number, count and commit the first slot of a slab, of which all lanes are rows.
 
-        It is `are_inside`, `number_slots`, what `Ledger` and `RunRecord` say, and `commit_rows`;
-        then the slab is ready for the next slot. No signal's handler runs in between. ``plan`` is
-        that of `SlotRows`, ``room`` how many rows there is space for, ``version`` that of the
-        policy, and ``watched``: begins and ends of episodes want a look before.
+        The call does the work of `are_inside`, `number_slots`, `Ledger`, `RunRecord` and
+        `commit_rows`, and makes the slab ready for the next slot. No handler of a signal runs in
+        between. ``plan`` is that of `SlotRows`, ``room`` the number of rows that there is space
+        for, and ``version`` the policy's. With ``watched`` the caller must see a slot before it
+        is stored, if an episode begins or ends in it.
 
         Returns:
-            How many episodes ended; -1, and nothing done, where it takes the longer way.
+            How many episodes ended; -1, with nothing done, if the caller must store the slot
+            step by step.
         """
 
     def put_step(
@@ -87,16 +89,16 @@ class Kernel(Protocol):
         truncated: Any,
         /,
     ) -> int:
-        """Write what a step returned to a slot; see `SystemEnv.step_of_first`.
+        """Write the arrays that a step returned to a slot; see `SystemEnv.step_of_first`.
 
-        The table has seven words: the addresses of the observation, of what is seen next (0: that
-        is the same memory), of rewards, of terminated and of truncated, whether rewards are
-        float64, and how many lanes there are; and the shape of the observation, whose numbers are
-        of ``format`` (`struct`). Rewards may be float32 or float64.
+        The table has seven words: the addresses of the observation, of the observation that the
+        policy sees next (0: the same memory), of rewards, of terminated and of truncated, whether
+        rewards are float64, and the number of lanes; then the shape of the observation, whose
+        numbers have ``format`` (`struct`). Rewards may be float32 or float64.
 
         Returns:
-            How many lanes ended; -1 where an array is not such, or a reward becomes infinite:
-            NumPy writes it then, whatever was written.
+            How many lanes ended; -1 if an array is different, or a reward becomes infinite: then
+            the caller writes the whole step by NumPy.
         """
 
     def step_lanes(
@@ -114,19 +116,20 @@ class Kernel(Protocol):
         """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
 
         The table has seven words: the addresses of rewards, float64, of terminated and of
-        truncated, bool, and of the number of the lane that is stepped, int64, -1 before the first;
-        how many lanes there are; whether one that ``ended``, bool [lane], is reset instead; and
-        the bytes of an observation; then its shape. Observations go to ``seen``, and to ``to``
-        [lane, ...]. The ``readers`` are NumPy's types of a bool and of a float32, which are taken
-        as they are, like Python's bools, floats that a float32 holds and small integers; and the
-        functions that any other reward, terminated and truncated is handed to.
+        truncated, bool, and of the number of the lane that is being stepped, int64, -1 before the
+        first; the number of lanes; whether a lane that ``ended``, bool [lane], is reset instead;
+        and the bytes of an observation; then its shape. Observations are put into ``seen``, and
+        copied to ``to`` [lane, ...]. The ``readers`` are NumPy's types of a bool and of a float32,
+        which are read directly, like Python's bools, floats that a float32 holds and small
+        integers; and the functions that read any other reward, terminated and truncated.
 
         Returns:
-            Whether all went to ``to``: those of another dtype or shape do not.
+            Whether all were copied to ``to``; one of another dtype or shape is not.
 
         Raises:
-            AssertionError: a lane that ended is not to be reset.
-            ValueError: not so many actions, or an environment returns other than five, or two.
+            AssertionError: a lane ended, and the table says not to reset it.
+            ValueError: fewer actions than lanes, or an environment does not return five values
+                from a step, or two from a reset.
         """
 
     def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:
@@ -147,12 +150,12 @@ KINDS = {
 
 
 def table_of(words: Iterable[int]) -> bytes:
-    """A table of these numbers."""
+    """Return a table of these numbers; it does not keep the arrays at its addresses alive."""
     return np.fromiter(words, np.int64).tobytes()
 
 
 def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Iterable[int]) -> bytes:
-    """The table of `Kernel.copy_rows`: addresses and bytes of a row, one each a column."""
+    """Return the table of `Kernel.copy_rows`: two addresses and the bytes of a row, by column."""
     return table_of(chain.from_iterable(zip(targets, sources, row_nbytes, strict=True)))
 
 
@@ -164,10 +167,10 @@ except ImportError:
 
 
 def is_built() -> bool:
-    """Whether the extension is there."""
+    """Return whether the extension was built."""
     return _kernel is not None
 
 
 def compiled() -> Kernel | None:
-    """Return the functions; None where they were not built, or are switched off."""
+    """Return the functions; None if they were not built, or are switched off."""
     return _kernel if ways.is_on("kernel") else None

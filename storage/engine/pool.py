@@ -1,4 +1,4 @@
-"""Buffers for batches that are read, used again when nobody holds them any more."""
+"""Buffers for batches that are read, used again when no array or tensor refers to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Room:
         self.arrays = arrays
         self.addresses = [array.ctypes.data for array in arrays]
         self.table: bytes | None = None
-        """What the kernel has to know, to fill it from the columns ``of`` a storage."""
+        """The kernel's table that copies from the columns ``of`` a storage to these arrays."""
         self.of: object = None
 
 
@@ -47,11 +47,11 @@ class BufferPool:
         self._mutex = threading.Lock()
 
     def arrays(self, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """One array [*shape, ...] a column, with whatever values."""
+        """Return one array [*shape, ...] a column, with any values."""
         return self.room(shape)[0]
 
     def room(self, shape: tuple[int, ...]) -> tuple[list[np.ndarray], Room]:
-        """The same, and what is known of their memory."""
+        """Return the arrays of :meth:`arrays`, and the `Room` that holds their memory."""
         with self._mutex:
             sets = self._sets_of(shape)
             for room in sets:

@@ -1,9 +1,9 @@
-"""Rows that are handed out: of each who asks, memory of its own, in which it may write.
+"""Rows that a storage hands out: every caller gets memory of its own, to which it may write.
 
-A slice of many rows is maps of the files, private ones: what is written there is seen in that
-slice alone, and nothing is read until it is used. An area of maps is lent to one slice. When the
-last array on it is gone it is made as new by one call of the system, and lent again: new maps
-would take one call a file, and a storage of chunks has many.
+A slice of many rows is made of private maps of the files: changes are seen in that slice alone,
+and nothing is read until the caller uses it. An area of maps is lent to one slice. When the last
+array on it is gone, one call of the system makes it as new, and it is lent again: new maps would
+take one call a file, and a storage of chunks has many files.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.schema import Schema
 
 _COPIED_NBYTES: Final = 2**16
-"""Slices of no more than so many bytes are copied: that takes no longer, and no maps."""
+"""The largest slice in bytes that is copied: a copy takes no longer there, and no maps."""
 _MOST_MAPS: Final = 2**14
-"""Maps of one process, which may have some 65,000, see `maps_left`. While slices hold so many,
-others are copied."""
+"""The most maps that slices hold in a process, which may have some 65,000, see `maps_left`.
+While they hold so many, further slices are copied."""
 _KEPT_AREAS: Final = 2
 
 _lent: dict[int, int] = {}
@@ -70,9 +70,9 @@ class PrivateRows:
     def rows(
         self, columns: Sequence[np.ndarray], slots: slice, only: Places | None, *, watched: bool
     ) -> list[np.ndarray]:
-        """Slots of all ``columns``, or of ``only`` some: arrays that are nobody else's.
+        """Return slots of all ``columns``, or of ``only`` some, as arrays of the caller's own.
 
-        ``watched``: `hold` is to know them.
+        ``watched``: `hold` must recognise their memory.
         """
         places = range(len(columns)) if only is None else only
         start, _, step = slots.indices(len(columns[0]))
@@ -99,7 +99,7 @@ class PrivateRows:
         return found
 
     def _area(self, rows: int) -> Area | None:
-        """An area of so many rows; None where the files were deleted since they were opened."""
+        """Return an area of ``rows`` rows; None if the files were deleted meanwhile."""
         try:
             free = self._free.pop()
         except IndexError:
@@ -114,12 +114,12 @@ class PrivateRows:
             raise failed(self._format.path, error, 0) from error
 
     def take_back(self, area: Area) -> None:
-        """Keep an area that nothing refers to, without what was written to it, or let it go."""
+        """Undo the changes to an area that nothing refers to, and keep it or drop it."""
         if not self._closed and len(self._free) < _KEPT_AREAS and area.region.renew():
             self._free.append(area)
 
     def close(self) -> None:
-        """Lend nothing more. What is lent stays."""
+        """Stop lending. Areas that are lent stay valid."""
         self._closed = True
         self._free.clear()
 
@@ -128,23 +128,23 @@ class PrivateRows:
     def _watch(self, lease: _Lease) -> None:
         living = [one for ref in self._leases if (one := ref()) is not None] + [lease]
         self._leases = [weakref.ref(one) for one in living]
-        # What is gone meanwhile is held to be there: no more than a copy too many.
+        # Leases that end later stay in the list: that costs a needless copy, no more.
         self._begin = np.array([one.begin for one in living], np.uintp)
         self._end = np.array([one.end for one in living], np.uintp)
 
     @property
     def watches(self) -> bool:
-        """Whether `hold` may say that anything is held."""
+        """Whether `hold` may find an address in a lent area."""
         return bool(self._leases)
 
     def hold(self, addresses: Sequence[int]) -> np.ndarray:
-        """Whether each of ``addresses`` lies in an area that is lent."""
+        """Return whether each of ``addresses`` lies in a lent area, bool [addresses]."""
         at = np.array(addresses, np.uintp)[:, None]
         within: np.ndarray = np.any((at >= self._begin) & (at < self._end), axis=1)
         return within
 
     def copied(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """The same, with copies of those that lie in such an area."""
+        """Return ``arrays``, with copies in the place of those that lie in a lent area."""
         # Rows that are still to be gathered come from elsewhere.
         addresses = [a.ctypes.data if isinstance(a, np.ndarray) else 0 for a in arrays]
         held = self.hold(addresses)

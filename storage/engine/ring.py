@@ -3,13 +3,13 @@
 Rows are numbered over all that were ever written: 0, 1, 2, ... In a ring of
 ``size`` slots row r lies in slot ``r % size``. ``reserve`` counts the rows that may
 have been written and ``head`` those that are committed, so the rows
-``[reserve - size, head)`` are valid: what lies between ``head`` and ``reserve`` may
-have been overwritten halfway. Without a ring ``size`` is 0, and row r lies in slot r.
+``[reserve - size, head)`` are valid: the slots of the rows from ``head`` to ``reserve`` may
+be half overwritten. Without a ring ``size`` is 0, and row r lies in slot r.
 
-A ring is emptied by a ``reserve`` of ``head + size``: no row is valid then, and those that come
-are, one by one, until there are ``size`` of them. The row at which that was done last is the
-``floor``, no larger than any valid row. Indices are counted from it, as those of a ring that is
-new: row r has index ``(r - floor) % size``.
+A writer empties a ring by storing ``head + size`` as ``reserve``: no row is valid then, and later
+rows become valid one by one, until there are ``size`` of them. The row at which a writer did that
+last is the ``floor``, no larger than any valid row. Indices are counted from it, as in a new ring:
+row r has index ``(r - floor) % size``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Rows = TypeVar("Rows", int, np.ndarray)
 
 
 def first_valid(reserve: int, size: int) -> int:
-    """The oldest row that nobody has begun to overwrite."""
+    """Return the oldest row that the writer has not begun to overwrite."""
     return max(0, reserve - size) if size else 0
 
 
 def slots_of(rows: Rows, size: int) -> Rows:
-    """The slots in which rows lie."""
+    """Return the slots in which rows lie."""
     return rows % size if size else rows
 
 
 def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
-    """Rows ``[start, stop)`` as runs of slots: first slot, first row counted from start, length.
+    """Split rows ``[start, stop)``, at most ``size`` of them, into one or two runs of slots.
 
-    At most ``size`` rows, so one run or two.
+    Each run is its first slot, its first row counted from ``start``, and its length.
     """
     count = stop - start
     slot = slots_of(start, size)
@@ -45,10 +45,10 @@ def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
 
 
 def slots_at(index: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
-    """The slots of valid rows counted from 0, ``index`` [*], in the order of the slots.
+    """Return the slots of the valid rows ``index`` [*], counted from 0 in the order of slots.
 
-    Slot i for index i, but where rows are half overwritten, which are left out. With a floor
-    slots are counted from that of its row.
+    Index i is slot i, but half overwritten rows are left out. With a floor, slots are counted
+    from the slot of that row.
     """
     if floor:
         return slots_of(slots_at(index, head - floor, reserve - floor, size) + floor, size)
@@ -59,12 +59,12 @@ def slots_at(index: np.ndarray, head: int, reserve: int, size: int, floor: int =
     end = begin + torn
     if end > size:
         return index + (end - size)
-    # Before the first lap is full, nothing valid lies behind the torn slots.
+    # Before the first lap is full, nothing valid lies after the torn slots.
     return np.where(index < begin, index, index + torn)
 
 
 def index_at(slots: np.ndarray, head: int, reserve: int, size: int, floor: int = 0) -> np.ndarray:
-    """The inverse of `slots_at`: where slots [*] of valid rows stand among those of all."""
+    """Return the index of each of the ``slots`` [*] of valid rows: the inverse of `slots_at`."""
     if floor:
         return index_at(slots_of(slots - floor, size), head - floor, reserve - floor, size)
     torn = reserve - head
@@ -78,5 +78,5 @@ def index_at(slots: np.ndarray, head: int, reserve: int, size: int, floor: int =
 
 
 def rows_in(slots: np.ndarray, head: int, size: int) -> np.ndarray:
-    """The newest committed row in each slot."""
+    """Return the newest committed row in each slot."""
     return head - 1 - (head - 1 - slots) % size if size else slots

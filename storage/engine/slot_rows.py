@@ -1,4 +1,4 @@
-"""Rows of one slot of a slab, which a single compiled call stores: see `Kernel.store_slot`."""
+"""Rows of one slot of a slab, which one compiled call stores: see `Kernel.store_slot`."""
 
 from __future__ import annotations
 
@@ -11,46 +11,51 @@ from tallyroll.storage.files.commit_header import Place
 
 @dataclass(eq=False)
 class SlotRows:
-    """The first rows of fixed memory, and what is to be counted and recorded with them."""
+    """The first rows of fixed memory, and the counts and the record that go with them.
+
+    It keeps the tables of the plan, and the arrays of ``rows``, alive. The arrays of the other
+    tables belong to the collector's slab, and to its state of the lanes.
+    """
 
     rows: FixedRows
     count: int
-    """So many rows."""
+    """The number of rows."""
     numbering: bytes
-    """As `Kernel.number_slots` wants it."""
+    """The table of `Kernel.number_slots`."""
     checks: bytes
-    """As `Kernel.are_inside` wants it."""
+    """The table of `Kernel.are_inside`."""
     carry: bytes
-    """The address of the number of complete slots, which becomes 0, and then as `copy_rows`: what
-    the next slot begins with."""
+    """The address of the number of complete slots, which becomes 0; then a table of `copy_rows`
+    that copies the values with which the next slot begins."""
     record: bytes
-    """With a place ``%d`` for each number: ``recorded``, how many trajectories are open, and
+    """The record with ``%d`` for each number: ``recorded``, the number of open trajectories, and
     ``next_id``."""
     recorded: tuple[Place, ...]
     counts: int
-    """Index of the first count of the ledger among these; all of them follow."""
+    """The index of the first count of the ledger in ``recorded``; the other counts follow it."""
     complete: int
-    """Index of the count of complete episodes."""
+    """The index of the count of complete episodes."""
     next_id: Place
-    """Larger than any trajectory id."""
+    """The place of a number larger than any trajectory id."""
     amounts: bytes
-    """What the slot adds to each count, but for episodes; the carried ones become 0. int64."""
+    """The number that the slot adds to each count, int64; episodes are counted by the kernel, and
+    the count of carried rows becomes 0."""
     ended: dict[str, Any] = field(default_factory=lambda: {"count": 0})
-    """The ``"count"`` of episodes that ended, and that nobody has taken note of."""
+    """The ``"count"`` of episodes that ended and that the collector has not read yet."""
     columns: object = None
-    """Those of a storage for which the plan was made."""
+    """The columns of the storage for which the plan was made."""
     plan: tuple[Any, ...] = ()
-    """Of `Kernel.store_slot`. It is kept here, and by no storage: it knows of the collector."""
+    """The plan of `Kernel.store_slot`. No storage keeps it, because it refers to the collector."""
     is_small: bool = False
-    """The rows go through a map of files that was not written to before."""
+    """True if the rows go through a map of files whose pages are new."""
 
     def make_plan(self, table: bytes, header: bytes, numbers: tuple[Place, ...], ring: int) -> None:
         """Make the plan.
 
         Args:
-            table: as `Kernel.copy_rows` wants it.
+            table: the table of `Kernel.copy_rows`.
             header: addresses of ``reserve``, of ``head``, and of both slots of records.
-            numbers: places of head, reserve, the last record's sequence, and of the commits.
+            numbers: places of head, reserve, the last record's sequence, and the commits.
             ring: slots of the ring; 0: the storage grows.
         """
         places = (*numbers, (self.ended, "count"), self.next_id, *self.recorded)
