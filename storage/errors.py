@@ -33,7 +33,7 @@
     │   ├── CursorOverflow            TorchRL's writer counts in 32 bits
     │   ├── RecordTooLarge            a commit record beyond its slot
     │   ├── StorageFull               the disk has no room for the rows
-    │   ├── ForeignContent            a file to be written anew holds what another program added
+    │   ├── ForeignContent            a file to be replaced holds what another program added
     │   ├── ReadOnlyStorage           opened with mode="read"
     │   └── WriterForked              a forked child used its parent's writer
     ├── NotInitialised                no schema yet
@@ -230,7 +230,7 @@ class StorageFull(WriteError):
 
 
 class ForeignContent(WriteError):
-    """A file that has to be written anew holds what another program added to it."""
+    """A file that has to be replaced holds what another program added to it."""
 
 
 class ReadOnlyStorage(WriteError):

@@ -49,7 +49,7 @@ def checksums(
     Args:
         columns: arrays [rows or more, ...] by key.
         rows: how many rows count.
-        progress: told of the bytes that were read.
+        progress: called with the number of bytes that were read since its last call.
     """
     size = _block_rows(rows, len(columns))
     return {
@@ -66,12 +66,12 @@ def checksums(
 def mismatches(
     columns: Mapping[Key, SlotColumn], recorded: Any, progress: Progress | None = None
 ) -> Iterator[Mismatch]:
-    """The blocks whose checksum is another than the ``recorded`` one, column by column.
+    """Yield the blocks whose checksum differs from the ``recorded`` one, column by column.
 
     Args:
         columns: values [rows, ...] by key, as they were given to `checksums`.
-        recorded: what `checksums` returned.
-        progress: told of the bytes that were read.
+        recorded: the value that `checksums` returned.
+        progress: called with the number of bytes that were read since its last call.
 
     Raises:
         CorruptStorage: ``recorded`` is no such value, or covers rows or columns that are not there.

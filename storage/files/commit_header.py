@@ -10,10 +10,10 @@ Layout, little-endian, offsets in bytes::
     4096   two record slots, each: sequence, head at write, length, CRC, payload
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
-machine word each, so that a reader, or whoever opens the file after a kill,
-sees the old count or the new one and nothing else. They have check bits (see
-`header_words`). Records are written into the two slots in turn; a torn one fails
-its CRC and leaves the older.
+machine word each, so that a reader, also one after a kill, sees the old count or
+the new one and nothing else. They have check bits (see `header_words`). A writer
+uses the two record slots in turn; a torn record fails its CRC, and the older one
+is left.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _IDENTITY = struct.Struct("<8sqqq")
 _CHECKSUM = struct.Struct("<I")
 _RESERVE, _HEAD, _FLOOR = 64 // 8, 128 // 8, 256 // 8
 _MOST_ROWS, _MOST_SLOTS, _MOST_RECORDS = 2 ** (COUNT_BITS - 1), 2 ** (COUNT_BITS - 2), 2**62
-"""So that rows and records can be added to any storage, and counts stay counts."""
+"""Limits below the largest count, so that a writer can add rows and records to any storage."""
 _SLOT = struct.Struct("<qqqI")
 _SEQUENCE, _REST = struct.Struct("<q"), struct.Struct("<qqI")
 _SLOT_HEAD_NBYTES, _SEQUENCE_NBYTES = _SLOT.size, _SEQUENCE.size
@@ -69,13 +69,13 @@ HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
 Place = tuple[dict[str, Any], str]
-"""Where a whole number stands that some object keeps: its attributes, and the name."""
+"""The place of a whole number that an object keeps: the dict of its attributes, and the name."""
 OneCommit = tuple[bytes, int, bytes]
-"""Addresses of the places that it is stored to, the word of its count, the head of its record."""
+"""The addresses that a commit writes to, the word of its count, and the head of its record."""
 
 
 def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
-    """A new header: no rows, no record; ``ring`` slots, or 0 for a storage that grows."""
+    """Return a new header without rows or record: of ``ring`` slots, 0 for one that grows."""
     identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, ring, schema_crc)
     return (identity + _CHECKSUM.pack(zlib.crc32(identity))).ljust(HEADER_NBYTES, b"\0")
 
@@ -83,7 +83,8 @@ def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
 def refuse_newer(header: bytes, path: Path) -> None:
     """Raise `FormatVersionMismatch` for the first bytes of a later version's header.
 
-    Whatever else it may have where; of ours, a damaged version is told by the checksum.
+    A later header may be laid out differently. In one of ours whose version is damaged, the
+    checksum fits a known version.
     """
     content = header[: _IDENTITY.size + _CHECKSUM.size].ljust(_IDENTITY.size + _CHECKSUM.size)
     magic, version, *rest = _IDENTITY.unpack_from(content)
@@ -100,10 +101,10 @@ class Header:
 
     Args:
         open_file: opens the file with the flags that it is given.
-        path: where it is, for messages.
+        path: its path, for messages.
         schema_crc: CRC-32 of the schema that the manifest declares.
         writable: map it for writing.
-        version: that the manifest declares.
+        version: the version that the manifest declares.
         accept_copy: open a copy that was made while a writer had the storage open.
 
     Raises:
@@ -127,7 +128,7 @@ class Header:
             self._file = open_file(os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError as error:
             raise CorruptStorage(
-                f"{path} is missing, and without it nobody knows which rows are committed. "
+                f"{path} is missing, and without it no reader knows which rows are committed. "
                 "Restore it from a copy."
             ) from error
         except OSError as error:
@@ -136,7 +137,7 @@ class Header:
         self._head: int | None = None
         self._floor: int | None = None
         self._spelt = (0, word_of(0))
-        """The count stored last as reserve, and its word: most are stored as head next."""
+        """The count that was stored last as reserve, and its word, mostly stored as head next."""
         try:
             self._map = self._mapped(writable)
             self.ring = self._check(schema_crc, version)
@@ -153,12 +154,12 @@ class Header:
             raise
         if not writable:
             self.close()  # the map is all that it takes
-        # Nobody but a writer changes the counts, so it need not look.
+        # Only the writer changes the counts, so it need not read them again.
         if writable:
             self._reserve, self._head, self._floor = self.reserve, self.head, self.floor
 
     def follow(self) -> None:
-        """Look at the counts every time: another process writes now."""
+        """Read the counts from the file every time: another process writes now."""
         self._reserve = self._head = self._floor = None
 
     def _mapped(self, writable: bool) -> mmap.mmap:
@@ -178,7 +179,7 @@ class Header:
 
     def _refuse_copy(self, *, accept_copy: bool) -> None:
         closed_at = self._count(CLOSED_AT)
-        # The mark first: a writer takes a storage that is closed for its own before it sets it.
+        # The mark first: a writer stores which file is its own before it sets the mark.
         if not self.open or self._is_own or accept_copy:
             return
         raise CopyOfOpenStorage(
@@ -194,7 +195,7 @@ class Header:
 
     @property
     def _is_own(self) -> bool:
-        """Whether this is the file that the last writer wrote to."""
+        """True if this is the file that the last writer wrote to."""
         born, now = self._count(BORN), born_at(self._file)
         same_age = born == now or not born or not now
         return same_age and self._count(INODE) == inode_of(self._file)
@@ -229,7 +230,7 @@ class Header:
         return sequence
 
     def _check(self, schema_crc: int, wanted: int) -> int:
-        """Check the first bytes; returns the slots of the ring."""
+        """Check the first bytes; return the slots of the ring."""
         identity = self._map[: _IDENTITY.size]
         magic, version, ring, crc = _IDENTITY.unpack(identity)
         (checksum,) = _CHECKSUM.unpack_from(self._map, _IDENTITY.size)
@@ -260,7 +261,7 @@ class Header:
         if count is None:
             raise CorruptStorage(
                 f"a count in {self._path} fails its check, at byte {8 * at}: it is damaged, and "
-                f"nobody knows which rows are committed{self._hint()}. Restore it from a copy."
+                f"no reader knows which rows are committed{self._hint()}. Restore it from a copy."
             )
         return count
 
@@ -270,7 +271,7 @@ class Header:
 
     @property
     def reserve(self) -> int:
-        """Rows that may have been written, committed or not."""
+        """The number of rows that may have been written, committed or not."""
         return self._count(_RESERVE) if self._reserve is None else self._reserve
 
     @reserve.setter
@@ -281,7 +282,7 @@ class Header:
 
     @property
     def head(self) -> int:
-        """Rows that are committed."""
+        """The number of rows that are committed."""
         return self._count(_HEAD) if self._head is None else self._head
 
     @head.setter
@@ -292,7 +293,7 @@ class Header:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """Head and reserve of a writer; None: another process may change them."""
+        """Head and reserve of a writer; None if another process may change them."""
         head, reserve = self._head, self._reserve
         return None if head is None or reserve is None else (head, reserve)
 
@@ -302,7 +303,7 @@ class Header:
         return self._count(_FLOOR) if self._floor is None else self._floor
 
     def set_floor(self, row: int) -> None:
-        """Let ``row`` be the floor, when no row below it is valid."""
+        """Store ``row`` as the floor, once no row below it is valid."""
         self._words[_FLOOR] = word_of(row)
         self._floor = row
 
@@ -314,18 +315,18 @@ class Header:
     def begin_writing(self) -> None:
         """Mark the storage as open for writing, in this file.
 
-        A record that the last writer did not finish goes, where it did not close the storage.
+        If the last writer did not close the storage, a record that it did not finish is wiped.
         """
         if self._left_open:
             self._forget_torn()
         if self._knows_file:
-            # Not yet marked, it may be opened anywhere; marked, only here.
+            # Without the mark any file may be opened; with it only the file named here.
             self._words[INODE] = word_of(inode_of(self._file))
             self._words[BORN] = word_of(born_at(self._file))
             self._words[OPEN] = word_of(1)
 
     def end_writing(self) -> None:
-        """Take that mark away: all committed rows are in the files, and nothing else is."""
+        """Take the mark away: the files hold all committed rows, and nothing else."""
         if self._knows_file:
             self._words[CLOSED_AT] = word_of(self.head)
             self._words[OPEN] = word_of(0)
@@ -337,21 +338,21 @@ class Header:
 
     @property
     def record(self) -> tuple[int, bytes] | None:
-        """The newest intact record of committed rows, with the rows committed by it."""
+        """The newest intact record, with the number of rows that were committed with it."""
         head = self.head
         return next(((rows, payload) for _, rows, payload in self._intact if rows <= head), None)
 
     @property
     def record_damaged(self) -> bool:
-        """Whether a newer record than the newest intact one is there and fails its check.
+        """True if a record newer than the newest intact one fails its check.
 
-        A kill while a record is written leaves an older sequence in its slot.
+        A kill while a record is written does not count: it leaves an older sequence in the slot.
         """
         begun = [_SLOT.unpack_from(self._map, self._slot_start(index))[0] for index in (0, 1)]
         return bool(max(begun) > self._newest_sequence())
 
     def write_record(self, payload: bytes, head: int) -> None:
-        """Write ``payload``, valid from the moment that ``head`` rows are committed.
+        """Write ``payload``, which becomes valid when ``head`` rows are committed.
 
         Raises:
             RecordTooLarge: more than `RECORD_LIMIT` bytes.
@@ -370,10 +371,10 @@ class Header:
         self._sequence = sequence
 
     def commit_in_one(self, rows: int, payload: bytes) -> OneCommit | None:
-        """What a commit of ``rows`` more rows with ``payload`` stores, for whoever does it at once.
+        """Return addresses, word and seal with which the kernel commits ``rows`` more rows.
 
-        :meth:`committed` must follow. None where an earlier one was interrupted, or rows are
-        written elsewhere.
+        The caller must call :meth:`committed` then. Return None if an earlier commit was
+        interrupted, or if another process writes.
         """
         head = self._head
         if head is None or self._reserve != head:
@@ -384,29 +385,32 @@ class Header:
         return self._places[sequence % 2], word_of(head), seal
 
     def committed(self, rows: int) -> None:
-        """The commit that `commit_in_one` told of ``rows`` more rows was done."""
+        """Record that the kernel made the commit of ``rows`` rows from `commit_in_one`."""
         assert self._head is not None
         self._reserve = self._head = self._head + rows
         self._sequence += 1
 
     @property
     def addresses(self) -> bytes:
-        """Addresses of `reserve`, of `head` and of both record slots, for a writer."""
+        """Addresses of `reserve`, of `head` and of both record slots, for a writer.
+
+        The map of this header owns the memory.
+        """
         return self._places[0] + self._places[1][-_SEQUENCE_NBYTES:]
 
     @property
     def numbers(self) -> tuple[Place, ...]:
-        """Where a writer's head, reserve and last sequence stand: who commits writes them there."""
+        """Places of a writer's head, reserve and last sequence; the kernel updates them."""
         return tuple((vars(self), name) for name in ("_head", "_reserve", "_sequence"))
 
     def _places_of(self, index: int) -> bytes:
-        """Addresses of `reserve`, of `head` and of a record slot, as `Kernel.commit_rows` wants."""
+        """Return addresses of `reserve`, `head` and a record slot, for `Kernel.commit_rows`."""
         base = np.frombuffer(self._map, np.uint8).ctypes.data
         places = (8 * _RESERVE, 8 * _HEAD, self._slot_start(index))
         return struct.pack("=3q", *(base + place for place in places))
 
     def forget_uncommitted(self) -> None:
-        """Wipe records of rows that were never committed: other rows will take their place."""
+        """Wipe records of rows that were never committed: later rows will take their place."""
         head = self.head
         for index in (0, 1):
             slot = self._read_slot(index)
@@ -424,7 +428,7 @@ class Header:
 
     @property
     def _intact(self) -> list[tuple[int, int, bytes]]:
-        """The records that pass their check, as `_read_slot` gives them, the newest first."""
+        """The records that pass their check, as `_read_slot` returns them, the newest first."""
         return sorted(filter(None, map(self._read_slot, (0, 1))), reverse=True)
 
     def _slot_start(self, index: int) -> int:
@@ -441,20 +445,20 @@ class Header:
         return sequence, head, payload
 
     def close(self) -> None:
-        """Close the file. The map goes when nothing refers to it."""
+        """Close the file. The map is unmapped when nothing refers to it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
 
 def committed_counts(header: bytes) -> tuple[int, int]:
-    """``reserve`` and ``head`` in the bytes of a header; zeros where it is too short for them."""
+    """Return ``reserve`` and ``head`` from the bytes of a header; 0 for bytes that are missing."""
     words = np.frombuffer(header[: 8 * (_HEAD + 1)].ljust(8 * (_HEAD + 1), b"\0"), np.uint64)
     return int(words[_RESERVE]) & COUNT, int(words[_HEAD]) & COUNT
 
 
 def check_record_size(payload: bytes) -> None:
-    """Refuse what does not fit into a slot.
+    """Refuse a payload that does not fit into a record slot.
 
     Raises:
         RecordTooLarge: more than `RECORD_LIMIT` bytes.

@@ -1,19 +1,19 @@
-"""The machine words of a header, and those that tell a copy from the file that a writer had open.
+"""The machine words of a header, and those by which a reader detects a copy of an open storage.
 
-Each is a count with check bits, so that a flipped bit is told.
+Each word is a count with check bits, so that a reader detects a flipped bit.
 
 Files that are copied one by one while a writer adds rows are of different moments: the header may
 count rows that were not there yet when the columns were copied. So the header says that it is open
-for writing, and in which file it lies, which a copy cannot be. Offsets in bytes::
+for writing, and which file it lies in, which a copy of it cannot be. Offsets in bytes::
 
     192    1 from the moment that a writer opens the storage until it has closed it, else 0
     200    inode of the file
-    208    when the file was made, in seconds; 0 where the file system does not say
+    208    when the file was made, in seconds; 0 if the file system does not say
     216    rows that were committed at the last clean close
 
-An inode number alone may be the same by chance on another file system, or after the original was
-deleted; that the file was made in the same second as well may not. Both stay as they are when a
-file is renamed, and when the machine starts again.
+Another file may have the same inode number by chance, on another file system or after the original
+was deleted; it will not have been made in the same second as well. Both numbers stay the same when
+a file is renamed, and when the machine is restarted.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _STATX_NBYTES, _BTIME_AT = 256, 80
 
 
 def word_of(count: int) -> int:
-    """A count below 2**48 with its check bits, the CRC of the count in the upper 16."""
+    """Return a count below 2**48 with its check bits: the CRC of the count in the upper 16."""
     return count | binascii.crc_hqx(count.to_bytes(6, "little"), 0) << COUNT_BITS
 
 
 def count_of(word: int) -> int | None:
-    """The count in a word; None where its check bits are others."""
+    """Return the count in a word; None if its check bits do not fit."""
     count = word & COUNT
     return count if word_of(count) == word else None
 
 
 def born_at(file: int) -> int:
-    """When an open file was made, in seconds since 1970; 0 where nothing says."""
+    """Return when an open file was made, in seconds since 1970; 0 if the system does not say."""
     try:
         statx = ctypes.CDLL(None).statx
     except (OSError, AttributeError):
@@ -58,15 +58,15 @@ def born_at(file: int) -> int:
 
 
 def inode_of(file: int) -> int:
-    """The number of an open file's inode, as a count."""
+    """Return the number of an open file's inode, as a count."""
     inode = os.fstat(file).st_ino
     return (inode ^ inode >> COUNT_BITS) & COUNT
 
 
 def moved_into(file: int, header: bytes) -> bytes:
-    """A header's bytes for another file that takes the place of its own; all else stays.
+    """Return a header's bytes for another ``file`` that takes the place of its own.
 
-    Of a header that says nothing of its file nothing changes.
+    Only the words that name the file change; a header without them stays as it is.
     """
     words = memoryview(bytearray(header)).cast("Q")
     if words[INODE]:

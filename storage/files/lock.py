@@ -1,6 +1,6 @@
-"""Locks on open files, by ``flock(2)``: they die with their process, and forks do not inherit them.
+"""Locks on open files, by ``flock(2)``: they end with their process, and forks do not inherit them.
 
-One writer a storage has its lock. The weights that workers share are locked likewise.
+A storage's writer holds its lock. The weights that workers share are locked likewise.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ except ImportError as error:  # Windows
 _ORDERED = ("x86_64", "AMD64")
 _PATIENCE_SECONDS = 0.01
 _PAUSES = (0.00005, 0.002)
-"""Seconds between two tries: at first, and in the end."""
+"""Seconds between two tries: the first pause, and the longest one."""
 
 
 class Forked(Protocol):
-    """What is told in a child that this process forked, while it is among `held`."""
+    """An object in `held`, whose `forked` is called in every child that this process forks."""
 
     def forked(self) -> None:
-        """Give up the parent's lock: our descriptor would keep it held after its death."""
+        """Give up the parent's lock: the child's descriptor would hold it after the parent ends."""
 
 
 held: weakref.WeakSet[Forked] = weakref.WeakSet()
@@ -53,7 +53,7 @@ os.register_at_fork(after_in_child=_tell)
 
 
 def _caller() -> str:
-    """The file and line outside of this package from which it was called."""
+    """Return the file and line outside of this package that called into it."""
     frame = inspect.currentframe()
     while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("tallyroll."):
         frame = frame.f_back
@@ -84,7 +84,7 @@ def acquire(file: int, kind: int, seconds: float) -> None:
 
 
 def is_held(inside: Inside, path: Path) -> bool:
-    """Whether a living writer holds the lock; True as well where nobody can tell."""
+    """Return whether a living writer holds the lock; True as well if the lock cannot be tried."""
     try:
         file = inside.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def is_held(inside: Inside, path: Path) -> bool:
     except OSError as error:
         return error.errno not in OTHER_KINDS
     try:
-        # For a moment nobody can acquire it: whoever tries tries again.
+        # For a moment no writer can acquire it: `acquire` tries again.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -105,18 +105,18 @@ def is_held(inside: Inside, path: Path) -> bool:
 class WriterLock:
     """The exclusive right to write, held from construction until `release`.
 
-    A child forked meanwhile has `lost` set and holds nothing, so that the lock
-    goes when this process goes.
+    In a child that is forked meanwhile, `lost` is set and nothing is held, so that
+    the lock ends when this process ends.
 
     Raises:
-        StorageLocked: somebody else holds it.
+        StorageLocked: another writer holds it.
         NotWritable: the lock file cannot be opened for writing.
         UnsupportedPlatform: the file system has no working locks.
     """
 
     def __init__(self, inside: Inside, path: Path) -> None:
         self.lost = self.made = self.released = False
-        """Made: there was no lock file, so that a writer whose file was removed may still write."""
+        """`made`: the lock file was missing, so that a writer that lost its own may still write."""
         self.when_lost: Callable[[], None] | None = None
         """Called in a forked child."""
         self._inside, self._path = inside, os.fspath(path)
@@ -153,7 +153,7 @@ class WriterLock:
 
     @property
     def stands(self) -> bool:
-        """The lock file is where it was: whoever removes it lets a second writer in."""
+        """True while the lock file is where it was: without it a second writer could start."""
         try:
             return _identity_of(os.lstat(self._path)) == self.identity
         except OSError:
@@ -183,18 +183,18 @@ class WriterLock:
                 f"the file system of {path} cannot lock files ({error.strerror}), and without "
                 "locks two writers would destroy each other's rows. Use a local file system."
             ) from error
-        # In place, and a courtesy: a full disk shall not keep a writer out.
+        # Written in place, for messages only: a full disk must not keep a writer out.
         with contextlib.suppress(OSError):
             os.pwrite(self._file, f"{os.getpid():<31}\n".encode(), 0)
 
     def _held_here(self) -> WriterLock | None:
-        # By the file, not by the number in it: another container may count processes as we do.
+        # By the file, not by the number in it: another container may have the same process id.
         wanted = _identity_of(os.fstat(self._file))
         locks = (each for each in list(held) if isinstance(each, WriterLock) and each is not self)
         return next((each for each in locks if each.identity == wanted), None)
 
     def release(self) -> None:
-        """Let the next writer in."""
+        """Release the lock, so that the next writer can acquire it."""
         self.released = True
         held.discard(self)
         self.when_lost = None
@@ -211,11 +211,11 @@ class WriterLock:
 
 
 class ReaderLock:
-    """Keeps writers away from a ring that is read, where the processor makes that necessary.
+    """A lock that keeps writers away from a ring that is read, on processors that need it.
 
-    A reader that looks at ``reserve`` again after copying must see stores in the order
-    in which they were made, which x86-64 guarantees and others do not. There this
-    does nothing.
+    A reader that looks at ``reserve`` again after copying must see stores in the order in
+    which the writer made them. x86-64 guarantees that, so that the lock does nothing there;
+    other processors do not.
 
     Raises:
         UnsupportedPlatform: a writer holds the storage.
@@ -238,7 +238,7 @@ class ReaderLock:
                 ) from error
 
     def release(self) -> None:
-        """Let writers in."""
+        """Release the lock, so that writers can start."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)

@@ -125,7 +125,7 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
             f"{path} lacks {', '.join(wrong)}, or they are of the wrong type. Restore it from a "
             "copy."
         )
-    seal = manifest.pop(_SEAL, None)  # one that somebody changed on purpose has none
+    seal = manifest.pop(_SEAL, None)  # a user who changes a manifest on purpose removes it
     if seal is not None and seal != _crc(manifest):
         raise _unsealed(path)
     return manifest

@@ -17,12 +17,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 Access: TypeAlias = Literal["read", "write", "private"]
-"""How rows are mapped; what is written to a private map stays in this process."""
+"""How rows are mapped; changes to a private map stay in this process."""
 
 # Not named by Python 3.11. Without it Linux counts a private map against free memory.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 PAGE_NBYTES = mmap.ALLOCATIONGRANULARITY
-"""What is mapped over a region begins and ends at multiples of it."""
+"""The granularity of maps: a file mapped over a region begins and ends at multiples of it."""
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10

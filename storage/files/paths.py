@@ -26,14 +26,14 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Of a file system, a user or a file that can have no more."""
+"""Errors of a file system, a user's quota or a file that has no space left."""
 OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
-"""Of what is a link, or no plain file."""
+"""Errors of a path that is a link, or no plain file."""
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """A path as its user means it: ``~`` at its start is the home directory."""
+    """Return a path as its user means it: ``~`` at its start is the home directory."""
     return Path(os.path.expanduser(path))
 
 

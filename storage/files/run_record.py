@@ -1,4 +1,4 @@
-"""The record that a collector commits with its rows: what its run has counted. Pure."""
+"""The record that a collector commits with its rows: the counts of its run. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Counts of a run when ``at`` rows were committed; -1 where a record does not say."""
+    """Counts of a run when ``at`` rows were committed; -1 if a record does not say."""
 
     at: int
-    """Rows committed when it was written."""
+    """Rows committed when the record was written."""
     first_row: int
-    """Of the run."""
+    """The first row of the run."""
     stored_before: int
-    """Rows of the run that are elsewhere: it went on from a loaded state."""
+    """Rows of the run in another storage: the run went on from a loaded state."""
     seed: int
     incarnation: int
     ledger: dict[str, int]
     open: int
-    """Trajectories that go on behind the rows."""
+    """Trajectories that go on after these rows."""
     next_id: int
-    """Larger than any trajectory id so far; a damaged record may say any number."""
+    """A number larger than any trajectory id so far; any number in a damaged record."""
 
     @classmethod
     def parse(cls, record: tuple[int, bytes] | None) -> Self | None:
-        """A storage's record; None where there is none, or it is no collector's."""
+        """Read a storage's record; return None without one, or if no collector wrote it."""
         if record is None:
             return None
         at, payload = record
@@ -48,17 +48,17 @@ class RunRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing that a run needs to be continued, or cannot be."""
+        """True if the record has all numbers that a run needs to be continued, all possible."""
         numbers = (self.first_row, self.stored_before, self.seed, self.incarnation, self.open)
         return all(0 <= number < 2**62 for number in (*numbers, *self.ledger.values()))
 
 
 @lru_cache
 def record_bytes(counts: tuple[str, ...]) -> bytes:
-    """A record as a storage takes it, with a place for each of its numbers, in this order.
+    """Return the bytes of a record with ``%d`` for each of its numbers, in this order.
 
-    ``counts`` are the names of those in the ledger. Numbers are put in with ``%``: a record goes
-    with every commit, which may be one step of an environment.
+    ``counts`` are the names of the ledger's counts. The caller fills in the numbers with ``%``,
+    which is quick: every commit has a record, and may be one step of an environment.
     """
     record = {
         "first_row_of_run": 0,
@@ -73,5 +73,5 @@ def record_bytes(counts: tuple[str, ...]) -> bytes:
 
 
 def is_count(value: Any) -> bool:
-    """A whole number of 64 bits, negative ones too: `verify` finds those to be wrong."""
+    """Return whether a value is a whole number of 64 bits; `verify` reports negative ones."""
     return type(value) is int and -(2**63) <= value < 2**63

@@ -1,7 +1,7 @@
 """The one way to the files of a storage: through no link, and to plain files alone.
 
-Whoever can write into a storage's directory may have put a link there, to a file of somebody else.
-The path that a user names may be a link, or lie behind some; what lies below it may not.
+Another user who can write to a storage's directory may have put a link to a third user's file
+there. The path that a user names may be a link, or contain links; the paths below it may not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from tallyroll.storage.errors import TooManyFiles
 
 JSON_LIMIT = 2**25
-"""The most bytes of a JSON file that is read. What is made of it takes up to 20 times as many."""
+"""The most bytes of a JSON file that is read. Its value in memory takes up to 20 times as many."""
 
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE}
 
@@ -30,7 +30,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 
 
 def too_many_files(path: object, error: OSError) -> TooManyFiles:
-    """The error for one of the system that says so."""
+    """Return the `TooManyFiles` for an error of the system."""
     return TooManyFiles(
         f"{path} cannot be opened: {error.strerror}. This process may have "
         f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open (ulimit -n). Raise that "
@@ -39,11 +39,11 @@ def too_many_files(path: object, error: OSError) -> TooManyFiles:
 
 
 def open_any(path: Path | str, flags: int, directory: int | None = None) -> int:
-    """A descriptor of whatever is there; raises OSError.
+    """Open anything at a path; return a descriptor, or raise OSError.
 
     Raises:
-        TooManyFiles: no more may be open. Not an OSError, which many take for a file that is not
-            as it should be.
+        TooManyFiles: no more files may be open. It is not an OSError, which many callers take for
+            a sign of a damaged file.
     """
     try:
         return os.open(path, flags, 0o666, dir_fd=directory)
@@ -54,10 +54,10 @@ def open_any(path: Path | str, flags: int, directory: int | None = None) -> int:
 
 
 class Inside:
-    """The files below a directory, which its user named. Paths are those of files below it.
+    """The files below a directory that the user named. All paths are below it.
 
     Every method raises OSError, with the path as its filename: ELOOP or ENOTDIR for a link, ENXIO
-    for what is no plain file, EMLINK for a file to write to that has another name besides.
+    for anything but a plain file, EMLINK for a file to write to that has another name, too.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,19 +65,19 @@ class Inside:
         self._held = -1
 
     def hold(self) -> None:
-        """Keep the root open until `let_go`: it is found where it was moved to."""
+        """Keep the root open until `let_go`, so that it is found even after a move."""
         if self._held < 0:
             self._held = open_any(self.root, _DIRECTORY)
 
     def let_go(self) -> None:
-        """Close the root that is held."""
+        """Close the root that `hold` opened."""
         held, self._held = self._held, -1
         if held >= 0:
             os.close(held)
 
     @contextlib.contextmanager
     def _above(self, path: Path) -> Iterator[tuple[int, str]]:
-        """A descriptor of the directory that ``path`` lies in, and its name there."""
+        """Yield a descriptor of the directory that ``path`` lies in, and its name there."""
         *above, name = path.relative_to(self.root).parts
         _require_short(path)
         held = self._held
@@ -90,7 +90,7 @@ class Inside:
                 directory = inner
             yield directory, name
         except OSError as error:
-            error.filename, error.filename2 = str(path), None  # and not what it is called there
+            error.filename, error.filename2 = str(path), None  # and not its name in there
             raise
         except TooManyFiles as error:
             assert isinstance(error.__cause__, OSError)
@@ -100,41 +100,41 @@ class Inside:
                 _let_go(directory)
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor of a plain file."""
+        """Open a plain file; return a descriptor."""
         with self._above(path) as (directory, name):
             return open_file(name, flags, directory)
 
     def open_directory(self, path: Path) -> int:
-        """A descriptor of a directory."""
+        """Open a directory; return a descriptor."""
         if path == self.root:
             return open_any(path, _DIRECTORY)
         with self._above(path) as (directory, name):
             return open_any(name, _DIRECTORY | os.O_NOFOLLOW, directory)
 
     def read(self, path: Path, limit: int) -> bytes:
-        """The content of a file.
+        """Return the content of a file.
 
         Raises:
-            OSError: EFBIG, before anything is read: it has more than ``limit`` bytes.
+            OSError: EFBIG, before anything is read: the file has more than ``limit`` bytes.
         """
         with open(self.open(path, os.O_RDONLY), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > limit:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {limit}")
-            return file.read(size)  # and not the limit, for which memory would be taken
+            return file.read(size)  # not `limit`: memory would be taken for so many bytes
 
     def read_start(self, path: Path, nbytes: int) -> bytes:
-        """The first bytes of a file."""
+        """Return the first bytes of a file."""
         with open(self.open(path, os.O_RDONLY), "rb") as file:
             return file.read(nbytes)
 
     def read_end(self, path: Path, nbytes: int) -> bytes:
-        """The last bytes of a file."""
+        """Return the last bytes of a file."""
         with open(self.open(path, os.O_RDONLY), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - nbytes))
             return file.read(nbytes)
 
     def read_json(self, path: Path) -> Any:
-        """The value in a JSON file; raises ValueError and RecursionError, too."""
+        """Return the value in a JSON file; raise ValueError and RecursionError, too."""
         return json.loads(self.read(path, JSON_LIMIT))
 
     def write_aside(
@@ -142,7 +142,8 @@ class Inside:
     ) -> None:
         """Write a file beside ``path`` and rename it, so that ``path`` is always whole.
 
-        After a power cut too where ``synced``; ``durable`` waits until it is the new one for good.
+        With ``synced`` it is whole after a power cut, too; with ``durable`` the call returns when
+        the new content would survive one.
         """
         with self._above(path) as (directory, name):
             aside = name + _ASIDE
@@ -160,7 +161,7 @@ class Inside:
                 os.fsync(directory)
 
     def make(self, path: Path) -> int:
-        """A descriptor of a new, empty file; what had its name, a link for one, is gone."""
+        """Make a new, empty file; return a descriptor. A file or link of that name is removed."""
         _require_short(path)
         with self._above(path) as (directory, name):
             return _made(directory, name)
@@ -193,7 +194,7 @@ class Inside:
         os.close(self.open_directory(path))
 
     def sync(self, path: Path) -> None:
-        """Return when a file is on the disk. What is not there, or no file, is let be."""
+        """Return when a file is on the disk; do nothing for a path without a plain file."""
         try:
             file = self.open(path, os.O_RDONLY)
         except OSError:
@@ -208,14 +209,14 @@ class Inside:
 
 
 def _require_short(path: Path) -> None:
-    # Part by part we could open it, and other libraries could not.
+    # This class could open a longer path part by part; other libraries could not.
     if len(os.fsencode(path)) + len(_ASIDE) > _LONGEST:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(path))
 
 
 @contextlib.contextmanager
 def closing(file: int) -> Iterator[int]:
-    """A descriptor that is closed at the end."""
+    """Yield a descriptor, and close it at the end."""
     try:
         yield file
     finally:
@@ -223,25 +224,26 @@ def closing(file: int) -> Iterator[int]:
 
 
 def close_all(files: Iterable[int]) -> None:
-    """Close each descriptor, whatever closing another says; an error is raised after that."""
+    """Close every descriptor, even if closing one fails; raise its error after that."""
     with contextlib.ExitStack() as exits:
         for file in files:
             exits.callback(os.close, file)
 
 
 def _let_go(directory: int) -> None:
-    # Nothing was written through it: an error says nothing, and what was opened would be lost.
+    # Nothing was written through it, so that an error is harmless; raised here, it would lose
+    # the descriptor that the caller opened.
     with contextlib.suppress(OSError):
         os.close(directory)
 
 
 def open_file(path: Path | str, flags: int, directory: int | None = None) -> int:
-    """A descriptor of a plain file, not through a link; raises OSError.
+    """Open a plain file, not through a link; return a descriptor, or raise OSError.
 
-    In an open ``directory`` as `Inside` opens it. Without one it is the file that the user named,
-    which may have other names besides.
+    In an open ``directory`` it is opened as `Inside` does. Without one it is the file that the
+    user named, which may have other names, too.
     """
-    # A pipe would keep us waiting.
+    # Opening a pipe would wait for its other end.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     file = open_any(path, flags, directory)
     try:

@@ -9,30 +9,30 @@ from typing import Any
 from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch
 
 FORMAT_VERSION = 3
-"""Of new storages. An older one that is appended to keeps its own."""
+"""The version of new storages. An older storage that is appended to keeps its own."""
 
 READABLE = (2, 3)
 """The versions that are read and appended to.
 
 Version 3 has, in the header, the mark of a storage that is open for writing, the file that the
-header lies in, and the rows at the last clean close (see `origin`); where these are in version 2
-there are zeros.
+header lies in, and the rows at the last clean close (see `header_words`); version 2 has zeros
+there.
 """
 
 _MOST = 2**16
 
 
 def is_newer(version: object) -> bool:
-    """Whether it can be the version of a later Tallyroll's format."""
+    """Return whether ``version`` can be that of a later Tallyroll's format."""
     return type(version) is int and FORMAT_VERSION < version < _MOST
 
 
 def require_readable(version: object, path: Path) -> int:
-    """The version that stands in ``path``, if this Tallyroll reads it.
+    """Return the version in ``path``, if this Tallyroll reads it.
 
     Raises:
         FormatVersionMismatch: another Tallyroll wrote it.
-        CorruptStorage: it is no version.
+        CorruptStorage: the value is no version.
     """
     if type(version) is not int or not 1 <= version < _MOST:
         raise CorruptStorage(
@@ -45,7 +45,7 @@ def require_readable(version: object, path: Path) -> int:
 
 
 def mismatch(version: object, path: Path) -> FormatVersionMismatch:
-    """The error for a version that another Tallyroll wrote."""
+    """Return the error for a version that another Tallyroll wrote."""
     known = " and ".join(map(str, READABLE))
     return FormatVersionMismatch(
         f"{path} is of format version {version}, and this Tallyroll reads versions {known}. Use "
@@ -54,11 +54,11 @@ def mismatch(version: object, path: Path) -> FormatVersionMismatch:
 
 
 def refuse_newer_provenance(provenance: Any, path: Path) -> None:
-    """Raise `FormatVersionMismatch` where other libraries are shown a storage of a later version.
+    """Raise `FormatVersionMismatch` if the metadata for other libraries is of a later version.
 
     Args:
-        provenance: the value of the attribute of that name, if there is one.
-        path: what has it.
+        provenance: the value of the attribute ``provenance``, or None.
+        path: the file that has it.
     """
     try:
         found = json.loads(provenance)

@@ -292,7 +292,7 @@ def test_a_header_cut_short_or_missing_is_told(five: Path) -> None:
     os.truncate(five / HEADER, HEADER_NBYTES - 1)
     assert_refused(five, CorruptStorage, "should have 143360 bytes and has 143359")
     (five / HEADER).unlink()
-    assert_refused(five, CorruptStorage, "is missing, and without it nobody knows")
+    assert_refused(five, CorruptStorage, "is missing, and without it no reader knows")
 
 
 def test_rows_beyond_the_head_are_overwritten(five: Path) -> None:
