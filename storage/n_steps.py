@@ -154,18 +154,18 @@ class _Reward:
 
     column: Column
     flags: tuple[Key, ...]
-    """Of its group of agents; none: only those of the root."""
+    """Keys of the flags of its group of agents; empty: only those of the root."""
     flag_shape: tuple[int, ...] = ()
-    """Of one row, with as many dimensions as a row's reward has."""
+    """The shape of the flags in one row, with as many dimensions as a row's reward."""
 
     @property
     def group(self) -> Key:
-        """Where it lies below ``"next"``: () at the root."""
+        """The group that it belongs to below ``"next"``: () at the root."""
         return self.column.key[1:-1]
 
     @property
     def flagged(self) -> Key:
-        """Where its flags lie below ``"next"``."""
+        """The group that its flags belong to below ``"next"``."""
         return self.flags[0][1:-1] if self.flags else ()
 
     @property
@@ -175,7 +175,7 @@ class _Reward:
 
 
 def _reward_of(schema: Schema, column: Column) -> _Reward:
-    """The reward with the nearest flags of agents, upwards from its group, that fit it."""
+    """Return the reward with the nearest flags, from its group upwards, that fit its shape."""
     group = column.key[1:-1]
     for depth in range(len(group), 0, -1):
         flags = [

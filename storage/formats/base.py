@@ -42,10 +42,10 @@ class Format(ABC):
     """Dimensions of a column, rows included. NumPy has so many."""
 
     lacks_bfloat16: ClassVar[str] = ""
-    """What the format is called, if it has no such dtype."""
+    """The name of the file format, for messages, if it has no bfloat16."""
 
     durable = False
-    """Whether the manifest, and what is shown to other libraries, is to survive a power cut."""
+    """True if the manifest and the metadata for other libraries must survive a power cut."""
 
     lock_path: Path
     """The writer's lock file."""
@@ -60,25 +60,25 @@ class Format(ABC):
     """The file for the table of episodes."""
 
     schema: Schema
-    """The columns, once it was created or opened."""
+    """The columns, once the storage was created or opened."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self.inside = Inside(path if root is None else root)
-        """The way to all its files."""
+        """The directory of all its files, through which they are opened."""
 
     def open_header(self, flags: int) -> int:
-        """A descriptor of the file that begins with the header."""
+        """Open the file that begins with the header; return a descriptor."""
         return self.inside.open(self.header_path, flags)
 
     def stands(self) -> bool:
-        """Whether a storage is there: it is one from the moment that its manifest exists."""
-        # A link to nothing is named when it is read: the content of a cache may be missing.
+        """Return whether a storage is there: from the moment that its manifest exists."""
+        # Reading a link to nothing raises an error that names it: a cache may have lost its file.
         return self.manifest_path.exists() or self.manifest_path.is_symlink()
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
-        """The manifest, checked; raises as `manifest.read_manifest`. Read before `open`."""
+        """Return the checked manifest; raise as `manifest.read_manifest`. Call it before `open`."""
 
     @abstractmethod
     def write_manifest(self, manifest: Manifest) -> None:
@@ -122,41 +122,41 @@ class Format(ABC):
 
     @abstractmethod
     def create(self, schema: Schema, header: bytes, capacity: int = 0) -> None:
-        """Make files without rows, and the header. What an unfinished creation left goes.
+        """Make files without rows, and the header; remove those of an unfinished creation.
 
-        ``capacity`` is how many rows are wanted, 0 where nobody knows.
+        ``capacity`` is the number of rows that the user wants, 0 if it is unknown.
 
         Raises:
             StorageFull: no space.
         """
 
     def fit(self, schema: Schema, capacity: int) -> None:  # noqa: B027 - most formats grow
-        """Make a storage that cannot grow in place able to hold ``capacity`` rows.
+        """Make space for ``capacity`` rows in a storage that cannot grow in place.
 
-        The writer holds the lock and nothing is open yet. Formats that grow do nothing.
+        The writer holds the lock, and no other file is open yet. Formats that grow do nothing.
 
         Raises:
             StorageFull: no space; nothing was changed.
         """
 
     def finish(self, schema: Schema, rows: int) -> None:  # noqa: B027 - trimmed is enough
-        """Leave exactly ``rows`` rows, for good. The writer holds the lock and nothing else.
+        """Leave exactly ``rows`` rows, for good. The writer holds the lock and no other file.
 
         Raises:
             StorageFull: no space; nothing was changed.
         """
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """Space that ``rows`` rows take on disk; by default, a file for each column."""
+        """Return the space of ``rows`` rows on disk; by default, a file for each column."""
         sizes = [rows * column.row_nbytes for column in schema.columns]
         return Footprint(sum(sizes), len(sizes), max(sizes), len(sizes))
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove what an unfinished creation left."""
+        """Remove the files of an unfinished creation."""
 
     def undo(self, *, made: bool) -> None:
-        """Remove what a failed creation left, its lock too, and the place if it ``made`` it."""
+        """Remove the files of a failed creation, its lock too, and the place if it ``made`` it."""
         self.discard()
         self.inside.remove(self.lock_path)
 
@@ -174,7 +174,7 @@ class Format(ABC):
 
     @abstractmethod
     def arrays(self, rows: int, access: Access) -> list[np.ndarray]:
-        """All that is mapped now, one array [room, ...] a column, room being at least ``rows``.
+        """Return all mapped rows, one array [room, ...] a column, room being at least ``rows``.
 
         Raises:
             CorruptStorage: the files are shorter than that.
@@ -182,13 +182,13 @@ class Format(ABC):
 
     @abstractmethod
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """At least ``rows`` rows, more than none, mapped once more: privately, and for one alone.
+        """Map at least ``rows`` rows once more, privately, for one caller; ``rows`` is above 0.
 
-        ``before`` is a smaller area that nobody else has, for a format that can add to it.
+        ``before`` is a smaller area that only this caller has; a format that can adds to it.
 
         Raises:
             CorruptStorage: the files are shorter than that.
-            OSError: the system refuses; FileNotFoundError: they were deleted.
+            OSError: the system refuses; FileNotFoundError: the files were deleted.
         """
 
     @abstractmethod
@@ -201,19 +201,19 @@ class Format(ABC):
 
     @abstractmethod
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """Faults that other libraries would read, one sentence a file.
+        """Yield faults in the metadata for other libraries, one sentence a file.
 
-        A writer that opens the storage and closes it writes all of that anew.
+        A writer that opens the storage and closes it writes all of that metadata again.
 
         Args:
-            head: tells how many rows are committed now.
+            head: returns how many rows are committed now.
 
         Raises:
-            MissingLibrary: it takes one that is not installed.
+            MissingLibrary: the check needs a library that is not installed.
         """
 
     def made_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
-        """As `shown_wrongly`, of what was written once, and is not when a writer closes."""
+        """Yield faults as `shown_wrongly` does, in metadata that only the creation writes."""
         return iter(())
 
     @abstractmethod
@@ -230,9 +230,9 @@ class Format(ABC):
 
     @told
     def settle(self) -> None:
-        """Return when everything but the header is on the disk, whoever wrote it, names too.
+        """Return when everything but the header is on the disk, the work of other writers too.
 
-        Rows first, then metadata, then names, from the inside out.
+        Rows are synced first, then metadata, then names, from the inside out.
 
         Raises:
             DiskFailed: the system cannot write it.

@@ -62,7 +62,7 @@ class DirectoryFormat(Format):
         write_manifest(self.inside, self.manifest_path, manifest, durable=self.durable)
 
     def _refuse_lost_manifest(self) -> None:
-        """An unfinished creation has committed nothing; anything else is somebody's data."""
+        """Raise `CorruptStorage` if rows are committed here: no unfinished creation has any."""
         try:
             header = self.inside.read_start(self.header_path, HEADER_NBYTES)
             reserve, head = committed_counts(header)
@@ -107,7 +107,7 @@ class DirectoryFormat(Format):
                 self.inside.remove(place)
 
     def undo(self, *, made: bool) -> None:
-        """Remove what a failed creation left, its lock too, and the directory if it ``made`` it."""
+        """Remove files of a failed creation, its lock too, and the directory if it ``made`` it."""
         super().undo(made=made)
         for place in sorted(self.path.rglob("*"), reverse=True):
             if place.is_dir() and not place.is_symlink():
@@ -135,11 +135,11 @@ class DirectoryFormat(Format):
 
     @abstractmethod
     def _make_columns(self, capacity: int) -> None:
-        """Make the directories of the columns, and what is in them from the start."""
+        """Make the directories of the columns, and the files that they have from the start."""
 
     @abstractmethod
     def _documents(self, rows: int) -> Mapping[Path, Any]:
-        """What other libraries read, JSON by file, for ``rows`` rows: in the order to write it."""
+        """Return the JSON that other libraries read for ``rows`` rows, by file, in write order."""
 
     def publish(self, rows: int) -> None:
         """Write the metadata of other libraries for ``rows`` rows, the root last."""
@@ -152,7 +152,7 @@ class DirectoryFormat(Format):
                 self.inside.write_aside(file, content, synced=self.durable)
 
     def written_aside(self) -> set[Path]:
-        """Manifest, table of episodes, and what other libraries read."""
+        """Return the manifest, the table of episodes, and the files for other libraries."""
         return {self.manifest_path, self.episodes_path, *self._documents(0)}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:

@@ -40,7 +40,7 @@ _LONGEST_NAME = 255
 _LOOKS = 100
 
 _META_FIELDS = frozenset({"shape", "device", "_type"})
-"""Fields of ``meta.json`` that stand beside the names of columns."""
+"""Fields of ``meta.json`` beside the names of columns."""
 
 # Characters that tensordict writes as %XX in file names.
 _ENCODED = {*map(chr, range(32)), *'/<>:"|?*\\ %', chr(127)}
@@ -53,7 +53,7 @@ class MemmapFormat(DirectoryFormat):
     rings: ClassVar[bool] = True
 
     _files: tuple[int, ...] = ()
-    """Of a writer."""
+    """Descriptors of the columns' files, which a writer keeps open."""
     _inodes: list[int] | None = None
     """The files that a reader mapped."""
 

@@ -16,16 +16,16 @@ from tallyroll.storage.files.safe_files import Inside
 def wrong_documents(
     inside: Inside, documents: Callable[[int], Mapping[Path, Any]], head: Callable[[], int]
 ) -> Iterator[str]:
-    """Faults that other libraries would read in JSON files, one sentence a file.
+    """Yield faults in JSON files for other libraries, one sentence a file.
 
-    What was added to them is nobody's business here.
+    Other programs may have added entries to the files; those are ignored.
 
     Args:
         inside: the storage's files.
-        documents: what the files should hold for a number of rows.
-        head: tells how many rows are committed now.
+        documents: returns the right content by file, for a number of rows.
+        head: returns how many rows are committed now.
     """
-    # All of them at a time are made, and most files show equally many rows.
+    # A call makes the content of all files, and most files show the same number of rows.
     made = functools.lru_cache(maxsize=2)(documents)
     for file, blank in documents(0).items():
         try:
@@ -51,7 +51,7 @@ def require_committed(rows: int, head: int, file: Path) -> None:
 
 
 def differs(file: str | os.PathLike[str], what: str) -> CorruptStorage:
-    """An error that says what of a file is not as it was written for other libraries."""
+    """Return the error for a file that is not as it was written for other libraries."""
     return CorruptStorage(f"{file} is not as it was written for other libraries: {what}.")
 
 
@@ -63,9 +63,9 @@ def _read(inside: Inside, file: Path) -> Any:
 
 
 def _rows_shown(found: Any, blank: Mapping[str, Any], file: Path) -> int:
-    """The rows that a file shows: its own shape's, or those of the arrays of a group.
+    """Return the number of rows that a file shows: in its own shape, or in a group's arrays.
 
-    The arrays of a group were written at one moment.
+    The arrays of a group were written at one moment, so that the first one decides.
     """
     if "shape" in blank:
         return _rows_in(found, file)
@@ -89,7 +89,7 @@ def _rows_in(found: Any, file: Path) -> int:
 
 
 def _without_order(node: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of an array of single bytes without their order, which Zarr lets be left out."""
+    """Return the metadata of an array of single bytes without a byte order, which is optional."""
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
     single = node.get("data_type") in ("bool", "int8", "uint8")
     if single and json.dumps(node.get("codecs"), sort_keys=True) == json.dumps(
@@ -100,7 +100,7 @@ def _without_order(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(wanted: Any, found: Any, where: str) -> str | None:
-    """The place at which ``found`` lacks something of ``wanted``; more in it is allowed."""
+    """Return where ``found`` differs from ``wanted``, or None; it may have further entries."""
     if not isinstance(wanted, dict):
         same = json.dumps(wanted) == json.dumps(found)
         return None if same else f"{where} is {found!r:.100}, expected {wanted!r:.100}"

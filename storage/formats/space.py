@@ -1,4 +1,4 @@
-"""Compare the space that rows take with the space there is, before any is written."""
+"""Compare the space that rows take with the free space, before any row is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _UNLIMITED = 2**63 - 1
-# What a file may have at most, by the name that Linux has for the file system.
+# The most bytes of a file, by Linux's name of the file system.
 _LARGEST_FILES = {
     "msdos": 2**32 - 1,
     "vfat": 2**32 - 1,
@@ -39,18 +39,18 @@ class Footprint:
     largest: int
     """Bytes of the largest file."""
     maps: int
-    """Memory maps of a process that has all of them open."""
+    """Memory maps of a process that has all files open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Space and files that a run will take, and those that there are."""
+    """Space and files that a run will take, and those that are free."""
 
     needed: Footprint
     nbytes: int
-    """Bytes that it takes beyond those that are taken already."""
+    """Bytes that it takes beyond those that the storage has already."""
     free: int
-    """Bytes that are free where it is to be written."""
+    """Bytes that are free on its file system."""
     free_files: int
     largest_file: int
     """The most bytes of one file, by the file system and this process's limits."""
@@ -78,13 +78,13 @@ class Estimate:
 
 
 def estimate(format: Format, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
-    """Space that ``rows`` rows in all will take.
+    """Return the space that ``rows`` rows in all will take, and the space that is free.
 
     Args:
-        format: where they lie.
+        format: the format of their storage.
         schema: their columns.
-        rows: how many.
-        there: rows that space is reserved for already.
+        rows: the number of rows.
+        there: the number of rows that have space already.
     """
     needed = format.footprint(schema, rows)
     taken = format.footprint(schema, there).nbytes if there else 0
@@ -101,10 +101,10 @@ def estimate(format: Format, schema: Schema, rows: int, *, there: int = 0) -> Es
 
 
 def require_room(format: Format, schema: Schema, rows: int, *, there: int = 0) -> None:
-    """Refuse rows, of which ``there`` have their space already, that do not fit.
+    """Refuse ``rows`` rows that do not fit; ``there`` of them have their space already.
 
     Raises:
-        StorageFull: every limit that is exceeded is named with its numbers.
+        StorageFull: the rows exceed a limit; the message names every such limit, with numbers.
     """
     if problems := estimate(format, schema, rows, there=there).problems:
         raise StorageFull(
@@ -121,7 +121,7 @@ def _largest_file(place: Path) -> int:
 
 
 def _file_system(place: Path) -> str:
-    """The name of the file system, "" where that cannot be told."""
+    """Return the name of the file system, "" if the system does not say."""
     found: tuple[int, str] = (0, "")
     with contextlib.suppress(OSError, ValueError, IndexError):
         real = os.path.realpath(place)

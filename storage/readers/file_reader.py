@@ -62,15 +62,15 @@ class _FileColumn(ColumnReader):
 
 
 class FileReader(RowReader):
-    """Rows in files of ours, which a writer of this process may write, or another process.
+    """Rows in files of ours, to which this process or another one may write.
 
     Args:
         format: the files.
-        mode: how they are opened.
+        mode: the mode of the storage, ``"read"``, ``"append"`` or ``"create"``.
     """
 
     engine: Engine | None = None
-    """What moves rows in and out; None before they are made or opened, and when it is closed."""
+    """The engine that copies rows in and out; None before the files exist, and after `close`."""
 
     def __init__(self, format: Format, path: Path, mode: Mode) -> None:
         self.format, self.path, self.mode = format, path, mode
@@ -78,34 +78,34 @@ class FileReader(RowReader):
         self._manifest: Manifest | None = None
         self._origin = Origin(self)
         self._last_head = 0
-        self.trajectory_index = TrajectoryIndex()  # now, for threads of a writer share it
+        self.trajectory_index = TrajectoryIndex()  # made now, since threads of a writer share it
 
     # --- opened and closed ------------------------------------------------------------------------
 
     @told
     def open(self, /, *, writable: bool = False, **options: Any) -> FileReader:
-        """Open what is there; ``options`` are those of `open_existing`."""
+        """Open the files; ``options`` are those of `open_existing`."""
         self.engine, self._manifest = open_existing(self.format, writable=writable, **options)
         self.ring = self.engine.ring
         return self
 
     def use(self, engine: Engine, manifest: Manifest) -> None:
-        """Read what was just made."""
+        """Read the files that a creation just made."""
         self.engine, self._manifest = engine, manifest
 
     def let_go(self) -> Engine | None:
-        """Be closed, and give back what is to be closed behind it."""
+        """Become closed, and return the engine, which the caller must close."""
         engine, self.engine, self.closed = self.engine, None, True
         if engine is not None and engine.owns_lock:
             self._last_head = engine.head
         return engine
 
     def lose(self, head: int) -> None:
-        """Be closed, where ``head`` rows were and what moved them is closed already."""
+        """Become closed, with ``head`` rows, when the engine is closed already."""
         self.engine, self.closed, self._last_head = None, True, head
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         if (engine := self.let_go()) is not None:
             engine.close()
 
@@ -116,11 +116,11 @@ class FileReader(RowReader):
         self.close()
 
     def running(self) -> Engine:
-        """What moves the rows.
+        """Return the engine that copies the rows.
 
         Raises:
-            StorageClosed: it was closed.
-            NotInitialised: there are none yet.
+            StorageClosed: this reader was closed.
+            NotInitialised: the storage has no rows and no schema yet.
         """
         engine = self.engine
         if engine is None:

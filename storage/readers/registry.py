@@ -1,4 +1,4 @@
-"""Readers of what is no storage of ours, found among the packages that are installed."""
+"""Readers of other formats than ours, found among the installed packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP = "tallyroll.readers"
 
 
 def reader_at(path: Path) -> RowReader | None:
-    """What the first registered reader that knows ``path`` makes of it; None where none does."""
+    """Return the reader by the first registered class that knows ``path``; None without one."""
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         kind: type[RowReader] = entry.load()
         if (reader := kind.at(path)) is not None:

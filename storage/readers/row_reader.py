@@ -1,4 +1,4 @@
-"""The interface of a reader: rows by number, from wherever they lie."""
+"""The interface of a reader: rows by number, from any source."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ _PATIENCE_SECONDS: Final = 1.0
 class ColumnReader(ABC):
     """The values of one column, by the numbers of their rows.
 
-    Arrays have the column's ``numpy_dtype``, ``uint16`` for bfloat16. Rows that are asked for are
-    in the reader's span; in a ring they may be overwritten meanwhile, and then are any values.
+    Arrays have the column's ``numpy_dtype``, ``uint16`` for bfloat16. A caller asks for rows in
+    the reader's span; in a ring a writer may overwrite them meanwhile, which gives any values.
     """
 
     @property
     def array(self) -> np.ndarray | None:
-        """All values as one read-only array [rows, ...], where that is how they lie; else None.
+        """All values as one read-only array [rows, ...], if they lie so in memory; else None.
 
-        Row r stands at ``slots_of(r)`` of the reader.
+        Row r is at index ``slots_of(r)`` of the reader.
         """
         return None
 
     @abstractmethod
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """A copy of the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
+        """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
 
         Args:
             rows: numbers, int64.
-            out: where the copy goes, C-contiguous, of that shape and the column's dtype.
+            out: the array to copy to, C-contiguous, of that shape and the column's dtype.
         """
 
     @abstractmethod
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """The values of the rows ``[start, stop)``, C-contiguous, which nobody writes to.
+        """Return the values of the rows ``[start, stop)``, C-contiguous; do not write to them.
 
-        They may be those that are stored and no copy, and change as the rows of a ring do.
+        The array may be the stored rows themselves and no copy; then those of a ring change in it.
         """
 
 
@@ -65,30 +65,30 @@ class RowReader(ABC):
     """Rows by their numbers, counted over all that were ever written.
 
     Samplers, slices, n-step returns, `verify`, checkpoints, replay buffers and the command line
-    ask a reader, and nothing behind it. `schema`, `span`, `manifest` and `column` are to be given;
-    the rest follows from them, or says that there is no such thing.
+    use a reader, and never its source directly. A subclass must define `schema`, `span`,
+    `manifest` and `column`; the other methods follow from them, or say that a thing is absent.
 
-    One that is registered as an entry point in the group ``tallyroll.readers`` is found by
-    `open_storage`: see `at`. `tallyroll.storage.testing.ReaderContract` holds what it has to do.
+    `open_storage` finds a class that is registered as an entry point in the group
+    ``tallyroll.readers``: see `at`. `tallyroll.storage.testing.ReaderContract` tests a reader.
     """
 
     path: Path
-    """Where the rows are, for messages."""
+    """The path of the rows, for messages."""
 
     ring: int = 0
-    """Slots of a ring, in which new rows overwrite the oldest: row r lies in slot r % ring. 0
-    where rows stay, once they are there."""
+    """The number of slots of a ring, in which new rows overwrite the oldest: row r lies in slot
+    r % ring. 0 if every row is kept."""
 
     closed = False
 
     copied_as: type[Format] = MemmapFormat
-    """What a checkpoint of it is."""
+    """The format of a checkpoint of these rows."""
 
     @classmethod
     def at(cls, path: Path) -> RowReader | None:
-        """A reader of what is at ``path``, which is no storage of ours; None if it cannot read it.
+        """Return a reader of ``path``, which is no storage of ours; None if it cannot read it.
 
-        Every registered reader is asked in turn.
+        `open_storage` calls this method of every registered class in turn.
         """
         return None
 
@@ -105,33 +105,33 @@ class RowReader(ABC):
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """What it is: ``format``, ``id``, ``created``, and ``runs``, the runs that wrote the rows.
+        """The mapping of ``format``, ``id``, ``created`` and ``runs``, which wrote the rows.
 
-        Each run is a mapping with its ``"first_row"``, in the order of these.
+        Each run is a mapping with its ``"first_row"``; they are in the order of first rows.
         """
 
     @abstractmethod
     def column(self, key: Key) -> ColumnReader:
-        """The values of one column.
+        """Return the reader of one column.
 
         Raises:
             KeyError: there is no such column.
         """
 
     def require_open(self) -> None:
-        """Raise `StorageClosed` if it was closed."""
+        """Raise `StorageClosed` if this reader was closed."""
         if self.closed:
             raise StorageClosed(f"{self.path} was closed. Open it again.")
 
     def close(self) -> None:
-        """Let go of everything. Twice is harmless."""
+        """Close all files. A second call does nothing."""
         self.closed = True
 
     # --- what there may be ------------------------------------------------------------------------
 
     @property
     def initialised(self) -> bool:
-        """Whether there is a schema yet."""
+        """True if there is a schema yet."""
         return True
 
     @property
@@ -141,35 +141,35 @@ class RowReader(ABC):
 
     @property
     def record_damaged(self) -> bool:
-        """Whether the newest record was damaged, so that `record` is an older one or None."""
+        """True if the newest record is damaged, so that `record` is an older one or None."""
         return False
 
     @property
     def left_open(self) -> bool:
-        """Whether a writer has the rows open, or did not close them: it was killed."""
+        """True if a writer has the rows open, or was killed before it closed them."""
         return False
 
     @property
     def is_written(self) -> bool:
-        """Whether some process may add rows now."""
+        """True if some process may add rows now."""
         return False
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
-        """A table of episodes that is kept beside the rows, with lines of ``dtype``.
+        """Return the table of episodes that is stored beside the rows, with lines of ``dtype``.
 
-        It may end before the last row. None where there is none.
+        It may end before the last row. Return None without one.
 
         Raises:
-            DamagedTable: there is one that cannot be.
+            DamagedTable: the table is damaged.
         """
         return None
 
     def shown_wrongly(self) -> Iterator[str]:
-        """Faults that other libraries would read, which go when a writer closes the rows."""
+        """Return faults in the metadata for other libraries, which a closing writer repairs."""
         return iter(())
 
     def made_wrongly(self) -> Iterator[str]:
-        """As `shown_wrongly`, of what was written once."""
+        """Return faults in metadata that only the creation writes."""
         return iter(())
 
     # --- what follows -----------------------------------------------------------------------------
@@ -181,27 +181,27 @@ class RowReader(ABC):
 
     @property
     def head(self) -> int:
-        """Rows ever committed."""
+        """The number of rows ever committed."""
         return self.span.stop
 
     @property
     def floor(self) -> int:
-        """The row of a ring from which indices are counted: where it was emptied last."""
+        """The row of a ring from which indices are counted: it was emptied there last."""
         return 0
 
     @property
     def last_head(self) -> int:
-        """`head`, and once it is closed, what it was then."""
+        """The value of `head`; after `close`, its last value."""
         return self.head
 
     @property
     def revision(self) -> int:
-        """A number that changes when rows come."""
+        """A number that changes when rows are added."""
         return self.head
 
     @property
     def id(self) -> str | None:
-        """Whose rows these are; copies have the same."""
+        """The id of the storage; its copies have the same."""
         found: str = self.manifest["id"]
         return found
 
@@ -227,38 +227,38 @@ class RowReader(ABC):
 
     @cached_property
     def trajectory_index(self) -> TrajectoryIndex:
-        """Which rows make a trajectory, as far as somebody asked."""
+        """The index of the rows of each trajectory, built as far as callers have needed it."""
         return TrajectoryIndex()
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Where rows [*] stand in the array of a column."""
+        """Return the indices of rows [*] in the array of a column."""
         if self.ring:
             return ring_slots(rows, self.ring)
         first = self.span.start
         return rows - first if first else rows
 
     def in_slots(self, key: Key, start: int, stop: int) -> np.ndarray:
-        """The values of a column in the slots ``[start, stop)``, C-contiguous."""
+        """Return the values of a column in the slots ``[start, stop)``, C-contiguous."""
         column = self.column(key)
         if (array := column.array) is not None:
             return array[start:stop]
         return column.take(self.rows_in(np.arange(start, stop)))
 
     def shown(self, key: Key) -> np.ndarray:
-        """The values of a column as one array, which is handed out: nobody else has its memory.
+        """Return the values of a column as one array, whose memory only the caller has.
 
-        Row r stands at ``slots_of(r)``.
+        Row r is at index ``slots_of(r)``.
         """
         span = self.span
         return self.column(key).take(np.arange(span.start, span.stop))
 
     def rows_in(self, slots: np.ndarray) -> np.ndarray:
-        """The numbers of the newest rows that stand in slots [*]."""
+        """Return the numbers of the newest rows in slots [*]."""
         span = self.span
         return rows_in(slots, span.stop, self.ring) if self.ring else slots + span.start
 
     def rows_at(self, index: np.ndarray, span: range) -> np.ndarray:
-        """The numbers of rows that are counted from the first slot on, [*], while `span` is so."""
+        """Return the numbers of the rows of ``index`` [*], counted by slot, for this ``span``."""
         ring, first = self.ring, span.start
         if not ring:
             return index + first if first else index
@@ -267,32 +267,32 @@ class RowReader(ABC):
         return rows_in(slots, span.stop, ring)
 
     def index_of(self, rows: np.ndarray) -> np.ndarray:
-        """The index by which `get` finds rows [*]."""
+        """Return the index by which `get` finds rows [*]."""
         slots, ring = self.slots_of(rows), self.ring
         if not ring or not (first := (span := self.span).start):
             return slots
         return index_at(slots, span.stop, first + ring, ring, self.floor)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
-        """Copies [*rows.shape, ...] of rows that are there, of all columns or of some."""
+        """Return copies [*rows.shape, ...] of rows of the span, of all columns or of some."""
         return [self.column(key).take(rows) for key in (self.keys if keys is None else keys)]
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
-        """As `copies`, for batches, whose memory may be used again when nobody holds them.
+        """Copy rows as `copies` does, for batches, whose memory may be used again after them.
 
-        ``rows`` may be one array for every column.
+        ``rows`` may be one array for each column.
         """
         if isinstance(rows, np.ndarray):
             return self.copies(rows)
         return [self.column(key).take(at) for key, at in zip(self.keys, rows, strict=True)]
 
     def take(self, rows: np.ndarray, keys: Keys | None = None) -> TensorDict:
-        """The rows of these numbers [*], copied: a TensorDict [*rows.shape].
+        """Copy the rows of these numbers [*] to a TensorDict [*rows.shape].
 
         ``keys`` are the columns that are wanted; None: all.
 
         Raises:
-            IndexOutOfRange: one is not there, or is overwritten while they are read.
+            IndexOutOfRange: a row is not there, or is overwritten while it is read.
         """
         least, most = (int(rows.min()), int(rows.max())) if rows.size else (self.head, -1)
         if most >= self.head or least < self.span.start:
@@ -308,10 +308,10 @@ class RowReader(ABC):
         return nest(arrays, rows.shape)
 
     def chosen(self, keys: Keys) -> tuple[tuple[int, ...], Nest]:
-        """The places of some columns, and what puts their arrays together.
+        """Return the places of some columns, and the `Nest` that joins their arrays.
 
         Raises:
-            ColumnsMissing: one is not there, or none is named.
+            ColumnsMissing: a column is not there, or none is named.
         """
         wanted = (keys,) if isinstance(keys, str) else tuple(keys)
         found = self._chosen.get(wanted)
@@ -342,13 +342,13 @@ class RowReader(ABC):
         )
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        """Rows counted from the first one, as `DiskStorage.get` takes and gives them.
+        """Return rows counted from the first one, by the same indices as `DiskStorage.get`.
 
-        Where a ring moves they are read again.
+        Rows of a ring that are overwritten meanwhile are read again.
 
         Raises:
             IndexOutOfRange: a row that is not there.
-            Overrun: a ring is overwritten faster than it is read.
+            Overrun: the writer overwrites the ring faster than it is read.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
@@ -366,7 +366,7 @@ class RowReader(ABC):
                     raise self.overrun(f"these {rows.size}") from error
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
-        """All rows that are there, the oldest first, without those that are overwritten meanwhile.
+        """Return all rows, the oldest first, without those that are overwritten meanwhile.
 
         Raises:
             ColumnsMissing: a column that is not there.
@@ -383,7 +383,7 @@ class RowReader(ABC):
         return found
 
     def overrun(self, what: str) -> Overrun:
-        """The error for rows that are overwritten before they are read."""
+        """Return the error for rows that a writer overwrites before they are read."""
         return Overrun(
             f"{self.path} is a ring of {self.ring} rows, and its writer overwrites them faster "
             f"than {what} can be read. Read fewer at a time, or make the ring larger."
@@ -391,7 +391,7 @@ class RowReader(ABC):
 
     @cached_property
     def nest(self) -> Nest:
-        """Puts arrays [*batch, ...], one a column, together as the TensorDict that they were."""
+        """The nest that joins arrays [*batch, ...], one a column, to the TensorDict of a batch."""
         schema = self.schema
         columns = [(column.key, column.dtype) for column in schema.columns]
         return Nest(columns, schema.batch_shapes)

@@ -29,7 +29,7 @@ PROVENANCE_NBYTES = 48 * 1024
 """Bytes of the attribute ``provenance``; HDF5 holds less than 64 KiB in one."""
 
 ATTRIBUTES = ("capacity", "provenance", "rows", "schema")
-"""Those of the root."""
+"""The attributes of the root."""
 
 _ALIGNMENT = 4096
 _SIGNATURE_NBYTES = 64
@@ -199,15 +199,15 @@ def make_file(
         path: where it is, for messages.
         schema: the columns.
         capacity: rows that it is for.
-        like: a descriptor of the file that it is to replace: attributes that other programs gave
-            it, and its datasets and groups, are copied.
+        like: a descriptor of the file that it will replace; attributes that other programs gave
+            that file, its datasets and its groups are copied.
 
     Raises:
         ForeignContent: such an attribute cannot be copied.
         MissingLibrary: h5py is not installed.
         OSError: the file system refuses.
     """
-    # Found again in the file by what nobody else would write.
+    # Random bytes by which the attributes are found in the file afterwards.
     marks = {"rows": os.urandom(8), "provenance": os.urandom(32)}
     try:
         _make(_h5py(), made, marks, schema, capacity)
@@ -270,7 +270,7 @@ def _copy_attribute(h5py: Any, source: Any, target: Any, name: str, path: Path) 
         target.create(name, value, shape=shape, dtype=kind.dtype)
     except _DAMAGE as error:
         raise ForeignContent(
-            f"{path} has to be written anew, and its attribute {_text(name)} cannot be copied "
+            f"{path} has to be replaced, and its attribute {_text(name)} cannot be copied "
             f"({error!s:.200}). Move that to another file first."
         ) from error
 

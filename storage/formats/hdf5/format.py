@@ -80,7 +80,7 @@ class H5Format(Format):
     lacks_bfloat16: ClassVar[str] = "HDF5"
 
     _places: FilePlaces
-    """As the manifest says, which is read before `open`, or as they were made."""
+    """The places of the rows, from the manifest, which is read before `open`, or from `create`."""
 
     def __init__(self, path: Path) -> None:
         # Not a link's: the file is replaced at times, and two names would be two locks.

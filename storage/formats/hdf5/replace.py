@@ -89,18 +89,18 @@ def rewrite(
         path: the file.
         schema: its columns.
         manifest: its manifest.
-        source: where its rows lie.
-        rows: how many go into the new file.
-        capacity: how many it is for.
+        source: the places of its rows.
+        rows: the number of rows to copy into the new file.
+        capacity: the number of rows that the new file has space for.
 
     Raises:
-        ForeignContent: the file holds what is not ours, and would not be in the new one.
+        ForeignContent: the file holds content of another program, which would be lost.
         StorageFull, UnsupportedPlatform: no space, and nothing was changed.
     """
     with closing(open_file(path, os.O_RDONLY)) as old:
         if foreign := foreign_names(old, path, schema):
             raise ForeignContent(
-                f"{path} has to be written anew for {capacity} rows, and holds what is not a "
+                f"{path} has to be replaced for {capacity} rows, and holds what is not a "
                 f"storage's: {', '.join(foreign)}. Move that to another file first."
             )
         with new_file(path, schema, capacity, old) as (new, places):

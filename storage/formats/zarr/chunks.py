@@ -205,7 +205,7 @@ class ChunkedColumn:
 
 
 def _reserve(nbytes: int, access: Access) -> Region:
-    # Twice as much, so that a column that grows is seldom mapped anew.
+    # Twice as much, so that a growing column is seldom mapped again.
     try:
         return Region(2 * nbytes, access)
     except OSError:

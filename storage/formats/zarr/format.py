@@ -227,7 +227,7 @@ class ZarrFormat(DirectoryFormat):
         with self._mapping:  # several threads may read
             for column in self._columns:
                 column.require(column.count_for(rows))
-            # Nobody else maps chunks without rows: the writer may make those anew.
+            # Only the writer maps chunks without rows: it may replace them.
             counts = [c.count if access == "write" else c.count_for(rows) for c in self._columns]
             pairs = list(zip(self._columns, counts, strict=True))
             self._require_maps(sum(c.to_map(n, access) for c, n in pairs), UnsupportedPlatform)
@@ -311,7 +311,7 @@ def _room(counts: Iterable[tuple[ChunkedColumn, int]]) -> int:
 
 
 def _reserved(sizes: Sequence[int]) -> Area:
-    # Twice as much, so that a storage that grows is seldom mapped anew.
+    # Twice as much, so that a growing storage is seldom mapped again.
     try:
         return _spread([2 * size for size in sizes])
     except OSError:
