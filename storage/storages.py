@@ -119,14 +119,14 @@ class DiskStorage(RowStore, AsTensorStorage):
     def close(self) -> None:
         """Trim the files to the committed rows and let the next writer in. Twice is harmless.
 
-        What another thread is writing is written first. A temporary storage goes.
+        Another thread's write is finished first. A temporary storage is deleted.
         """
         super().close()
         if self._leave_folder is not None:
             self._leave_folder()
 
     def finalize(self, progress: Progress | None = None) -> None:
-        """As `RowStore.finalize`; a temporary storage has nobody to do it for."""
+        """Finalize as `RowStore.finalize` does; raise `NotAStorage` for a temporary storage."""
         if self._leave_folder is not None:
             raise NotAStorage(
                 f"{self.path} is temporary, and goes when it is closed. Give it a path, or dump it."
@@ -140,7 +140,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         record: bytes | None = None,
         ids: Ids = "check",
     ) -> range:
-        """Write rows behind the last one and commit them; returns their numbers.
+        """Write rows after the last one and commit them; return their numbers.
 
         Args:
             rows: a TensorDict [N], on any device, or one array [N, ...] for each
@@ -149,17 +149,18 @@ class DiskStorage(RowStore, AsTensorStorage):
             ids: of the trajectories of rows that have ``("collector", "traj_ids")``,
                 ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is stored already,
                 unless its rows go on from that id's last row: same lane, next step, not
-                ended, and no other trajectory of the lane in between. What is gone from a
-                ring does not count, nor what a batch that fills it replaces. ``"renumber"`` moves
-                all ids of the call by one number, to behind the largest id that is stored:
-                so the rows of another storage are appended, ``extend(other.get(...),
-                ids="renumber")``, in one call, for a trajectory whose rows come in two calls
-                becomes two. Behind a collector's run they are a run of their own.
-                ``"fresh"`` writes them as they are: the caller vouches for them.
+                ended, and no other trajectory of the lane in between. Rows that are gone from
+                a ring do not count, nor those that a batch which fills it replaces.
+                ``"renumber"`` moves all ids of the call by one number, to above the largest
+                stored id: so append the rows of another storage, ``extend(other.get(...),
+                ids="renumber")``, in one call, because a trajectory whose rows come in two
+                calls becomes two. After a collector's run they are a run of their own.
+                ``"fresh"`` writes the ids as they are: the caller must have made them unique.
 
-        Of what ``other[:]``, ``other.get(slice)`` and ``other.in_order()`` gave, and nothing was
-        made of, the manifest notes whose rows these were, and which runs made them there:
-        ``copied_from`` and ``runs`` of an entry. What was written into them since is not known.
+        For rows that come unchanged from ``other[:]``, ``other.get(slice)`` or
+        ``other.in_order()``, the manifest records the other storage and the runs that made them
+        there: ``copied_from`` and ``runs`` of an entry. It does not know of values that the
+        caller wrote into them since.
 
         Raises:
             TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
@@ -178,11 +179,11 @@ class DiskStorage(RowStore, AsTensorStorage):
     def extend_fixed(
         self, rows: FixedRows, index: RowIndex, *, record: bytes | None = None
     ) -> range:
-        """As ``extend(..., ids="fresh")``, of some rows of memory that was looked at before.
+        """Append rows of checked memory as ``extend(..., ids="fresh")`` does.
 
         Args:
-            rows: made of this storage's schema.
-            index: which of them, in their order.
+            rows: made with this storage's schema.
+            index: the rows to append, in order.
             record: as :meth:`extend`.
 
         Raises:
@@ -201,16 +202,16 @@ class DiskStorage(RowStore, AsTensorStorage):
         watched: bool,
         undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> int:
-        """Number, count and append a slot of a slab, and what is recorded with it, at once.
+        """Number, count and append a slot of a slab and its record, at once.
 
         Args:
-            slot: made of this storage's schema.
-            version: of the policy that chose the actions.
-            watched: begins and ends of episodes want a look before.
-            undivided: stands around it where buffers are to be told of the rows.
+            slot: made with this storage's schema.
+            version: the version of the policy that chose the actions.
+            watched: the caller must see the slot first, if an episode begins or ends in it.
+            undivided: returns a context for the write and the report of it to replay buffers.
 
         Returns:
-            How many episodes ended; -1, and nothing done, where it takes :meth:`extend_fixed`.
+            How many episodes ended; -1, with nothing done, if it takes :meth:`extend_fixed`.
         """
         if not self._attached_entities_list:
             return self.writer.write_slot(slot, version, watched=watched)
@@ -221,7 +222,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             return ended
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Append ``data`` at ``cursor``, which must name the rows right behind the last one.
+        """Append ``data`` at ``cursor``, which must name the rows right after the last one.
 
         More rows than a ring has are written piece by piece, so that the last ones stay.
 
@@ -254,9 +255,9 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     @contextmanager
     def fresh_ids(self) -> Iterator[None]:
-        """Within it, what comes through a replay buffer is written with ids as they are.
+        """Write rows from a replay buffer with their ids unchecked, while the context is open.
 
-        As ``extend(..., ids="fresh")``: the caller numbers trajectories as collectors do.
+        The caller numbers trajectories as collectors do: see ``extend(..., ids="fresh")``.
         """
         self._fresh_in = threading.get_ident()
         try:
@@ -265,12 +266,12 @@ class DiskStorage(RowStore, AsTensorStorage):
             self._fresh_in = None
 
     def attach(self, buffer: Any) -> None:
-        """Join a replay buffer: its writer goes on behind the last row."""
+        """Join a replay buffer: its writer goes on after the last row."""
         super().attach(buffer)
         buffers.join(self, buffer)
 
     def get(self, index: Any, keys: Keys | None = None) -> Any:
-        """As `RowStore.get`; and a key in the place of an index gives all rows of a column.
+        """Return rows as `RowStore.get` does; for a key as the index, all rows of that column.
 
         Raises:
             KeyError: no column has that key.
@@ -282,15 +283,15 @@ class DiskStorage(RowStore, AsTensorStorage):
         return self.reader.get(index, keys)
 
     def contains(self, item: Any) -> Any:
-        """Whether there is a row of that number; for a tensor, one bool for each."""
+        """Return whether a row of that number exists; for a tensor, one bool a number."""
         if isinstance(item, torch.Tensor):
             return (item >= -len(self)) & (item < len(self))
         return -len(self) <= int(item) < len(self)
 
     def dumps(self, path: Any) -> None:
-        """Write a checkpoint to ``path``, by whichever checkpointer was chosen.
+        """Write a checkpoint to ``path``, by the storage's checkpointer.
 
-        `DiskStorageCheckpointer`, the default, says what it raises; those of TorchRL are given
+        See `DiskStorageCheckpointer`, the default, for the errors. A checkpointer of TorchRL gets
         the rows as one of TorchRL's storages.
         """
         if isinstance(self.checkpointer, DiskStorageCheckpointer):
@@ -387,7 +388,7 @@ class H5Storage(DiskStorage):
     """Rows in the datasets of an HDF5 file, with space for ``capacity`` rows from the start.
 
     As `DiskStorage`, with ``path`` a file and ``capacity`` needed to create it; opened with
-    a larger one, the file is written anew. h5py opens it at any time: the attribute
+    a larger one, the file is replaced by a larger one. h5py opens it at any time: the attribute
     ``rows`` says how many of the rows that it shows are committed. Nothing else may
     write to it.
     """
@@ -407,7 +408,7 @@ class ZarrStorage(DiskStorage):
 
 
 class _ReaderStorage(DiskStorage):
-    """Rows of a registered reader, which are none of ours: they are read, and never written."""
+    """A storage over a registered reader of another format: read, and never written."""
 
     def __init__(self, reader: RowReader, mode: Mode) -> None:
         if mode != "read":
@@ -445,20 +446,20 @@ _OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 def open_storage(
     path: str | os.PathLike[str], mode: Literal["append", "read"] = "read", **options: Any
 ) -> DiskStorage:
-    """Open the storage at ``path``, its format told by what is there.
+    """Open the storage at ``path``; its files decide the format.
 
     Args:
-        path: where it is.
+        path: the path of the storage.
         mode: ``"read"`` or ``"append"``.
-        options: as the storage's class takes them, ``accept_copy`` for one.
+        options: further arguments of the storage's class, such as ``accept_copy``.
 
     Raises:
         StorageMissing: nothing is there.
-        NotAStorage: something else is there, and no package that is installed has a reader for it
-            (an entry point in the group ``tallyroll.readers``).
+        NotAStorage: something else is there, and no installed package has a reader for it (an
+            entry point in the group ``tallyroll.readers``).
         FormatVersionMismatch: another version of the format is there.
-        CopyOfOpenStorage: it is a copy of one that was open for writing.
-        CorruptStorage: it is damaged.
+        CopyOfOpenStorage: the storage is a copy of one that was open for writing.
+        CorruptStorage: the storage is damaged.
     """
     place = user_path(path)
     try:

@@ -1,4 +1,4 @@
-"""TorchRL's own checkpointers over a storage on disk: they are given a storage that they know."""
+"""TorchRL's own checkpointers over a storage on disk, which get a storage that they know."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def dump(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any) -> None:
-    """Let a checkpointer of TorchRL's write the rows to ``path``, as those of its own storages.
+    """Let a checkpointer of TorchRL write the rows to ``path``, like those of its own storages.
 
-    A storage that keeps every row is written as one that is full.
+    A storage that keeps every row is written as a full one.
 
     Raises:
-        NotInitialised: there is nothing to write yet.
+        NotInitialised: there are no rows to write yet.
     """
     reader = storage.reader
     if not len(reader):
@@ -40,7 +40,7 @@ def dump(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any)
 
 
 def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
-    """Rows with the slots behind them that a ring has left, whose memory nobody touches."""
+    """Return rows followed by a ring's free slots, whose memory is not written."""
     if len(rows) >= ring:
         return rows
     slots: TensorDictBase = torch.empty_like(rows[0].expand(ring, *rows.batch_size[1:]))
@@ -49,14 +49,14 @@ def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
 
 
 def load(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any) -> None:
-    """Append the rows that a checkpointer of TorchRL's finds at ``path``, to a storage without.
+    """Append the rows that a checkpointer of TorchRL finds at ``path`` to an empty storage.
 
-    Each gets the index that it had. Of a whole buffer's checkpoint a full ring goes on where it
+    Each gets the index that it had. After a whole buffer's checkpoint a full ring goes on where it
     was: the oldest row is overwritten next.
 
     Raises:
-        StateMismatch: there are rows already, or more than fit.
-        RowsMismatch: what is found are no rows.
+        StateMismatch: the storage has rows already, or the rows do not fit.
+        RowsMismatch: the checkpoint holds no rows.
         RunUnderWay: a collector is writing to ``storage``.
     """
     writer, reader = storage.writer, storage.reader
@@ -74,7 +74,7 @@ def load(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any)
 
 
 class _Received:
-    """In the place of a new storage of TorchRL's: keeps what a checkpointer fills it with."""
+    """A stand-in for a new storage of TorchRL that keeps the rows that a checkpointer loads."""
 
     initialized = False
     rows: Any = None
@@ -89,7 +89,7 @@ class _Received:
 
 
 def _next_index(path: Any) -> int:
-    """Where the buffer of this checkpoint would have written next; 0 where nobody says."""
+    """Return the index that the checkpoint's buffer would write next; 0 if it is not recorded."""
     beside = user_path(path).parent / "writer" / "metadata.json"
     try:
         cursor = json.loads(beside.read_bytes())["cursor"]
@@ -109,5 +109,5 @@ def _append(
     with writer.turn:
         writer.write(rows)
         if reader.ring == len(rows) and 0 < next_index < len(rows):
-            # The first rows are the newest: the same once more, which lie where they lay.
+            # The first rows are the newest: written again, they get the same slots.
             writer.write(rows[:next_index])

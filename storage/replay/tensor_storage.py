@@ -1,7 +1,7 @@
-"""What TorchRL asks of a `TensorStorage`, answered by rows on disk, or refused.
+"""The methods that TorchRL calls on a `TensorStorage`, implemented by rows on disk, or refused.
 
-Some of its samplers and maps work on tensor storages alone, and tell them by their class. Nothing
-of that class is left as it is: whatever is not answered here is refused.
+Some of its samplers and maps work on tensor storages alone, and check the class. So this class
+overrides every method of it: those that rows on disk cannot support raise an error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AsTensorStorage(TensorStorage):
     device: torch.device = torch.device("cpu")
 
     def __init__(self) -> None:
-        # Compilable, for otherwise it makes two semaphores that outlive a killed process,
-        # for counts that we take from the header.
+        # Compilable: otherwise TorchRL makes two semaphores, which outlive a killed process, for
+        # counts that we take from the header.
         Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
 
     def _fit_ring(self) -> None:
@@ -42,17 +42,17 @@ class AsTensorStorage(TensorStorage):
 
     @property
     def initialized(self) -> bool:
-        """Whether there are columns yet."""
+        """True if there are columns yet."""
         return self.reader.initialised
 
     @property
     def shape(self) -> torch.Size:
-        """The rows that are there, [rows]."""
+        """The number of rows, as a shape [rows]."""
         return torch.Size([len(self.reader)])
 
     @property
     def _storage(self) -> TensorDict | None:
-        # Its tensors are views, and what is written to them stays in this process.
+        # Changes to its tensors stay in this process.
         return self.reader.get(slice(None)) if self.reader.initialised else None
 
     @property
@@ -88,15 +88,15 @@ class AsTensorStorage(TensorStorage):
     _rand_given_ndim_impl = _rand_given_ndim
 
     def flatten(self) -> AsTensorStorage:
-        """It is flat."""
+        """Return this storage, which has one dimension already."""
         return self
 
     def _bump_mutation_revision(self) -> None:
-        # Called when a buffer has written to what `self[:]` gave it, which nobody else sees.
+        # A buffer calls this after it wrote to the rows of `self[:]`, which only the buffer sees.
         _refuse()
 
     def _wait_for_init(self) -> None:
-        """Nothing makes it elsewhere."""
+        """Return at once: no other process makes this storage."""
 
     def _init(self, *_: Any, **__: Any) -> NoReturn:
         _refuse()

@@ -1,4 +1,4 @@
-"""Batches that are handed over, checked against a schema column by column."""
+"""Check the batches that a caller writes against a schema, column by column."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.tensor_guard import TensorGuard
 
 _LOOKS = attrgetter("dtype", "shape", "requires_grad")
-"""What a tensor looks like."""
+"""Getter of the properties of a tensor that must fit its column."""
 
 
 class _Level(NamedTuple):
@@ -43,20 +43,20 @@ class BatchCheck:
         self._bits = [i for i, c in enumerate(schema.columns) if c.dtype is torch.bfloat16]
         self._levels, self._places = _levels_of(schema.keys)
         self.count = -1
-        """Rows of the batch that was looked at last."""
+        """Rows of the batch that was checked last."""
         self._shapes: list[tuple[int, ...]] = []
         self._looks: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
         self.seen = TensorGuard()
-        """Of the tensors of a batch of so many rows that became arrays."""
+        """The guard that recognises batches like the last one whose tensors became arrays."""
 
     def arrays(self, rows: Mapping[Key, np.ndarray]) -> list[np.ndarray]:
-        """The arrays of a batch in the order of the columns, each [count, ...].
+        """Return the arrays of a batch in the order of the columns, each [count, ...].
 
         Raises:
             RowsMismatch: not exactly the schema's columns, or another dtype or shape.
         """
         try:
-            # In the order of the columns, as most are, they need not be looked up one by one.
+            # Most batches are in the order of the columns: then no key need be looked up.
             in_order = list(rows) == self._keys
             found = list(rows.values() if in_order else map(rows.__getitem__, self._keys))
             if len(found[0]) != self.count:
@@ -72,11 +72,11 @@ class BatchCheck:
         return found
 
     def leaves(self, rows: TensorDictBase, without: Key | None) -> list[torch.Tensor] | None:
-        """The tensors of a TensorDict [count, ...], in the order of the columns, unchecked.
+        """Return the unchecked tensors of a TensorDict [count, ...], in the order of the columns.
 
-        None where it holds something else than the columns, and perhaps ``without``.
+        It may hold ``without``, too. Return None if it holds anything else, or lacks a column.
         """
-        # Most of the time of a small append is spent here and in `looks`: no step too many.
+        # A small append spends most of its time here and in `tensors`: keep it short.
         found: list[Any] = []
         levels: list[Mapping[str, Any]] = []
         try:
@@ -86,7 +86,7 @@ class BatchCheck:
                 level = levels[parent][name] if levels else rows
                 plain = type(level) is TensorDict
                 if not plain and isinstance(level, LazyStackedTensorDict):
-                    return None  # keys that only some rows have are not among its own
+                    return None  # it does not list keys that only some of its rows have
                 entries = entries_of(level) if plain else dict(level.items())
                 if len(entries) != wanted and not _extra(entries, wanted, without, levels):
                     return None
@@ -97,11 +97,11 @@ class BatchCheck:
         return [found[place] for place in self._places] if self._places else found
 
     def tensors(self, leaves: list[torch.Tensor]) -> list[np.ndarray] | None:
-        """Arrays [count, ...] over the memory of ``leaves``, if that is simple; bfloat16 as bits.
+        """Return arrays [count, ...] over the memory of ``leaves``; bfloat16 as bits.
 
-        It is if all leaves are dense tensors of the columns' dtypes and shapes that autograd
-        does not follow, in the memory of the CPU. None where one is not: whoever takes the longer
-        way converts it, or finds out what is wrong.
+        All leaves must be dense tensors of the columns' dtypes and shapes, without gradients, in
+        the memory of the CPU. Return None otherwise: then the caller converts them, or reports
+        the fault.
         """
         try:
             if list(map(_LOOKS, leaves)) != self._looks:
@@ -118,8 +118,8 @@ class BatchCheck:
         return arrays
 
     def _prepare(self, count: int) -> None:
-        """Know what batches of ``count`` rows look like."""
-        self.count = -1  # an interrupt leaves what is to be prepared anew
+        """Prepare to check batches of ``count`` rows."""
+        self.count = -1  # after an interrupt the next call prepares again
         columns = self._schema.columns
         self._shapes = [(count, *column.shape) for column in columns]
         self._looks = [
@@ -170,9 +170,9 @@ def _has_several_ids(rows: Mapping[Key, Any]) -> bool:
 
 
 def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:
-    """The levels of nested keys, parents first, and where each key is among all their leaves.
+    """Return the levels of nested keys, parents first, and each key's index among the leaves.
 
-    The latter is empty where the leaves come in the order of the keys.
+    The indices are empty if the leaves come in the order of the keys.
     """
     groups = levels_of(keys)
     levels: list[_Level] = []
@@ -188,7 +188,7 @@ def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:
 
 
 def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    if len(names) > 1:  # of one name it would give the value itself
+    if len(names) > 1:  # for one name `itemgetter` returns the value itself
         return itemgetter(*names)
     return lambda entries: tuple(entries[name] for name in names)
 
@@ -196,7 +196,7 @@ def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
 def _extra(
     entries: Mapping[str, Any], wanted: int, without: Key | None, levels: list[Mapping[str, Any]]
 ) -> bool:
-    """Whether ``without``, at the root, is all that the level has too much."""
+    """Return whether the level is the root, and ``without`` is its only entry too many."""
     return (
         without is not None
         and not levels

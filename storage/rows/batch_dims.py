@@ -1,8 +1,8 @@
-"""Batch dimensions that TensorDicts have behind the rows: of agents, or steps of an item. Pure.
+"""Batch dimensions of TensorDicts after the rows: of agents, or steps of an item. Pure.
 
 A level is a TensorDict in a batch, by its key: ``()`` is the root, ``("next", "agents")`` one
-below. A count is how many batch dimensions it has behind the first, which are the rows; they are
-the first dimensions of a row's value in every column at that level and below it.
+below it. Its count is the number of batch dimensions after the first, which is that of the rows;
+these are the first dimensions of a row's value in every column at that level and below it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.keys import Key, spell
 
 BatchDims: TypeAlias = Mapping[Key, int]
-"""Counts by level, of those levels where they are not 0."""
+"""Counts by level, without the levels whose count is 0."""
 
 Shapes: TypeAlias = Mapping[Key, tuple[int, ...]]
-"""The shape of a row's value by column, or the batch size behind the rows by level."""
+"""The shape of a row's value by column, or the batch size after the rows by level."""
 
 
 def batch_dims_of(td: TensorDictBase, lead: int = 1, level: Key = ()) -> dict[Key, int]:
-    """The counts of a TensorDict, at ``level``, whose first ``lead`` batch dimensions are rows."""
+    """Return the counts of a TensorDict at ``level``; its first ``lead`` dimensions are rows."""
     found = {level: td.batch_dims - lead} if td.batch_dims > lead else {}
     for name, value in td.items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
@@ -33,13 +33,13 @@ def batch_dims_of(td: TensorDictBase, lead: int = 1, level: Key = ()) -> dict[Ke
 
 
 def levels_of(keys: Iterable[Key]) -> list[Key]:
-    """Every level that the columns ``keys`` are in, parents first."""
+    """Return every level that has the columns ``keys`` at or below it, parents first."""
     found = dict.fromkeys(key[:depth] for key in keys for depth in range(len(key)))
     return sorted(found, key=len)
 
 
 def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
-    """Of ``dims`` what columns of these shapes can have, and no level less than its parent."""
+    """Limit ``dims`` to the counts that these columns can have, none below its parent's."""
     if not dims:
         return {}
     found: dict[Key, int] = {}
@@ -51,7 +51,7 @@ def fitting(dims: BatchDims, shapes: Shapes) -> dict[Key, int]:
 
 
 def _common(shapes: Shapes) -> dict[Key, tuple[int, ...]]:
-    """The first dimensions that the columns at each level and below have in common."""
+    """Return the first dimensions that the columns at each level and below have in common."""
     found: dict[Key, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         for depth in range(len(key)):
@@ -65,7 +65,7 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
     """Refuse counts that columns of these shapes cannot have.
 
     Raises:
-        InvalidSchema: a level without columns, or one whose columns or parent have others.
+        InvalidSchema: a level has no columns, or its columns or its parent have other dimensions.
     """
     possible = fitting(dims, shapes)
     for level in [*dims, *possible]:
@@ -77,13 +77,13 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
 
 
 def shapes_of(dims: BatchDims, shapes: Shapes) -> dict[Key, tuple[int, ...]]:
-    """The batch size behind the rows of each level of ``dims``, which fits the columns."""
+    """Return the batch size after the rows of each level of ``dims``, which fits the columns."""
     common = _common(shapes) if dims else {}
     return {level: common[level][:count] for level, count in dims.items()}
 
 
 def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key, int]:
-    """The counts by level, out of those along each column; None are zeros.
+    """Return the counts by level, from those along each column's key; None is all zeros.
 
     Raises:
         InvalidSchema: columns contradict each other.

@@ -7,8 +7,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-# NumPy has no bfloat16: such columns are stored, and handed out as arrays, as
-# the 16 bits that they are.
+# NumPy has no bfloat16: files and arrays hold the 16 bits of such columns as uint16.
 NUMPY: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.bool: np.dtype(np.bool_),
     torch.uint8: np.dtype(np.uint8),
@@ -32,6 +31,6 @@ SIGNED: Final = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-"""Torch has few operations of the ones, and all of the others, which are of the same width."""
+"""Signed dtypes of the same width as unsigned ones, for which torch has few operations."""
 NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
-"""As manifests call them: ``float32``."""
+"""The dtypes by their names in manifests, such as ``float32``."""

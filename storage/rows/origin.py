@@ -1,4 +1,4 @@
-"""Rows that say which storage they came from, so that what they are written to can note it."""
+"""Rows that say which storage they came from, so that another storage can record it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ORIGIN: Final = "_tallyroll_origin"
 
 
 class Source(Protocol):
-    """A reader, as far as rows want to know where they came from."""
+    """The part of a reader that an `Origin` needs."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True if the reader was closed."""
 
     @property
     def head(self) -> int:
-        """Rows ever committed."""
+        """The number of rows ever committed."""
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -32,10 +32,10 @@ class Source(Protocol):
 
 
 class Origin:
-    """A storage's manifest, as far as it was read, for rows that outlive their reader.
+    """A storage's manifest, as it was read last, for rows that outlive their reader.
 
-    It keeps nothing open. A pickle of it is `False`: rows in another process are nobody's copy,
-    and can be read there without this package.
+    It keeps no file open. Its pickle is `False`: rows in another process do not name an origin,
+    and can be loaded there without this package.
     """
 
     __slots__ = ("_reader", "manifest", "until")
@@ -44,7 +44,7 @@ class Origin:
         self._reader = weakref.ref(reader)
         self.manifest: dict[str, Any] | None = None
         self.until = 0
-        """`manifest` has the runs of the rows below this number."""
+        """The number of rows whose runs are in `manifest`."""
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()
@@ -54,38 +54,38 @@ class Origin:
         reader = self._reader()
         if reader is None or reader.closed:
             return
-        # What the manifest does not tell, or tells no more, is not known: rows are copied still.
+        # Without a readable manifest the origin is unknown, and the rows are copied all the same.
         with suppress(StorageError, OSError):
-            until = reader.head  # before: a run stands in the manifest before its rows are there
+            until = reader.head  # first: a run is in the manifest before its rows are committed
             manifest = reader.manifest
             if self.manifest is None or manifest["id"] == self.manifest["id"]:
                 self.manifest, self.until = manifest, until
 
 
 Numbers: TypeAlias = range | Callable[[], np.ndarray]
-"""Of a slice of a ring, what gives the number of each row, [rows]; of others, where they were."""
+"""The range of the rows' numbers; for a slice of a ring, a function that returns them, [rows]."""
 
 
 def came_from(rows: TensorDictBase, origin: Origin, numbers: Numbers) -> None:
-    """Let ``rows`` [n] say that they are the rows ``numbers`` of ``origin``.
+    """Mark ``rows`` [n] as the rows ``numbers`` of ``origin``.
 
-    What is made of them does not.
+    TensorDicts that are made from them do not inherit the mark.
     """
     vars(rows)[_ORIGIN] = origin, numbers
 
 
 def numbers_of(rows: TensorDictBase) -> np.ndarray | None:
-    """The number of each row, where ``rows`` are a slice of a ring."""
+    """Return the number of each row, if ``rows`` are a slice of a ring; else None."""
     _, numbers = vars(rows).get(_ORIGIN, (None, range(0)))
     return None if isinstance(numbers, range) else numbers()
 
 
 Told: TypeAlias = tuple[Origin, range] | None
-"""Where rows came from, and the smallest range there that has them; None: not known."""
+"""The origin of rows, and the smallest range there that holds them; None if it is unknown."""
 
 
 def origin_of(rows: TensorDictBase) -> Told:
-    """Where ``rows`` say that they came from."""
+    """Return the origin with which `came_from` marked ``rows``, and the range there."""
     told = vars(rows).get(_ORIGIN)
     if not told or not told[0]:
         return None

@@ -1,4 +1,4 @@
-"""Rows that still lie elsewhere, in an order of their own: copied once, to where they belong."""
+"""Rows that still lie in other arrays, in any order, and are copied once, to their target."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 LARGE_NBYTES = 4096
-"""Rows of a column that large are worth it."""
+"""The least bytes of a column's row from which references are quicker than a copy."""
 
 
 class RowRefs:
-    """``sources[origin[i]][index[i]]`` for each row ``i``; nothing is copied before `copy_to`.
+    """References ``sources[origin[i]][index[i]]`` to rows ``i``, which `copy_to` copies.
 
-    Stands for an array [N, ...] of large rows among those that a storage is given. Whoever makes
-    one keeps the sources as they are until it was copied.
+    A caller may write them to a storage in the place of an array [N, ...] of large rows. It must
+    not change the sources before the rows are copied.
 
     Args:
         sources: C-contiguous arrays [M, ...] of one dtype and row shape.
         index: intp [N].
-        origin: int [N], which source; None where there is one.
+        origin: int [N], the source of each row; None with one source.
     """
 
     __slots__ = ("dtype", "index", "origin", "shape", "sources")
@@ -33,7 +33,7 @@ class RowRefs:
 
     @classmethod
     def joined(cls, parts: Sequence[RowRefs], order: np.ndarray) -> RowRefs:
-        """The rows of ``parts``, one part behind the other, in ``order`` (intp [N])."""
+        """Return the rows of ``parts``, one part after the other, in ``order`` (intp [N])."""
         index = np.concatenate([part.index for part in parts])[order]
         origins: list[np.ndarray] = []
         sources: list[np.ndarray] = []
@@ -52,13 +52,13 @@ class RowRefs:
 
     @property
     def nbytes(self) -> int:
-        """Of the rows."""
+        """The number of bytes of the rows."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def copy_to(self, out: np.ndarray) -> None:
         """Copy the rows to ``out``, a C-contiguous array of their shape and dtype."""
         if self.origin is None:
-            # "clip" copies straight to `out`; indices are within bounds, whoever made them.
+            # "clip" copies straight to `out`; indices are within bounds anyway.
             self.sources[0].take(self.index, axis=0, out=out, mode="clip")
             return
         turns = (np.flatnonzero(np.diff(self.origin)) + 1).tolist()
@@ -67,7 +67,7 @@ class RowRefs:
             source.take(self.index[start:stop], axis=0, out=out[start:stop], mode="clip")
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        """A copy, for whoever needs an array."""
+        """Copy the rows to a new array, for NumPy."""
         out = np.empty(self.shape, self.dtype)
         self.copy_to(out)
         return out

@@ -22,25 +22,25 @@ TensorGuards = tensor_guards()
 
 
 class TensorGuard:
-    """Recognises tensors that look like those of a batch whose memory is known."""
+    """A guard that recognises tensors laid out like those of an earlier batch."""
 
     def __init__(self) -> None:
         self._same: Callable[..., bool] | None = None
 
     def remember(self, leaves: Sequence[torch.Tensor], arrays: Sequence[np.ndarray]) -> None:
-        """Learn from tensors, and the arrays that share their memory."""
+        """Remember tensors, and the arrays that share their memory."""
         self._same = None
-        # Of other classes nobody knows what they do when they are made an array.
+        # Other classes may do anything when NumPy makes an array of them.
         plain = all(type(leaf) is torch.Tensor for leaf in leaves)
         if TensorGuards is not None and plain and all(a.flags.c_contiguous for a in arrays):
             guards = TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self._same = guards.check
 
     def addresses(self, leaves: Sequence[torch.Tensor]) -> list[int] | None:
-        """Addresses of the values of ``leaves``, if they look like those; else None.
+        """Return addresses of the values of ``leaves``, if these are like the remembered ones.
 
-        Alike are class, dtype, device, shape, strides, what autograd does, and all else that
-        decides what the memory means.
+        Return None otherwise. Alike means: class, dtype, device, shape, strides, gradients, and
+        all else that decides what the memory means.
         """
         if self._same is None:
             return None

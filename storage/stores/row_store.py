@@ -78,7 +78,7 @@ class RowStore:
     def reserve(self, rows: int) -> None:
         """Reserve space for ``rows`` rows in all, those that are there included.
 
-        A format that cannot grow in place is written anew, into a larger file.
+        If a format cannot grow in place, its file is replaced by a larger one.
 
         Raises:
             StorageFull: there is no space; nothing was changed.
@@ -89,9 +89,8 @@ class RowStore:
     def finalize(self, progress: Progress | None = None) -> None:
         """Leave exactly the committed rows, with checksums in the manifest, and close.
 
-        HDF5 files are written anew without the space that was reserved, which takes
-        their size once more while it lasts. The storage can be opened again, to be
-        appended to as well.
+        An HDF5 file is replaced by one without the reserved space, which takes its size
+        once more meanwhile. The storage can be opened again, also to append to it.
 
         Args:
             progress: called with the number of bytes that were read since the last call.
@@ -104,7 +103,7 @@ class RowStore:
     def close(self) -> None:
         """Trim the files to the committed rows and let the next writer in. Twice is harmless.
 
-        What another thread is writing is written first.
+        Another thread's write is finished first.
         """
         self.writer.close()
 
@@ -233,7 +232,7 @@ class RowStore:
         self.writer.put_record(payload)
 
     def stage_record(self, payload: bytes) -> None:
-        """Keep a record that the next commit writes, whoever makes it.
+        """Keep a record that the next commit writes, by any caller.
 
         Raises:
             RecordTooLarge: beyond its slot.
@@ -245,18 +244,19 @@ class RowStore:
         self.writer.require_schema(schema)
 
     def withdraw_run(self, run: Mapping[str, Any]) -> None:
-        """Take an entry of the manifest's runs back, which has no rows."""
+        """Remove an entry without rows from the manifest's runs."""
         self.writer.withdraw_run(run)
 
     def claim(self, run: object, *, begins: bool = True) -> bool:
-        """From here on rows are written with ``ids="fresh"`` alone, until :meth:`release`.
+        """Claim the storage for ``run``: only ``ids="fresh"`` may write until :meth:`release`.
 
-        A collector's run numbers its trajectories and counts its rows: others in between would
-        be counted as its own. The claim ends with ``run`` itself, too. One that ``begins`` takes
-        it from another that has not; one that does not yet gets it where there is none.
+        A collector's run numbers its trajectories and counts its rows: rows of another writer in
+        between would be counted as its own. The claim also ends when ``run`` is deleted. A run
+        that ``begins`` takes the claim from a run that has not begun; a run that does not begin
+        yet gets a claim only if there is none.
 
         Returns:
-            Whether it did.
+            Whether ``run`` has the claim now.
 
         Raises:
             RunUnderWay: another run has begun, and is not over.
@@ -264,20 +264,20 @@ class RowStore:
         return self.writer.claim(run, begins=begins)
 
     def has_claimed(self, run: object) -> bool:
-        """Whether it is the claim of ``run`` that holds."""
+        """Return whether ``run`` has the claim."""
         return self.writer.has_claimed(run)
 
     def release(self, run: object) -> None:
-        """End what :meth:`claim` began, unless another run has begun since."""
+        """End the claim of ``run``, unless another run has taken it since."""
         self.writer.release(run)
 
     def column(self, key: str | Key) -> np.ndarray:
-        """The committed rows of one column, [rows, ...], read-only; read when it is used.
+        """Return the committed rows of one column, [rows, ...], read-only, read when used.
 
-        In a ring slot by slot: row r at ``slots_of(r)``, and what is written to the ring may be
-        seen as you look; what `empty()` took away is there until it is overwritten. bfloat16
-        comes as the ``uint16`` of its bits. What is written to it all the same, through a tensor
-        of its memory, is seen there alone.
+        In a ring row r is at index ``slots_of(r)``, later writes to the ring may show in the
+        array, and rows that `empty()` removed stay in it until they are overwritten. bfloat16
+        comes as the ``uint16`` of its bits. Changes that you make all the same, through a tensor
+        of its memory, show in that array alone.
 
         Raises:
             KeyError: there is no such column.
@@ -287,16 +287,15 @@ class RowStore:
         return array
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        """Rows by number: int, slice, range, list, array or tensor of ints, or one bool a row.
+        """Return rows by int, slice, range, list, array or tensor of ints, or one bool a row.
 
-        An int gives one row, batch size []; row numbers of shape S give new
-        tensors, batch size S; a slice gives tensors of its own too, batch size [n], of which
-        nothing is read until it is used (where it is small, it is copied). What is written to
-        them is seen there alone. Of a ring that is overwritten meanwhile, what was not copied
-        may show what comes.
+        An int gives one row, batch size []; row numbers of shape S give new tensors, batch size
+        S; a slice gives tensors of its own, too, batch size [n], which are read when they are
+        used (a small slice is copied at once). Changes to them show in them alone. In a slice of
+        a ring, later rows of the writer may show until you have used it.
 
-        Nested TensorDicts, and the root where each row is an item with a time dimension, have the
-        further batch dimensions of the rows that made the storage, behind these.
+        Nested TensorDicts have the further batch dimensions of the rows that made the storage,
+        after these; so has the root, if each row is an item with a time dimension.
 
         ``keys`` are the columns that are wanted, such as ``["observation", ("next", "reward")]``;
         None: all. Others are not read.
@@ -308,9 +307,9 @@ class RowStore:
         return self.reader.get(index, keys)
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
-        """All rows that are there, the oldest first, batch size [rows]: of a ring, copied.
+        """Return all rows, the oldest first, batch size [rows]; those of a ring are copied.
 
-        ``get`` gives those of a ring slot by slot, as they are indexed. ``keys`` as in `get`.
+        `get` returns the rows of a ring slot by slot, in index order. ``keys`` as in `get`.
 
         Raises:
             ColumnsMissing: a column that is not there.

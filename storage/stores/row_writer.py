@@ -79,11 +79,11 @@ class RowWriter:
         self.path, self.reader = reader.path, reader
         self._capacity, self.durability = capacity, durability
         self.turn = threading.RLock()
-        """Held while rows are written, and while what they are written to is made or replaced."""
+        """The lock that is held while rows are written, and while files are made or replaced."""
         self.provenance: Mapping[str, Any] = {}
-        """Joins the entry of every run: the command that writes it."""
+        """Entries that are added to every run's entry: the command that writes it."""
         self.temporary = False
-        """Nobody has to close it: it goes with its process."""
+        """True for a storage that ends with its process, and that users need not close."""
         self._staged: bytes | None = None
         self._run: weakref.ref[object] | None = None
         self._run_begun = False
@@ -114,23 +114,23 @@ class RowWriter:
                 + " Leave max_size out when opening."
             )
         if reader.ring and reader.mode == "append" and "finalized" in reader.manifest:
-            # Checksums of rows that are about to be overwritten.
+            # Drop checksums of rows that will be overwritten.
             kept = {k: v for k, v in reader.manifest.items() if k != "finalized"}
             reader.write_manifest(kept)
 
     @property
     def files(self) -> Format:
-        """The files."""
+        """The format, which has the files."""
         return self.reader.format
 
     @property
     def grows(self) -> bool:
-        """Whether space for more rows can be added while it is open."""
+        """True if space for more rows can be added while the storage is open."""
         return self.files.grows
 
     @told
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
-        """As `DiskStorage.initialise`."""
+        """Implement `DiskStorage.initialise`."""
         reader = self.reader
         with self.turn:
             reader.require_open()
@@ -142,7 +142,7 @@ class RowWriter:
             self.write_runs([*self._copied.settled(), run])
 
     def require_schema(self, schema: Schema) -> None:
-        """As `DiskStorage.require_schema`."""
+        """Implement `DiskStorage.require_schema`."""
         reader = self.reader
         reader.running().require_writer()
         if different := reader.schema.differences(schema):
@@ -152,7 +152,7 @@ class RowWriter:
             )
 
     def withdraw_run(self, run: Mapping[str, Any]) -> None:
-        """As `DiskStorage.withdraw_run`."""
+        """Implement `DiskStorage.withdraw_run`."""
         with self.turn:
             runs = self.reader.runs
             if run in runs:
@@ -161,7 +161,7 @@ class RowWriter:
 
     @told
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
-        """Make the files, with the ``id`` of the storage that it is a copy of."""
+        """Make the files; a copy of another storage gets its ``id``."""
         ring = self.reader.ring
         self.reader.use(*create_new(self.files, schema, runs, id=id, ring=ring, **self._options))
         self._copied.forget()
@@ -173,7 +173,7 @@ class RowWriter:
 
     @told
     def reserve(self, rows: int) -> None:
-        """As `DiskStorage.reserve`."""
+        """Implement `DiskStorage.reserve`."""
         with self.turn:
             self.reader.require_open()
             engine = self.reader.engine
@@ -200,7 +200,7 @@ class RowWriter:
             raise
 
     def finalize(self, progress: Progress | None = None) -> None:
-        """As `DiskStorage.finalize`."""
+        """Implement `DiskStorage.finalize`."""
         reader = self.reader
         with self.turn:
             engine = reader.running()
@@ -222,7 +222,7 @@ class RowWriter:
 
     @told
     def close(self, finish: Callable[[], None] | None = None) -> None:
-        """Trim the files and let the next writer in, when ``finish`` was called."""
+        """Trim the files, call ``finish``, and let the next writer in."""
         reader = self.reader
         with self.turn:
             try:
@@ -240,7 +240,7 @@ class RowWriter:
 
     @told
     def flush(self) -> None:
-        """As `DiskStorage.flush`."""
+        """Implement `DiskStorage.flush`."""
         with self.turn:
             self.reader.require_open()
             if self.reader.engine is not None:
@@ -256,7 +256,7 @@ class RowWriter:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close what nobody closed, and say so."""
+        """Close a storage that the user did not close, and warn of it."""
         if self._files is None or (engine := self._files.engine) is None:
             return
         if engine.owns_lock and not self.temporary:
@@ -266,7 +266,7 @@ class RowWriter:
         self._leave(None)
 
     def copy(self, rows: Mapping[Key, np.ndarray]) -> None:
-        """Append rows of a storage that this one is a copy of."""
+        """Append rows of the storage that this one becomes a copy of."""
         self.reader.running().append(rows)
 
     def replace(self, source: RowReader) -> None:
@@ -279,7 +279,7 @@ class RowWriter:
         self.__dict__.pop("_id_checks", None)  # it knew other rows
 
     def empty(self) -> None:
-        """Let no row of a ring be valid any more, and go on behind them."""
+        """Make every row of a ring invalid, and go on after them."""
         reader = self.reader
         with self.turn:
             engine = reader.running()
@@ -288,13 +288,13 @@ class RowWriter:
             engine.empty()
 
     def put_record(self, payload: bytes) -> None:
-        """As `DiskStorage.put_record`."""
+        """Implement `DiskStorage.put_record`."""
         with self.turn:
             self.reader.running().put_record(payload)
             self._staged = None
 
     def stage_record(self, payload: bytes) -> None:
-        """As `DiskStorage.stage_record`."""
+        """Implement `DiskStorage.stage_record`."""
         self.reader.require_open()
         check_record_size(payload)
         self._staged = bytes(payload)
@@ -302,11 +302,11 @@ class RowWriter:
     # --- runs -------------------------------------------------------------------------------------
 
     def claim(self, run: object, *, begins: bool = True) -> bool:
-        """As `DiskStorage.claim`."""
+        """Implement `DiskStorage.claim`."""
         with self.turn:
             other = self._other_than(run)
             if other and self._run_begun and begins:
-                gc.collect()  # one that was dropped may be part of a cycle
+                gc.collect()  # a run that was dropped may be part of a cycle
                 if self._other_than(run):
                     raise RunUnderWay(
                         f"another collector is writing a run to {self.path}: rows of two runs, one "
@@ -323,11 +323,11 @@ class RowWriter:
         return self._run is not None and self._run() not in (None, run)
 
     def has_claimed(self, run: object) -> bool:
-        """As `DiskStorage.has_claimed`."""
+        """Implement `DiskStorage.has_claimed`."""
         return self._run is not None and self._run() is run
 
     def release(self, run: object) -> None:
-        """As `DiskStorage.release`."""
+        """Implement `DiskStorage.release`."""
         if self._run is not None and self._run() is run:
             self._run = None
 
@@ -351,9 +351,9 @@ class RowWriter:
         *,
         items: bool = False,
     ) -> range:
-        """Append and commit; ``without`` names a column that may be there and is left out.
+        """Append and commit rows; ``without`` names a column that they may have, left out.
 
-        Rows are ``items`` of a replay buffer where each may be several transitions.
+        With ``items`` they come from a replay buffer, and each may be several transitions.
         """
         kind, came_from = type(rows), None
         tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
@@ -406,9 +406,9 @@ class RowWriter:
         return span
 
     def write_more(self, rows: TensorDictBase, without: Key | None, ids: Ids) -> None:
-        """As `write`, of more rows than a ring has, in pieces of which the last ones stay.
+        """Write more rows than a ring has, in pieces, of which the last ones stay.
 
-        They are a replay buffer's items. Whatever is refused is refused before the first piece is
+        The rows are items of a replay buffer. An error is raised before the first piece is
         written.
         """
         reader, came_from, rows = self.reader, origin_of(rows), oldest_first(rows)
@@ -423,7 +423,7 @@ class RowWriter:
                 self.write(piece, None, without, ids)
 
     def write_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
-        """As `DiskStorage.extend_fixed`."""
+        """Implement `DiskStorage.extend_fixed`."""
         reader = self.reader
         with self.turn:
             if reader.ring:
@@ -433,7 +433,7 @@ class RowWriter:
             return span
 
     def write_slot(self, slot: SlotRows, version: int, *, watched: bool) -> int:
-        """As `DiskStorage.extend_slot`."""
+        """Implement `DiskStorage.extend_slot`."""
         with self.turn:
             reader = self.reader
             engine, index = reader.engine, reader.trajectory_index
@@ -445,7 +445,7 @@ class RowWriter:
 
     @contextmanager
     def _noted(self, came_from: Told, own: bool) -> Iterator[None]:
-        """Note where rows come from that are written within it, unless these are refused."""
+        """Record where the rows come from that the context writes; undo it if they are refused."""
         engine, copied, known = self.reader.engine, self._copied, self._copied.copy
         if engine is not None:
             engine.require_writer()
@@ -466,7 +466,7 @@ class RowWriter:
 
     @cached_property
     def _id_checks(self) -> IdChecks | None:
-        """The checks of ids that are written; None if rows have no ids."""
+        """The checks of ids that callers write; None if rows have no ids."""
         return IdChecks(self.reader) if says_whose(self.reader.schema) else None
 
     def _renumbered(self, rows: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The folder of a storage that nobody wants to keep."""
+"""The folder of a temporary storage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 
 
 class TemporaryFolder:
-    """A new folder, which goes with what it was made for.
+    """A new folder, which is removed together with its storage.
 
-    Maps of files that are removed stay whole for whoever has them. A forked child leaves the
-    folder to its parent.
+    Maps of removed files stay valid. A forked child leaves the folder to its parent.
 
     Args:
-        mode: of the storage, which can only be a new one.
+        mode: the mode of the storage, which must be ``"create"``.
     """
 
     def __init__(self, mode: str) -> None:
@@ -27,20 +26,20 @@ class TemporaryFolder:
             raise ValueError(f"mode={mode!r} opens a storage that is there. Give its path.")
         self._folder = tempfile.mkdtemp(prefix="tallyroll-")
         self.rows = Path(self._folder) / "rows"
-        """Where the storage goes."""
+        """The path of the storage."""
 
     def remove(self) -> None:
-        """Remove it at once."""
+        """Remove the folder at once."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave_with(self, storage: Any, close: Callable[[], None]) -> Callable[[], Any]:
-        """Remove it when the storage goes, or this process; returns what does it now."""
+        """Remove the folder with the storage or this process; return a function that does it now."""
         return weakref.finalize(storage, _leave, self._folder, close, os.getpid())
 
 
 def _leave(folder: str, close: Callable[[], None], owner: int) -> None:
     if os.getpid() != owner:
         return
-    with contextlib.suppress(Exception):  # it goes, whatever state it is in
+    with contextlib.suppress(Exception):  # the folder is removed in any state
         close()
     shutil.rmtree(folder, ignore_errors=True)
