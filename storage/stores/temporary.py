@@ -33,7 +33,7 @@ class TemporaryFolder:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave_with(self, storage: Any, close: Callable[[], None]) -> Callable[[], Any]:
-        """Remove the folder with the storage or this process; return a function that does it now."""
+        """Remove the folder after the storage or process; return a function that does it now."""
         return weakref.finalize(storage, _leave, self._folder, close, os.getpid())
 
 

@@ -57,27 +57,27 @@ class LaneOrder:
 
     def __init__(self, at: np.ndarray, lane: np.ndarray, first: np.ndarray) -> None:
         self.at, self.lane, self.first = at, lane, first
-        # Vectors of environments give a row of each lane at a time: then little is to be done.
+        # Vectors of environments give one row a lane at a time: that case is quick.
         self._one_each = len(first) == len(at)
         self.own = lane if self._one_each else lane.take(first)
-        """The lanes that have rows, [lanes]."""
+        """The lanes that have rows in the chunk, [lanes]."""
         self.last = first if self._one_each else _lasts(first, len(at))
         """The last row of each, [lanes]."""
 
     @classmethod
     def of(cls, at: np.ndarray, lane: np.ndarray) -> LaneOrder:
-        """The order of rows ``at`` of a chunk that are in it already, by their lanes."""
+        """Return the order of rows ``at`` of a chunk, which are sorted by lane already."""
         begins = np.empty(len(lane), np.bool_)
         begins[:1] = True
         np.not_equal(lane[1:], lane[:-1], out=begins[1:])
         return cls(at, lane, begins.nonzero()[0])
 
     def before(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
-        """The value of the row before each row in its lane, [n].
+        """Return the value of the row before each row in its lane, [n].
 
         Args:
-            values: of the rows in this order, [n].
-            tails: of the last row before the chunk in every lane, [lanes].
+            values: the values of the rows in this order, [n].
+            tails: the value of the last row before the chunk in every lane, [lanes].
         """
         if self._one_each:
             return tails.take(self.lane)
@@ -91,18 +91,18 @@ class LaneOrder:
         tails.put(self.own, values if self._one_each else values.take(self.last))
 
     def carry(self, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
-        """As `before`, and `keep` the values for the next chunk."""
+        """Return the values of `before`, and `keep` these for the next chunk."""
         before = self.before(values, tails)
         self.keep(values, tails)
         return before
 
     def since(self, follows: np.ndarray, values: np.ndarray, tails: np.ndarray) -> np.ndarray:
-        """For each row the value of the one from which on rows follow one another, [n].
+        """Return for each row the value of the first row of its unbroken run, [n].
 
         Args:
-            follows: a row follows the one before it in its lane, bool [n].
-            values: of the rows in this order, [n].
-            tails: of every lane's last row before the chunk, the value found for it, [lanes].
+            follows: True if a row follows the one before it in its lane, bool [n].
+            values: the values of the rows in this order, [n].
+            tails: the value that this method found for every lane's last earlier row, [lanes].
         """
         if self._one_each:
             return np.where(follows, tails.take(self.lane), values)
@@ -115,7 +115,7 @@ class LaneOrder:
         return values.take(begun)
 
     def stretches(self, begins: np.ndarray) -> Stretches:
-        """Rows of a lane that follow one another, up to one that ``begins``, bool [n]."""
+        """Split each lane's rows into stretches at the rows that begin one, bool [n]."""
         begins = begins.copy()
         begins.put(self.first, True)
         start = begins.nonzero()[0]
@@ -124,7 +124,7 @@ class LaneOrder:
 
 
 class Stretches(LaneOrder):
-    """Stretches of the rows of an order, which come one after the other in their lanes as rows do.
+    """Stretches of rows of an order, themselves in the order of their lanes.
 
     ``at`` are their first rows, as indices into that order.
     """
@@ -136,13 +136,13 @@ class Stretches(LaneOrder):
     ) -> None:
         super().__init__(at, lane, first)
         self.until = until
-        """Their last rows, [n]."""
+        """The last row of each stretch, [n]."""
         self.length = until - at + 1
-        """Rows that each has, [n]."""
+        """The number of rows of each stretch, [n]."""
 
 
 def _lasts(first: np.ndarray, count: int) -> np.ndarray:
-    """The last entry of each part of ``count`` entries, of which ``first`` are the first ones."""
+    """Return the last entry of each part of ``count`` entries; ``first`` are the first ones."""
     last = np.empty_like(first)
     np.subtract(first[1:], 1, out=last[:-1])
     last[-1:] = count - 1
@@ -150,14 +150,14 @@ def _lasts(first: np.ndarray, count: int) -> np.ndarray:
 
 
 def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
-    """The order of rows by their lanes [n], n above 0.
+    """Return the order of rows by their lanes [n], n above 0.
 
     Args:
-        lane: a whole number a row.
+        lane: the lane of each row, a whole number.
         start: the first row's number, for messages.
 
     Raises:
-        CorruptStorage: a lane that cannot be.
+        CorruptStorage: a number that no lane can have.
     """
     key = lane
     if len(lane) > _FEW and lane.max() < 2**16 and lane.min() >= 0:
@@ -174,9 +174,9 @@ def lane_order(lane: np.ndarray, start: int = 0) -> LaneOrder:
 
 
 def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:
-    """The array itself if it has that many entries, else a longer copy that goes on with ``fill``.
+    """Return the array if it has ``length`` entries, else a longer copy that ends with ``fill``.
 
-    Twice as long at least, so that entries are moved once on average.
+    The copy is at least twice as long, so that entries are moved once on average.
     """
     if len(array) >= length:
         return array
@@ -186,7 +186,7 @@ def extended(array: np.ndarray, length: int, fill: Any) -> np.ndarray:
 
 
 def grown(array: np.ndarray, length: int) -> np.ndarray:
-    """As `extended`, with whatever values behind."""
+    """Return the array as `extended` does, with any values at the end."""
     if len(array) >= length:
         return array
     longer = np.empty((max(length, 2 * len(array)), *array.shape[1:]), array.dtype)

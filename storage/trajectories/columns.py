@@ -100,13 +100,13 @@ class RowOrder:
 
 
 def _left(reader: RowReader, rows: Chunk) -> Chunk:
-    """The rows without the first ones, if a writer overwrote them while they were copied."""
+    """Return the rows without the first ones that a writer overwrote during the copy."""
     gone = min(max(0, reader.span.start - rows.start), len(rows.ids)) if reader.ring else 0
     return rows.part(gone) if gone else rows
 
 
 def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
-    """Those of the columns that are not there, or not as they are read: one number a row, flags."""
+    """Return the columns that are missing, or are neither one number a row nor flags."""
     columns = {column.key: column for column in schema.columns}
     return [
         spell(key)
@@ -118,13 +118,13 @@ def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
 
 
 def numbers_of(column: np.ndarray) -> np.ndarray:
-    """Whole numbers [n, ...], one a row, as int64 [n]."""
+    """Return whole numbers [n, ...], one a row, as int64 [n]."""
     column = column if column.ndim == 1 else column.reshape(len(column))
     return column if column.dtype == np.int64 else column.astype(np.int64)
 
 
 def flags_of(column: np.ndarray) -> np.ndarray:
-    """Flags [n, ...], bools or numbers, as bools [n]: any of a row."""
+    """Return flags [n, ...], bools or numbers, as bools [n]: True if any of a row is set."""
     flags: np.ndarray = column if column.dtype == np.bool_ else column != 0
     if flags.ndim > 1:
         flags = flags.reshape(len(flags), math.prod(flags.shape[1:]))
@@ -133,6 +133,6 @@ def flags_of(column: np.ndarray) -> np.ndarray:
 
 
 def floats_of(bits: np.ndarray) -> np.ndarray:
-    """The numbers of bfloat16 columns, whose arrays hold their bits, as float32."""
+    """Return the numbers of bfloat16 columns, whose arrays hold their bits, as float32."""
     found: np.ndarray = (bits.astype(np.uint32) << 16).view(np.float32)
     return found

@@ -94,5 +94,5 @@ def _parse(content: bytes, dtype: np.dtype[Any]) -> np.ndarray:
 
 def _damaged(path: Path, why: str) -> DamagedTable:
     return DamagedTable(
-        f"{path} cannot be used: {why}. Delete it: the table is made anew from the rows."
+        f"{path} cannot be used: {why}. Delete it: the table is counted again from the rows."
     )

@@ -3,7 +3,7 @@
 Fields of a line:
 
 ================= ==============================================================================
-``id``, ``lane``  whose it is
+``id``, ``lane``  of the trajectory
 ``first_row``     number of its first row that was counted, and that row's step, ``first_step``:
                   0, unless the rows before were never stored or overwritten before they were
                   counted
@@ -11,11 +11,11 @@ Fields of a line:
 ``length``        rows counted
 ``return``        sum of their rewards; one for each where a row has several; NaN without rewards
 ``end``           how it ended: 0 open, 1 terminated (truncated too, perhaps), 2 truncated, 3 cut
-``version_first`` and ``version_last``: of the policy at these rows; -1 without one
+``version_first`` and ``version_last``: the policy's version at these rows; -1 without one
 ``reset_seed``    the seed of the reset that it began with, -1 if unknown
 ================= ==============================================================================
 
-Lines stand in the order of first rows.
+Lines are in the order of first rows.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tallyroll.storage.trajectories.by_lane import (
 
 END_OPEN, END_TERMINATED, END_TRUNCATED, END_CUT = range(4)
 END_NAMES: Final = ("open", "terminated", "truncated", "cut")
-"""What the codes of ``end`` mean."""
+"""The names of the codes of ``end``, in order."""
 
 _FIRST_ROOM = 64
 
 
 def table_dtype(reward_shape: tuple[int, ...] = ()) -> np.dtype[Any]:
-    """The dtype of a table; returns are vectors where rows have several rewards."""
+    """Return the dtype of a table; returns are vectors if rows have several rewards."""
     shape = () if all(size == 1 for size in reward_shape) else reward_shape
     return np.dtype(
         [
@@ -80,11 +80,11 @@ class RunSeeds:
 
     first_row: int
     lane_seeds: np.ndarray
-    """Of each lane's first reset, [lanes] or empty."""
+    """The seeds of each lane's first reset, [lanes] or empty."""
 
 
 def runs_of(entries: Sequence[Mapping[str, Any]]) -> list[RunSeeds]:
-    """The runs in a manifest. Seeds that are not whole numbers of 64 bits are left out."""
+    """Return the runs in a manifest, without seeds that are not whole numbers of 64 bits."""
     return [RunSeeds(entry["first_row"], _seeds_of(entry.get("lane_seeds"))) for entry in entries]
 
 
@@ -97,12 +97,12 @@ def _seeds_of(seeds: Any) -> np.ndarray:
 
 
 class Episodes:
-    """Counts trajectories as rows come.
+    """A table that counts trajectories as rows come.
 
     Args:
-        ring: slots of the ring, 0 where every row is kept. Of a ring only trajectories
-            are kept that have rows left.
-        reward_shape: of one row.
+        ring: slots of the ring, 0 if every row is kept. In a ring the lines of trajectories
+            without rows are dropped.
+        reward_shape: the shape of one row's reward.
     """
 
     def __init__(self, ring: int = 0, reward_shape: tuple[int, ...] = ()) -> None:
@@ -113,7 +113,7 @@ class Episodes:
         self._tail, self._tail_id = np.empty(0, np.int64), np.empty(0, np.int64)
         self._tail_step = np.empty(0, np.int64)  # of its last row
         self._since = self.seen = 0
-        """The rows up to this number are counted."""
+        """The number of rows that are counted."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -122,16 +122,16 @@ class Episodes:
         return dtype
 
     def last_row(self, id: int) -> int | None:
-        """The last row of a trajectory, None if it has none."""
+        """Return the last row of a trajectory, None if it has none."""
         found = np.flatnonzero(self._lines["id"][: self._count] == id)
         return int(self._lines["last_row"][found[-1]]) if len(found) else None
 
     def last_id(self, lane: int) -> int:
-        """The last trajectory of a lane, `NOBODY` without one."""
+        """Return the last trajectory of a lane, `NOBODY` without one."""
         return self._tail_id.item(lane) if lane < len(self._tail_id) else NOBODY
 
     def resume(self, lines: np.ndarray) -> None:
-        """Go on behind the lines of a table that `what_is_wrong` has nothing to say about."""
+        """Go on after the lines of a table in which `what_is_wrong` finds no fault."""
         self._begin_anew(0)
         self._lines = lines.copy() if len(lines) else self._lines
         self._count = len(lines)
@@ -143,16 +143,16 @@ class Episodes:
         self._since = self.seen if self._ring else 0
 
     def extend(self, rows: EpisodeRows, runs: Sequence[RunSeeds] = ()) -> None:
-        """Count the rows behind those seen.
+        """Count the rows after those that were counted.
 
-        If some were left out, for they are overwritten, all begins anew.
+        If ``rows`` begin later, because rows were overwritten, counting begins again with them.
 
         Args:
-            rows: in a ring no more than it has slots.
+            rows: in a ring, no more than it has slots.
             runs: all runs so far, by their first rows.
 
         Raises:
-            CorruptStorage: a lane that cannot be.
+            CorruptStorage: a number that no lane can have.
         """
         if rows.start > self.seen:
             self._begin_anew(rows.start)
@@ -165,7 +165,7 @@ class Episodes:
         self._tail[:], self._tail_id[:] = -1, NOBODY
 
     def _count_in(self, rows: EpisodeRows, order: LaneOrder, runs: Sequence[RunSeeds]) -> None:
-        """Take the rows of each trajectory together: a stretch, which begins a line or goes on."""
+        """Count each trajectory's rows as one stretch, which begins a line or extends one."""
         at = order.at
         self._know_lanes(int(order.lane[-1]) + 1)
         ids = rows.ids[at]
@@ -175,8 +175,8 @@ class Episodes:
             steps = rows.steps[at]
             begins |= order.carry(steps, self._tail_step) >= steps
         stretches = order.stretches(begins)
-        # From here on one entry a stretch. Those that do not begin go on with their lane's last
-        # line; all that do get new lines, numbered in the order of their first rows.
+        # From here on arrays have one entry a stretch. A stretch that begins a trajectory gets a
+        # new line, in the order of first rows; any other goes on with its lane's last line.
         start, last = stretches.at, at[stretches.until]
         fresh = begins[start]
         new = self._new_lines(rows, at[start[fresh]])
@@ -202,7 +202,7 @@ class Episodes:
         self._seed(line[fresh], before[fresh], runs)
 
     def _new_lines(self, rows: EpisodeRows, at: np.ndarray) -> np.ndarray:
-        """Begin lines at the rows of index ``at``; returns their numbers."""
+        """Begin lines at the rows of index ``at``; return the lines' numbers."""
         self._make_room(len(at), rows.stop)
         number = np.empty(len(at), np.int64)
         number[np.argsort(at)] = np.arange(self._count, self._count + len(at))
@@ -221,7 +221,7 @@ class Episodes:
         if self._count + more > len(self._lines):
             if self._ring:
                 self._forget(stop - self._ring)
-            # Half of it is free then, so that lines are moved once or twice on average.
+            # Half of the table is free then, so that lines are moved once or twice on average.
             self._lines = grown(self._lines, 2 * self._count + more)
 
     def _forget(self, first: int) -> None:
@@ -242,7 +242,7 @@ class Episodes:
         """Give the first trajectory of every lane in a run the lane's seed.
 
         Args:
-            line: new lines, [n].
+            line: the numbers of new lines, [n].
             before: the line before each in its lane, -1 without one, [n].
             runs: all runs so far.
         """
@@ -255,18 +255,18 @@ class Episodes:
         for number in np.unique(run[run >= 0]).tolist():
             begun, seeds = runs[number].first_row, runs[number].lane_seeds
             if begun < self._since:
-                continue  # whatever came first in it was not seen
+                continue  # its first trajectories were not counted
             mine = (run == number) & (rows_before < begun) & (lane < len(seeds))
             mine &= lines["first_step"][line] == 0
             lines["reset_seed"][line[mine]] = seeds[lane[mine]]
 
     def table(self, first: int = 0, active_from: int | None = None) -> np.ndarray:
-        """A copy of the lines of all trajectories that have rows from ``first`` on.
+        """Return a copy of the lines of all trajectories that have rows from ``first`` on.
 
         Args:
             first: the lowest row that is valid.
             active_from: trajectories that did not end, and have rows from this number on,
-                may go on; None where nobody writes.
+                may go on; None if no process writes.
         """
         table = self._lines[: self._count].copy()
         current = self._tail[self._tail >= 0]
@@ -277,7 +277,7 @@ class Episodes:
 
 
 def what_is_wrong(table: np.ndarray, head: int) -> str | None:
-    """Why these cannot be the lines of ``head`` rows, or None."""
+    """Return why these cannot be the lines of ``head`` rows, or None."""
     first, last, length = table["first_row"], table["last_row"], table["length"]
     checks = {
         "lines are not in the order of first rows": np.diff(first) <= 0,

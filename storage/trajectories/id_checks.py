@@ -1,8 +1,8 @@
-"""Trajectory ids of rows that are about to be written: new, or gone on with, and nobody else's.
+"""Check the trajectory ids of rows before they are written: each new, or the id to go on with.
 
-Collectors number their trajectories themselves and are not asked. Rows from elsewhere, such as
-another storage's, may have ids that are stored already, and would become rows of those
-trajectories.
+Collectors number their trajectories themselves, so that their rows are not checked. Rows from
+elsewhere, such as another storage's, may have ids that are stored already, and would become rows
+of those trajectories.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class IdChecks:
-    """Knows the ids of a storage well enough to tell whether a batch's are its own.
+    """Checks of the ids of a batch against those of a storage.
 
-    Most batches are told by one comparison: all ids are larger than any that is stored, or each
-    lane goes on with its last trajectory.
+    Most batches take one comparison: all ids are larger than any stored one, or each lane goes on
+    with its last trajectory.
     """
 
     def __init__(self, reader: RowReader) -> None:
@@ -49,32 +49,32 @@ class IdChecks:
         ends = [key for key in (TERMINATED, TRUNCATED) if key in keys]
         if len(ends) < 2 and DONE in keys:
             ends = [DONE]
-        # As `verify` has it: done alone may also say that a batch was cut there.
+        # As in `verify`: done alone may also mean that a batch was cut there.
         self._ends = [keys.index(key) for key in ends]
         self._order = RowOrder(reader.schema)
         self.seen = 0
-        """The rows up to this number are known."""
+        """The number of rows whose ids are known."""
         self._largest: int = NOBODY
-        # The last row of each lane, if its trajectory goes on: whose it is, and the step after
-        # it. Nobody's where it was not looked for.
+        # Of each lane's last row, if its trajectory goes on: the trajectory, and the next step.
+        # `NOBODY` if the row was not looked up.
         self._tail_id = np.empty(0, np.int64)
         self._tail_next = np.empty(0, np.int64)
         self._episodes: Episodes | None = None
-        """Their table, from the first batch on that asks for it."""
+        """The table of episodes, made for the first batch that needs it."""
         self._admitted: tuple[int, Any, Any, Any] | None = None
         self._replaces_all = False
-        """The batch fills the ring, so that no row that is stored now stays."""
+        """True if the batch fills the ring, so that no stored row stays."""
 
     def largest(self) -> int:
-        """The largest id of the rows that are there, `NOBODY` without any."""
+        """Return the largest id of the stored rows, `NOBODY` without any."""
         self._catch_up()
         return self._largest
 
     def admit(self, values: Sequence[Any]) -> None:
-        """Look at a batch, arrays or tensors [n, ...] by column, that is to be written next.
+        """Check the batch that is written next: arrays or tensors [n, ...], one a column.
 
         Raises:
-            TrajectoryIdTaken: its ids are not its own.
+            TrajectoryIdTaken: an id belongs to another trajectory.
         """
         if self.seen != self._reader.head:
             self._catch_up()
@@ -248,7 +248,10 @@ class IdChecks:
             )
 
     def _counted(self) -> Episodes:
-        """The table of all rows, of our own: nobody else's is to depend on who was asked."""
+        """Return the episode table of all rows.
+
+        These checks have a table of their own: the index must not depend on the batches checked.
+        """
         reader = self._reader
         if self._episodes is None:
             self._episodes = reader.trajectory_index.load(reader)
@@ -257,7 +260,7 @@ class IdChecks:
         return self._episodes
 
     def _why_not(self, row: int, step: int, lane: int) -> str | None:
-        """Why such a row cannot follow the stored row ``row`` in its trajectory."""
+        """Return why such a row cannot follow the stored row ``row`` in its trajectory, or None."""
         last = self._order.chunk(self._reader, row, row + 1)
         if int(last.lane[0]) != lane:
             return f"its last row is of lane {last.lane[0]}"
@@ -282,7 +285,7 @@ def _require_lanes(least: int, most: int, path: Path) -> None:
 
 
 def renumbered(ids: np.ndarray, base: int) -> np.ndarray:
-    """Ids [n, ...] moved up or down by one number, so that the smallest is ``base``.
+    """Return ids [n, ...], moved by one number so that the smallest is ``base``.
 
     Raises:
         TrajectoryIdTaken: they would not fit the column.

@@ -1,4 +1,4 @@
-"""The index of a storage's trajectories, brought up to its rows at every question."""
+"""The index of a storage's trajectories, brought up to date by every question."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _COUNTED = (*WHOSE, TERMINATED)
 
 
 class TrajectoryIndex:
-    """Links between rows and the table of episodes: each once somebody needs it, none before.
+    """Links between rows, and the table of episodes; each is built when a caller needs it.
 
-    A reader owns it, and it holds no reader, so that both go when nobody uses them.
-    Hold `lock` while using what it returns.
+    A reader owns its index. The index holds no reader, so that both are freed together.
+    Hold `lock` while you use links or a table.
     """
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class TrajectoryIndex:
         self._order: RowOrder | None = None
         self._links: RowLinks | None = None
         self.counted: Episodes | None = None
-        """The table as far as somebody wanted to know."""
+        """The table of episodes, up to the rows of the last question; None before the first."""
         self._in_file = -1
 
     def links(self, reader: RowReader) -> RowLinks:
-        """The links of all rows that are committed.
+        """Return the links of all committed rows.
 
         Raises:
             ColumnsMissing: the rows do not say which trajectory they belong to.
-            CorruptStorage: a lane that cannot be.
+            CorruptStorage: a number that no lane can have.
         """
         with self.lock:
             if self._links is None:
@@ -61,7 +61,7 @@ class TrajectoryIndex:
             return links
 
     def episodes(self, reader: RowReader) -> Episodes:
-        """The table of all rows that are committed; raises as `links`."""
+        """Return the table of all committed rows; raise as `links` does."""
         with self.lock:
             if self.counted is None:
                 _require(reader, _COUNTED)
@@ -74,7 +74,7 @@ class TrajectoryIndex:
             return episodes
 
     def table(self, reader: RowReader) -> np.ndarray:
-        """The lines of the trajectories that have rows left; raises as `links`."""
+        """Return the lines of the trajectories that have rows left; raise as `links` does."""
         with self.lock:
             return self.episodes(reader).table(reader.span.start, _active_from(reader))
 
@@ -84,13 +84,13 @@ class TrajectoryIndex:
         return self._order
 
     def load(self, reader: RowReader) -> Episodes:
-        """A table as far as its file goes, for anyone who counts from there on."""
+        """Return a new table with the lines of the file, from which the caller counts on."""
         shapes = {column.key: column.shape for column in reader.schema.columns}
         episodes = Episodes(reader.ring, shapes.get(REWARD, ()))
         try:
             lines = reader.episode_lines(episodes.dtype)
         except DamagedTable:
-            return episodes  # what is in it follows from the rows; `verify` tells
+            return episodes  # the rows say the same as the table; `verify` reports the damage
         with self.lock:
             if lines is not None and self._belongs(lines, reader):
                 episodes.resume(lines)
@@ -98,7 +98,7 @@ class TrajectoryIndex:
         return episodes
 
     def _belongs(self, lines: np.ndarray, reader: RowReader) -> bool:
-        """Whether the last trajectory of every lane in a table is where the table says."""
+        """Return whether the last trajectory of every lane in a table is where the table says."""
         last = np.full(int(lines["lane"].max(initial=-1)) + 1, -1)
         last[lines["lane"]] = np.arange(len(lines))
         line = lines[last[last >= 0]]
@@ -107,20 +107,20 @@ class TrajectoryIndex:
         return bool((ids == line["id"]).all())
 
     def make_way(self, reader: RowReader, rows: Any) -> None:
-        """Count what a batch of rows, or an index of them, will overwrite in a ring.
+        """Count the rows that a batch, or an index of its rows, will overwrite in a ring.
 
-        If anybody wants to know.
+        Without a table, which no caller has needed yet, nothing is counted.
         """
         episodes = self.counted
         if episodes is not None and reader.head + _length(rows) - episodes.seen > reader.ring:
-            with contextlib.suppress(CorruptStorage):  # whoever asks for the table is told
+            with contextlib.suppress(CorruptStorage):  # `table` raises it to its caller
                 self.episodes(reader)
 
     def save(self, reader: FileReader, *, synced: bool) -> None:
-        """Write the table of files that their writer is about to leave, if they can have one.
+        """Write the table beside the rows, before their writer closes, if they can have one.
 
         Raises:
-            StorageFull: no space; what was there stays.
+            StorageFull: no space; an older table stays.
             NotWritable: the file system does not let us write there.
         """
         with self.lock:
@@ -136,9 +136,9 @@ class TrajectoryIndex:
 
 
 def _active_from(reader: RowReader) -> int | None:
-    """The first row of the run that is being written, None where nobody writes.
+    """Return the first row of the run that is being written, None if no process writes.
 
-    Trajectories may go on from one copy to the next.
+    Runs that were copied in parts count as one, because their trajectories may go on.
     """
     if not reader.is_written:
         return None
@@ -150,7 +150,7 @@ def _active_from(reader: RowReader) -> int | None:
 
 
 def says_whose(schema: Schema) -> bool:
-    """Whether rows of these columns say to which trajectory they belong."""
+    """Return whether rows of these columns say to which trajectory they belong."""
     return not missing(schema, WHOSE)
 
 
@@ -158,13 +158,13 @@ def _require(reader: RowReader, keys: tuple[Key, ...]) -> None:
     if lacking := missing(reader.schema, keys):
         raise ColumnsMissing(
             f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row; flags for "
-            "ends), so that nobody knows which rows make a trajectory. Tallyroll's collectors "
+            "ends), which say which rows make a trajectory. Tallyroll's collectors "
             "write these columns; rows from elsewhere need them, too."
         )
 
 
 def _length(rows: Any) -> int:
-    """Rows of a batch; 0 of what is none, which will be refused."""
+    """Return the number of rows of a batch; 0 for another object, which is refused later."""
     if not isinstance(rows, (TensorDictBase, range, np.ndarray)):
         rows = next(iter(rows.values()), ()) if isinstance(rows, Mapping) else ()
     try:

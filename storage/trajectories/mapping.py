@@ -67,7 +67,7 @@ class Trajectories(Mapping[int, TensorDict]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Rows that each had when it was counted, int64 [trajectories]."""
+        """The number of rows of each when it was counted, int64 [trajectories]."""
         return self._field("length")
 
     @property
@@ -79,16 +79,16 @@ class Trajectories(Mapping[int, TensorDict]):
     def ends(self) -> np.ndarray:
         """The end of each: ``"terminated"``, ``"truncated"``, ``"cut"``, or still ``"open"``.
 
-        Text [trajectories]. Cut are those that neither ended nor go on: the next one of their
-        lane has begun, or nobody writes any more.
+        Text [trajectories]. A trajectory is cut if it neither ended nor goes on: the next one of
+        its lane has begun, or no process writes any more.
         """
         names: np.ndarray = np.array(END_NAMES)[self._field("end")]
         return names
 
     @property
     def whole(self) -> np.ndarray:
-        """Whether all rows of each are there, from step 0 on, bool [trajectories]."""
-        # The rows first: what is overwritten meanwhile is then told.
+        """True if all rows of a trajectory are there, from step 0 on, bool [trajectories]."""
+        # The table first: rows that are overwritten meanwhile are then missing from the span.
         table = self.table
         whole: np.ndarray = (table["first_step"] == 0) & (
             table["first_row"] >= self._reader.span.start

@@ -1,9 +1,9 @@
-"""From each row to the one before it and the one after it in its trajectory. Pure.
+"""Links from each row to the one before it and the one after it in its trajectory. Pure.
 
 Rows are numbered over all that were ever written. In a ring of ``size`` slots only the
-newest ``size`` of them have links; without one ``size`` is 0, and what is kept grows.
-Building costs a constant number of operations for every new row, and a walk along
-trajectories costs its length, whatever the storage holds.
+newest ``size`` of them have links; without one ``size`` is 0, and all rows have links.
+A new row costs a constant number of operations, and a walk along trajectories costs its
+length, however many rows the storage holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RowLinks:
     """Links between the rows of a storage.
 
     A row is linked to the row that is stored before it in its trajectory, and to the one
-    after it if that is the next step. Where it is not, some in between were never stored:
+    after it if that is the next step. If it is not, rows in between were never stored:
     slices and walks onward do not cross such a gap.
 
     Args:
@@ -35,9 +35,9 @@ class RowLinks:
     def __init__(self, ring: int = 0) -> None:
         self._ring = ring
         self.seen = 0
-        """The rows up to this number have links."""
-        # Distances, for they fit 32 bits where row numbers do not; 0 where there is nobody.
-        # And how many rows lie before each without a gap.
+        """The number of rows that have links."""
+        # Distances back and ahead, which fit 32 bits unlike row numbers; 0 without such a row.
+        # The depth is the number of rows before a row without a gap.
         self._back: np.ndarray = np.zeros(ring or _FIRST_ROOM, np.int32)
         self._ahead: np.ndarray = np.zeros_like(self._back)
         self._depth: np.ndarray = np.zeros_like(self._back)
@@ -47,12 +47,12 @@ class RowLinks:
         self._ends: dict[int, _Ends] = {}
 
     def extend(self, chunk: RowChunk) -> None:
-        """Link the rows behind those seen; in a ring no more at once than it has slots.
+        """Link the rows after those seen; in a ring no more at once than it has slots.
 
-        Rows left out between ``seen`` and the chunk are taken for overwritten.
+        Rows between ``seen`` and the chunk are taken for overwritten.
 
         Raises:
-            CorruptStorage: a lane that cannot be.
+            CorruptStorage: a number that no lane can have.
         """
         if len(chunk.ids):
             self._make_room(chunk.stop)
