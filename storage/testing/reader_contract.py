@@ -1,4 +1,4 @@
-"""What every reader of rows does: subclass `ReaderContract`."""
+"""Tests that every reader of rows must pass: subclass `ReaderContract`."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def collected() -> TensorDict:
         ("agents", "observation"): (torch.bfloat16, (2, 3)),
     }
     for key, (dtype, shape) in shapes.items():
-        # One more state a lane than it has rows, but the final ones are nobody's next.
+        # One more state a lane than it has rows; a final state is the next of no row.
         states = torch.rand(_SLOTS + 1, _LANES, *shape, generator=generator)
         finals = torch.rand(_SLOTS, _LANES, *shape, generator=generator)
         states, finals = ((255 * each + 1).to(dtype) for each in (states, finals))

@@ -1,6 +1,6 @@
-"""What every storage on disk does, whatever its format: subclass `StorageContract`.
+"""Tests that every storage on disk must pass, in any format: subclass `StorageContract`.
 
-Other processes come from a fork server, which has imported torch once.
+A fork server, which has imported torch once, starts other processes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([__name__, "h5py"])  # each process would import them anew
+SERVER.set_forkserver_preload([__name__, "h5py"])  # or each process would import them itself
 WAIT_SECONDS = 60.0
 
 DTYPES = (
@@ -189,7 +189,7 @@ def write_for_ever(
 
 
 def engine_of(storage: DiskStorage) -> Engine:
-    """What moves the rows of a storage that is open."""
+    """Return the engine of a storage that is open."""
     assert isinstance(storage.reader, FileReader)
     return storage.reader.running()
 
@@ -423,7 +423,7 @@ class StorageContract:
             assert_rows(storage, 10_000)
 
     def test_a_sampler_sees_true_rows_whatever_was_written_to_a_slice(self, path: Path) -> None:
-        """As a learner that marks the end of what it took."""
+        """Zero the flags of a slice, like a learner that marks the end of its rows."""
         with self.make(path, capacity=20_000) as storage:
             storage.extend(arrays(0, 5000))
             sampler = SliceSampler(slice_len=3, end_key=("next", "done"), cache_values=False)
@@ -1149,7 +1149,7 @@ class StorageContract:
             assert_rows(storage, 5)
 
     def test_dumps_refuses_a_copy_that_is_newer(self, five: Path, tmp_path: Path) -> None:
-        """As after the storage was restored from a copy that is older than the dump."""
+        """Dump from a storage that was restored from a copy older than the dump."""
         backup = tmp_path / "backup"
         backup.mkdir()
         for file in five.parent.glob(five.name + "*"):
@@ -1166,7 +1166,7 @@ class StorageContract:
 
 
 class GrowingStorageContract(StorageContract):
-    """What a storage does besides that grows while it is open."""
+    """Further tests of a storage that grows while it is open."""
 
     def test_threads_read_slices_while_rows_come(self, path: Path) -> None:
         done = threading.Event()

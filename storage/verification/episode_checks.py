@@ -31,13 +31,13 @@ _RTOL = 1e-9
 
 
 class EpisodeChecks:
-    """Counts trajectories anew, as far as a table goes, and compares.
+    """A check that counts the trajectories again, up to a table's last row, and compares.
 
-    A table is written when a writer closes, so that later rows are not in it.
+    A writer writes the table when it closes, so that later rows are not in it.
 
     Args:
-        reader: of the rows.
-        table: the lines.
+        reader: the reader of the rows.
+        table: the lines of the table.
         first: the lowest row that is valid.
     """
 
@@ -50,7 +50,7 @@ class EpisodeChecks:
         self._episodes: Episodes | None = Episodes(reader.ring, reward)
 
     def extend(self, start: int, stop: int) -> None:
-        """Count the rows ``[start, stop)``, behind those that were counted."""
+        """Count the rows ``[start, stop)``, which follow those that were counted."""
         stop = min(stop, self._stop)
         if self._episodes is None or start >= stop:
             return

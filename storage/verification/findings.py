@@ -1,4 +1,4 @@
-"""Findings of `verify`: frozen records, what gathers them, and rows that report them. Pure."""
+"""Findings of `verify`: frozen records, a collection of them, and rows that report them. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PLACES = 5
-"""A finding names that many places, the first ones."""
+"""The number of places that a finding names, the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Place:
     trajectory: int | None = None
     step: int | None = None
     column: str | None = None
-    """As messages spell it: ``next/observation``."""
+    """The column's name in messages, such as ``next/observation``."""
     what: str = ""
-    """What is there, and what was wanted."""
+    """The value that is there, and the expected one."""
 
     def __str__(self) -> str:
         parts = [] if self.row is None else [f"row {self.row:,}"]
@@ -41,9 +41,9 @@ class Finding:
     check: str
     """The check that found it, one of `CHECKS`."""
     message: str
-    """What is wrong, in one sentence."""
+    """The fault, in one sentence."""
     count: int
-    """At how many places."""
+    """The number of places."""
     places: tuple[Place, ...]
     """The first few of them."""
 
@@ -58,27 +58,27 @@ class Report:
 
     path: str
     format: str | None
-    """None where the storage is too damaged to be opened."""
+    """The name of the format; None if the storage is too damaged to be opened."""
     rows: int
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
     """The checks that were made."""
     skipped: Mapping[str, str]
-    """The checks that were not, and why."""
+    """The checks that were not made, and why."""
     notes: tuple[Finding, ...] = ()
-    """What is not as it should be, hurts no row, and goes as ``healing`` says: a power cut, or a
-    kill, left the storage open, and what was being written was cut short."""
+    """Faults that hurt no row, and that ``healing`` repairs: a power cut or a kill left the
+    storage open, and cut a write short."""
     healing: str | None = None
-    """How notes go; None where there is none."""
+    """The way to repair the notes; None without notes."""
 
     @property
     def sound(self) -> bool:
-        """Nothing is wrong as far as it was checked; there may be notes."""
+        """True if the checks found no fault; there may be notes."""
         return not self.findings
 
 
 class Findings:
-    """Gathers findings: counts their places, and keeps the first `PLACES` of each."""
+    """A collection of findings, with the count of their places and the first `PLACES` of each."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Finding] = {}
@@ -87,7 +87,7 @@ class Findings:
         return iter(self._found.values())
 
     def add(self, check: str, message: str, *places: Place, count: int = 1) -> None:
-        """Count ``message`` up, and keep those of ``places`` that are among the first."""
+        """Add ``count`` to a finding, and keep those of ``places`` that are among the first."""
         if (known := self._found.get((check, message))) is not None:
             places, count = known.places + places, known.count + count
         self._found[check, message] = Finding(check, message, count, places[:PLACES])
@@ -95,29 +95,29 @@ class Findings:
     def add_rows(
         self, check: str, message: str, rows: np.ndarray, place_of: Callable[[int], Place]
     ) -> None:
-        """As `add` for every one of ``rows`` [n], the lowest first.
+        """Add a finding at each of ``rows`` [n], the lowest first.
 
-        ``place_of`` takes an index into ``rows``.
+        ``place_of`` returns the place for an index into ``rows``.
         """
         if len(rows):
             lowest = np.argsort(rows, kind="stable")[:PLACES].tolist()
             self.add(check, message, *map(place_of, lowest), count=len(rows))
 
     def merge(self, other: Findings) -> None:
-        """Add what ``other`` gathered behind what is here."""
+        """Add the findings of ``other`` after those that are here."""
         for each in other:
             self.add(each.check, each.message, *each.places, count=each.count)
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedRows:
-    """Rows that follow one another in a storage, of which no more than their numbers is known."""
+    """Rows that follow one another in a storage, known by their numbers alone."""
 
     start: int
     """The first row's number."""
 
     def place(self, at: int, what: str, column: str | None = None) -> Place:
-        """The place of entry ``at``."""
+        """Return the place of entry ``at``."""
         return Place(row=self.start + at, column=column, what=what)
 
     def report(
@@ -130,9 +130,9 @@ class NumberedRows:
         at: np.ndarray | None = None,
         column: str | None = None,
     ) -> None:
-        """Add the entries that are ``wrong`` [n]; ``what`` takes an entry's index.
+        """Add a finding for the entries that are ``wrong`` [n]; ``what`` describes one by index.
 
-        ``at`` [n] says where among the rows they are, if not one behind the other.
+        ``at`` [n] are the entries' indices among the rows; None: entry i is row i.
         """
         where = np.flatnonzero(wrong)
         places = where if at is None else at[where]

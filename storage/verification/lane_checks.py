@@ -12,9 +12,9 @@ from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, extend
 from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
 
 _NONE = -1
-"""No row came before in this lane."""
+"""The number for: no row came before in this lane."""
 _VAGUE = -2
-"""One did, and nobody knows of which trajectory it is."""
+"""The number for: a row came before, but its trajectory is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class CheckedRows(NumberedRows):
     steps: np.ndarray
     lane: np.ndarray
     ended: np.ndarray
-    """Terminated or truncated."""
+    """True for rows that are terminated or truncated."""
     version: np.ndarray
 
     @property
@@ -34,24 +34,27 @@ class CheckedRows(NumberedRows):
         return self.start + len(self.ids)
 
     def place(self, at: int, what: str, column: str | None = None) -> Place:
-        """The place of entry ``at``."""
+        """Return the place of entry ``at``."""
         ids, lane, steps = int(self.ids[at]), int(self.lane[at]), int(self.steps[at])
         return Place(self.start + at, lane, ids, steps, column, what)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPairs:
-    """Rows of one trajectory, ``after[i]`` right behind ``before[i]``, by number."""
+    """Pairs of rows of one trajectory, by number: ``after[i]`` comes right after ``before[i]``."""
 
     before: np.ndarray
     after: np.ndarray
 
 
 class _Rows(NamedTuple):
-    """What is followed along the lanes: of rows, of those before them, or of each lane's last."""
+    """Five values of each row that the checks follow along the lanes.
+
+    The rows are those of a chunk, the rows before them, or each lane's last one.
+    """
 
     row: np.ndarray
-    """Its number, or `_NONE` or `_VAGUE`."""
+    """The number of the row, or `_NONE` or `_VAGUE`."""
     ids: np.ndarray
     steps: np.ndarray
     ended: np.ndarray
@@ -68,20 +71,20 @@ class _Series:
     chunk: CheckedRows
     order: LaneOrder
     vague: np.ndarray
-    """The row names two lanes: it stands in both, and what follows it is not judged by it."""
+    """True for a row that names two lanes: it is in both, and later rows are not judged by it."""
     rows: _Rows
     before: _Rows
     """The row before each in its lane."""
 
 
 class LaneChecks:
-    """Follows the lanes of one run through its rows, chunk by chunk.
+    """Checks that follow the lanes of one run through its rows, chunk by chunk.
 
-    What is kept are five numbers a lane. A row whose id belongs to another lane is reported and
-    left out of what follows.
+    They keep five numbers a lane. A row whose id belongs to another lane is reported, and left
+    out of the other checks.
 
     Args:
-        lanes: how many the run has, None where nobody knows.
+        lanes: the number of lanes of the run, None if it is unknown.
         floor: the largest id of earlier runs, -1 without one.
         late: the rows before the first ones are gone, so that trajectories may begin late.
     """
@@ -89,7 +92,7 @@ class LaneChecks:
     def __init__(self, lanes: int | None, *, floor: int = -1, late: bool = False) -> None:
         self._declared, self._floor, self._late = lanes, floor, late
         self.largest = floor
-        """The largest id so far, of those that a lane of the run can have."""
+        """The largest id so far among those that a lane of the run can have."""
         self._rest: int | None = None
         self._begun: list[np.ndarray] = []
         self._lanes = lanes or 0
@@ -124,7 +127,7 @@ class LaneChecks:
     # --- row by row -------------------------------------------------------------------------------
 
     def _check_owners(self, chunk: CheckedRows, findings: Findings) -> np.ndarray:
-        """Which rows [n] have a lane, and an id that is this lane's."""
+        """Return which rows [n] have a lane of the run and an id of this lane; report others."""
         lane, ids, lanes = chunk.lane, chunk.ids, self._lanes
         inside: np.ndarray = (lane >= 0) & (lane < lanes)
         chunk.report(
@@ -146,7 +149,10 @@ class LaneChecks:
         return owned
 
     def _most_common(self, rest: np.ndarray, lanes: int) -> int:
-        """Ids of lane l are rest + l + k * lanes: as most rows say; of equals, what is usual."""
+        """Return the rest of most rows, if ids of lane l are rest + l + k * lanes.
+
+        If several are equally frequent, prefer the one that a run usually begins with.
+        """
         votes = np.bincount(rest, minlength=lanes).astype(np.float64)
         votes[(self._floor + 1) % lanes] += 0.5
         return int(votes.argmax())
@@ -173,7 +179,7 @@ class LaneChecks:
         return _Series(chunk, order, vague, rows, _Rows(*map(order.carry, rows, self._tails)))
 
     def _in_order(self, chunk: CheckedRows, usable: np.ndarray) -> tuple[LaneOrder, np.ndarray]:
-        """The rows by lane and time, and which of them are vague."""
+        """Return the rows by lane and time, and which of them are vague."""
         if usable.all():
             return lane_order(chunk.lane, chunk.start), np.zeros(len(usable), np.bool_)
         good, bad = np.flatnonzero(usable), np.flatnonzero(~usable)
@@ -205,7 +211,7 @@ class LaneChecks:
         _check_steps(series, same, begins, findings)
         series.chunk.report(
             findings, "versions", "the policy's version goes back within a lane",
-            # Random actions, -1, may come again where a lane began anew.
+            # Random actions, -1, may come again if a lane began again.
             goes_back & ((rows.version >= 0) | same),
             lambda i: f"version {rows.version[i]} behind version {before.version[i]}",
             series.order.at,
@@ -222,7 +228,7 @@ def _check_steps(series: _Series, same: np.ndarray, begins: np.ndarray, findings
     wanted = np.where(same, series.before.steps + 1, 0)
     wrong: np.ndarray = (same | begins) & (steps != wanted)
     if wrong.any():
-        # A row behind a wrong one is right if it goes on as if that had been right.
+        # A row after a wrong one is right if it goes on from the wrong step.
         excused = wrong[:-1] & same[1:] & (steps[1:] == wanted[:-1] + 1)
         excused[series.order.first[1:] - 1] = False
         wrong[1:] &= ~excused
@@ -234,7 +240,7 @@ def _check_steps(series: _Series, same: np.ndarray, begins: np.ndarray, findings
 
 
 def _check_over(series: _Series, over: np.ndarray, findings: Findings) -> None:
-    """The place is the row that claims an end."""
+    """Report trajectories that go on after an end, at the row that claims the end."""
     before, where = series.before, np.flatnonzero(over)
     findings.add_rows(
         "ends", "a trajectory goes on behind its end", before.row[where],

@@ -19,17 +19,17 @@ from tallyroll.storage.verification.value_checks import batches, rows_with, word
 
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 _FEW_VALUES, _SHARE = 16, 1 / 4
-"""Of so few whole numbers some ends are all zero by chance; more than this share are not."""
+"""A final observation of at most 16 whole numbers is zero by chance at no more than 1/4 of ends."""
 _SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
-"""Of a chunk, to see how far an observation moves in a step."""
+"""The most rows of a chunk, and their bytes, that show how far an observation moves in a step."""
 _LEAST_STEPS, _MOST_STEPS = 6, 256
-"""That end no episode, before a last step is called far: as many as it has values, within these."""
+"""The limits of the steps to measure, one a value, before a last step is called far."""
 _LEAP = 2
-"""Times as far as in any step between: so a final observation is not reached, but lost."""
+"""A last step more than this many times as far as any other leads to a lost observation."""
 
 
 def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
-    """Observations: columns that occur alike at the root and under ``next``."""
+    """Return the observations: columns that are alike at the root and under ``next``."""
     found = []
     for key, column in columns.items():
         after = columns.get((NEXT, *key))
@@ -40,7 +40,7 @@ def observations_of(columns: Mapping[Key, Column]) -> list[Column]:
 
 
 class _Observation:
-    """One observation, and what is known of its zeros."""
+    """One observation, and counts of its zeros."""
 
     def __init__(
         self, column: Column, here: ColumnReader, next: ColumnReader, living: ColumnReader | None
@@ -49,31 +49,31 @@ class _Observation:
         self.name, self.next_name = spell(column.key), spell((NEXT, *column.key))
         self.here, self.next, self._row_nbytes = here, next, column.row_nbytes
         self.living = living
-        """Of a group of agents: who lives next."""
+        """The flags of agents that live next, for the observation of a group of agents."""
         whole = column.numpy_dtype.kind in "iu" and column.dtype != torch.bfloat16
         self.flags = whole
-        """All values are 0 or 1, as far as the rows were looked at: a mask, perhaps."""
+        """True while all values seen are 0 or 1: perhaps a mask."""
         self.few = whole and self.values <= _FEW_VALUES
-        """A row is a few whole numbers, all of which may be zero by chance."""
+        """True if a row is a few whole numbers, all of which may be zero by chance."""
         self.turned = 0
-        """Ends at which it is zero, and was not before."""
+        """The number of ends at which it is zero, and was not before."""
         self.zero_midway = False
-        """An episode comes to zero, or leaves it, without ending there."""
+        """True if an episode comes to zero, or leaves it, without ending there."""
         self.zero_ends, self.zero_with_all = Findings(), Findings()
         """Its zeros at ends, and those of them where all other observations are zero, too."""
         self.strides = np.zeros(self.values)
         """The most that each of its values changes in a step that ends no episode."""
         self.steps = 0
-        """How many of them were looked at."""
+        """The number of these steps that were measured."""
         self.leaps = np.zeros((0, self.values))
-        """The changes of the last steps before its zeros at ends, of the first few of them."""
+        """The changes in the last steps before its zeros at ends, of the first few of them."""
         self.by_design = True
-        """It is zero at all ends that are terminated, and at none that is truncated."""
+        """True if it is zero at all ends that are terminated, and at none that is truncated."""
         self.truncated = 0
-        """Ends that are truncated, where it is not zero."""
+        """The number of ends that are truncated, where it is not zero."""
 
     def differs(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Which rows ``after`` [n] do not begin with what came next in the rows ``before``."""
+        """Return which rows ``after`` [n] differ from the next observations of ``before``."""
         return rows_with(
             lambda part: words(self.next.take(before[part])) != words(self.here.take(after[part])),
             len(before),
@@ -83,7 +83,7 @@ class _Observation:
     def look_at_steps(
         self, chunk: CheckedRows, turns: np.ndarray, final: np.ndarray, terminated: np.ndarray
     ) -> None:
-        """Measure some steps that end nothing, and those to zero, at ``turns`` [n]."""
+        """Measure some steps that end no episode, and those to zero, at ``turns`` [n]."""
         start, rows = chunk.start, np.flatnonzero(~chunk.ended)
         most = max(1, min(_SAMPLE_ROWS, _SAMPLE_NBYTES // self._row_nbytes))
         rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
@@ -95,7 +95,7 @@ class _Observation:
             self.leaps = np.concatenate([self.leaps, self._change(start + last)])
         if self.by_design:
             others = np.flatnonzero(final & terminated & ~turns)[:most]
-            # Values times zero may be -0.0, whose bytes are not.
+            # By value: the bytes of -0.0 are not zero.
             self.by_design = (
                 not (turns & ~terminated).any()
                 and not self._values(self.next.take(start + others)).any()
@@ -103,12 +103,12 @@ class _Observation:
         self.truncated += int((final & ~terminated & ~turns).sum())
 
     def _values(self, found: np.ndarray) -> np.ndarray:
-        """Numbers [k, values] of an array [k, ...] of the column."""
+        """Return the numbers [k, values] of an array [k, ...] of the column."""
         found = floats_of(found) if self.dtype is torch.bfloat16 else found
         return found.reshape(len(found), self.values)
 
     def _change(self, rows: np.ndarray) -> np.ndarray:
-        """How far each value moves in rows [k]: [k, values]."""
+        """Return how far each value moves in rows [k]: [k, values]."""
         here, next = (self._values(each.take(rows)) for each in (self.here, self.next))
         with np.errstate(invalid="ignore", over="ignore"):
             wide = np.complex128 if here.dtype.kind == "c" else np.float64
@@ -116,7 +116,7 @@ class _Observation:
 
     @property
     def leapt(self) -> bool:
-        """Most zeros at ends are farther from the observation before than a step goes."""
+        """True if most zeros at ends are farther from the observation before than a step goes."""
         enough = max(_LEAST_STEPS, min(self.values, _MOST_STEPS))
         if self.steps < enough or (self.by_design and self.truncated):
             return False
@@ -124,7 +124,7 @@ class _Observation:
         return bool(2 * far.sum() > len(self.leaps))
 
     def look_for_flags(self, next: np.ndarray) -> None:
-        """Take notice of values that are neither 0 nor 1 in some of its next values [n, ...]."""
+        """Clear ``flags`` if one of these next values [n, ...] is neither 0 nor 1."""
         for part in batches(len(next), self._row_nbytes) if self.flags else ():
             if (next[part] >> 1).any():
                 self.flags = False
@@ -132,17 +132,17 @@ class _Observation:
 
 
 class ObservationChecks:
-    """Follows the observations in a collector's rows.
+    """Checks of the observations in a collector's rows.
 
-    Zero is a value like any other. A row that is zero now and next was never written where the
-    rows before or behind it in its trajectory say something else, and no episode comes to zero or
-    leaves it. A final observation of zeros was lost where zero is nowhere else, and where it is too
+    Zero is a value like any other. A row that is zero now and next was never written if the rows
+    before or after it in its trajectory say something else, and no episode comes to zero or leaves
+    it. A final observation of zeros was lost if no other observation is zero, or if zero is too
     far away: most last steps changed some value more than twice as much as any step that ended
-    nothing. So a goal at the origin, which is reached by a step, is none that was lost. A task may
-    show nothing at its goal: it does where all ends that are terminated are zero, and truncated
-    ones are there that are not. Without any of these it cannot be told from an environment that
-    lost them, and is reported; nor can lost ones be told from a goal where they lie a step away, or
-    where all episodes have one step.
+    no episode. So a goal at the origin, which a step reaches, is not reported. A task may show
+    zeros at its goal by design: then all ends that are terminated are zero, and some truncated
+    ones are not. A task that shows zeros without these signs looks like an environment that lost
+    them, and is reported; lost ones a step away from zero, or in episodes of one step, look like a
+    goal, and are not.
 
     Flags that are all off at an end, such as the mask of actions of a player that has none left,
     are values like others: bools always, whole numbers that are only 0 and 1 where another

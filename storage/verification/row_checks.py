@@ -122,7 +122,7 @@ class RowChecks:
     # --- the pass ---------------------------------------------------------------------------------
 
     def run(self, findings: Findings, tell: Callable[[int], None]) -> None:
-        """Check all rows; ``tell`` is told of the bytes that were read."""
+        """Check all rows; call ``tell`` with the number of bytes that were read."""
         lanes: LaneChecks | None = None
         for run, rows in self._parts():
             if lanes is None or not run.goes_on:

@@ -6,22 +6,22 @@ the final observation is bit for bit the observation with which the lane's next 
 That alone is no proof. In a bandit all observations are equal, and a task may end where it began,
 or where the next episode begins. So these are counted:
 
-- finals that equal the first observation that follows them in their lane: less than 9 of 10, and
-  the environment does not reset itself;
-- of these ends the telling ones, whose trajectory began with another observation than the one
-  that follows: of them less than 9 of 10, and it does not;
-- how surprising the telling ones are. One is a surprise if the observation that follows was not
-  the first of a trajectory before, or if after the last trajectory that began alike another one
-  followed; it is worth the logarithm of how seldom that observation follows, in bits. The first
-  two ends of a lane are none, for it may have places of its own. A task that goes to and fro
+- finals that equal the first observation that follows them in their lane: if less than 9 of 10
+  do, the environment does not reset itself;
+- the telling ends, whose trajectory began with another observation than the one that follows: if
+  less than 9 of 10 of their finals equal the one that follows, it does not;
+- the surprise of the telling ends. An end is a surprise if no trajectory before began with the
+  observation that follows, or if another one followed the last trajectory that began alike; it is
+  worth the logarithm of how seldom that observation follows, in bits. The first two ends of a
+  lane count for nothing, because a lane may have places of its own. A task that goes to and fro
   between two docks, or is home at every end, knows where the next episode begins. Only a
-  self-reset knows what is drawn: `BITS` are proof, whatever lies between the ends;
-- observations in mid-trajectory that equal the first one of their own trajectory. Where nothing is
-  a surprise, and less than 1 of 10 does, the environment may reset itself: a warning.
+  self-reset knows a start that is drawn at random: `BITS` of surprise are proof;
+- observations in mid-trajectory that equal the first one of their own trajectory. If no end is a
+  surprise, and less than 1 of 10 do, the environment may reset itself: a warning.
 
-It cannot be told whether environments reset themselves whose episodes have one step, nor whether
-those do that always begin alike, nor by the rows of a task whose reset keeps the state, or that
-visits eight or more places in turn: these look like self-resets, and ``finals="kept"`` says it.
+The rows of some environments do not show whether they reset themselves: if episodes have one step,
+or always begin alike. If a task's reset keeps the state, or visits eight or more places in turn,
+its rows look like those of a self-reset: its user declares ``finals="kept"``.
 
 An observation is compared as one number, a `digest` of its bytes: equal observations have equal
 digests, and different ones differ but for one chance in about 2**60. So NaN equals the same NaN.
@@ -41,21 +41,21 @@ from tallyroll.storage.verification.findings import PLACES
 from tallyroll.storage.verification.value_checks import batches, words
 
 LEAST = 16
-"""Ends, and four times the observations in mid-trajectory, before anything is said."""
+"""The least number of ends for a verdict, and four times that of observations in between."""
 MOST_INNER = 1024
-"""Observations in mid-trajectory that are compared in all, or `LEAST` a lane where that is more."""
+"""The most observations in mid-trajectory to compare, or `LEAST` a lane if that is more."""
 BITS = 1.5 * LEAST
-"""Of surprise, that an environment knew beforehand where its next episodes begin. By chance that
-is seen once in ``2 ** BITS`` runs."""
+"""The bits of surprise that prove that an environment knew where its next episodes begin. Chance
+gives so many once in ``2 ** BITS`` runs."""
 _FREE = 2
-"""Ends of every lane that are no surprise."""
+"""The number of first ends of every lane that are no surprise."""
 _INNER_AN_END = 16
 _INNER_A_LOOK = 256
 _PATIENCE = 256
-"""Ends after which, with `LEAST` more a lane, what is still undecided is left alone."""
+"""The number of ends, `LEAST` more a lane, after which an undecided environment is left alone."""
 
 Columns = Sequence[tuple[Callable[[np.ndarray], np.ndarray], int]]
-"""Of each column of an observation, what takes rows intp [k] of it, and the bytes of one row."""
+"""For each column of an observation, the function that takes rows intp [k], and a row's bytes."""
 
 
 class Verdict(Enum):
@@ -69,18 +69,18 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Counts of what was compared."""
+    """Counts of the comparisons."""
 
     ends: int = 0
     equal: int = 0
-    """Of these, the final observation equals the first one that follows in the lane."""
+    """Ends whose final observation equals the first one that follows in the lane."""
     telling: int = 0
-    """Of the ends, the trajectory began with another observation than the one that follows."""
+    """Ends whose trajectory began with another observation than the one that follows."""
     telling_equal: int = 0
     inner: int = 0
     """Observations in mid-trajectory."""
     inner_equal: int = 0
-    """Of these, equal to the first observation of their own trajectory."""
+    """Observations in mid-trajectory that equal the first one of their own trajectory."""
     bits: float = 0.0
     """The surprise of the telling ends that are equal."""
 
@@ -91,7 +91,7 @@ def judge(seen: Seen, least: int = LEAST) -> Verdict:
         return Verdict.UNDECIDED
     if not _agree(seen):
         return Verdict.FINE
-    if 4 * seen.inner < least:  # episodes of one step, as a bandit's: so may anything look
+    if 4 * seen.inner < least:  # episodes of one step, as a bandit's: they show nothing
         return Verdict.UNDECIDED
     if seen.bits >= BITS * least / LEAST:
         return Verdict.SELF_RESET
@@ -101,17 +101,17 @@ def judge(seen: Seen, least: int = LEAST) -> Verdict:
 
 
 def _agree(seen: Seen) -> bool:
-    """Nearly all finals, and of the telling ones, equal the first observation that follows."""
+    """Return whether 9 of 10 finals, and 9 of 10 telling ones, equal the start that follows."""
     return 10 * seen.equal >= 9 * seen.ends and 10 * seen.telling_equal >= 9 * seen.telling
 
 
 def surprise(lane: np.ndarray, own: np.ndarray, following: np.ndarray, told: np.ndarray) -> float:
-    """The bits by which the ends that ``told`` [n] surprise.
+    """Return the bits of surprise of the ends that ``told`` [n] marks.
 
     Args:
-        lane: of the ends [n], in turn.
+        lane: the lanes of the ends [n], in the order of time.
         own: digests [n] of the first observations of the trajectories that ended.
-        following: those of the first observations that follow.
+        following: digests [n] of the first observations that follow.
         told: bool [n], the telling ends whose final observation is the one that follows.
     """
     _, which, counts = np.unique(following, return_inverse=True, return_counts=True)
@@ -128,7 +128,7 @@ def surprise(lane: np.ndarray, own: np.ndarray, following: np.ndarray, told: np.
 
 
 def _earlier(lane: np.ndarray) -> np.ndarray:
-    """How many entries of the same lane come before each of ``lane`` [n]."""
+    """Return how many entries of the same lane come before each of ``lane`` [n]."""
     order = np.argsort(lane, kind="stable")
     first = np.searchsorted(lane[order], lane[order])
     found = np.empty(len(lane), np.int64)
@@ -138,22 +138,22 @@ def _earlier(lane: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Rows, each lane's in the order of time, whatever lies between them. Arrays are [n]."""
+    """Rows in which those of each lane are in the order of time. Arrays are [n]."""
 
     lane: np.ndarray
     step: np.ndarray
-    """Of the row within its trajectory; 0 where one begins."""
+    """The step of the row within its trajectory; 0 for the first."""
     ended: np.ndarray
     """bool, terminated or truncated."""
     terminated: np.ndarray
-    """bool. Ends of both kinds are judged apart, too: a time limit around an environment is kept
-    by one that does not reset itself then."""
+    """bool. The two kinds of ends are also judged apart: an environment may reset itself at its
+    own ends, and not at a time limit around it."""
     first: Columns
     """The observations that rows begin with."""
     next: Columns
-    """Their next observations."""
+    """The next observations of the rows."""
     valid: np.ndarray | None = None
-    """bool, the row's next observation is not known to be lost; None: none is."""
+    """bool, False if the row's next observation is known to be lost; None: none is."""
     start: int = 0
     """Number of the first row."""
 
@@ -166,26 +166,26 @@ _TAIL = {
     "kind": np.int64,  # 1 where terminated, else 0
     "row": np.int64,
 }
-"""What is known of a row, as far as the lane's next one needs it."""
+"""The values of a lane's last row that its next row is compared with."""
 _Tails = dict[str, np.ndarray]
 
 
 class SelfResets:
-    """Follow the rows of a run until it is decided whether its environment resets itself.
+    """A detector that follows the rows of a run until its verdict on the environment is clear.
 
     Args:
-        lanes: how many the run has.
+        lanes: the number of lanes of the run.
     """
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
         self.verdict = Verdict.UNDECIDED
         self.seen = Seen()
-        """Of the lanes, or of the kind of end, that the verdict is about; else of all."""
+        """The counts of the lanes, or of the kind of end, that the verdict is about; else all."""
         self.places: list[int] = []
         """Numbers of the first few ends whose final observation is the first one that follows."""
         self._tails: _Tails = {name: np.zeros(lanes, dtype) for name, dtype in _TAIL.items()}
-        """Of the last row of every lane, [lanes] each."""
+        """The values of the last row of every lane, [lanes] each."""
         self._counts = np.zeros((4, 2, lanes), np.int64)
         """Ends, equal ones, telling ones, telling equal ones: [4, kind, lane]."""
         self._ends = np.zeros((5, 0), np.uint64)
@@ -198,17 +198,17 @@ class SelfResets:
 
     @property
     def decided(self) -> bool:
-        """Nothing that comes can change the verdict, and nothing more is looked at."""
+        """True if later rows cannot change the verdict; they are ignored."""
         return self.verdict in (Verdict.FINE, Verdict.SELF_RESET)
 
     @property
     def curious(self) -> bool:
-        """Rows in mid-trajectory are looked at, too."""
+        """True while rows in mid-trajectory are compared, too."""
         return self._quota > 0
 
     @property
     def likely(self) -> bool:
-        """Too few ends for a verdict, at least 4, agree that the environment resets itself."""
+        """True if ends too few for a verdict, at least 4, all agree on a self-reset."""
         seen = self.seen
         agree = seen.equal == seen.ends and seen.telling_equal == seen.telling >= 2
         undecided = self.verdict is Verdict.UNDECIDED
@@ -234,7 +234,7 @@ class SelfResets:
             self._compare_inner(rows, inner, self._tails["first"][rows.lane[inner]])
 
     def forget(self, lanes: np.ndarray) -> None:
-        """Rows of ``lanes``, bool [lanes], are missing from here on."""
+        """Forget the last rows of ``lanes``, bool [lanes]: the rows after them are missing."""
         for name in ("ended", "known"):
             self._tails[name][lanes] = False
 
@@ -335,7 +335,7 @@ class SelfResets:
     def _seen(
         self, ends: np.ndarray, inner: np.ndarray, row: int = 0, value: int | None = None
     ) -> Seen:
-        """The counts [4] and [2], with the surprise of the ends that have ``value`` in a row."""
+        """Return the counts [4] and [2], with the surprise of ends with ``value`` in ``row``."""
         seen = Seen(*map(int, (*ends, *inner)))
         if not seen.telling or not _agree(seen):
             return seen
@@ -346,8 +346,8 @@ class SelfResets:
 
 
 def _around_ends(order: LaneOrder, ended: np.ndarray, begins: np.ndarray) -> LaneOrder:
-    """Of the rows in ``order`` those that begin or end a trajectory, their lanes' last ones, and
-    those in front of a beginning."""
+    """Return the rows of ``order`` that begin or end a trajectory, each lane's last row, and the
+    row before each beginning."""
     begun = begins[order.at]
     kept = begun | ended[order.at]
     kept[:-1] |= begun[1:]
@@ -363,7 +363,7 @@ def _factors(count: int) -> np.ndarray:
 
 
 def digests(columns: Columns, rows: np.ndarray) -> np.ndarray:
-    """Digests uint64 [k] of ``rows`` intp [k] of all ``columns``, in their order.
+    """Return digests uint64 [k] of ``rows`` intp [k] of all ``columns``, in their order.
 
     Large rows are taken few at a time.
     """
@@ -379,7 +379,7 @@ def digests(columns: Columns, rows: np.ndarray) -> np.ndarray:
 
 
 def digest(rows: np.ndarray) -> np.ndarray:
-    """Digests uint64 [n] of the bytes of C-contiguous ``rows`` [n, ...]."""
+    """Return digests uint64 [n] of the bytes of C-contiguous ``rows`` [n, ...]."""
     if not rows.size:
         return np.zeros(len(rows), np.uint64)
     mixed = words(rows).astype(np.uint64)

@@ -36,7 +36,7 @@ CHECKS: Mapping[str, str] = {
     "episodes": "the table of episodes says what the rows say",
     "checksums": "the bytes are those of a finalized storage",
 }
-"""What is checked, by name, in the order of the report."""
+"""The checks by name, with the rule of each, in the order of the report."""
 
 Progress = Callable[[int, int], object]
 _PATIENCE = 1000
@@ -54,23 +54,23 @@ def verify(
     progress: Progress | None = None,
     accept_copy: bool = False,
 ) -> Report:
-    """Read every committed row of a storage, and find what cannot have been written so.
+    """Read every committed row of a storage, and find rows that cannot have been written so.
 
-    In a storage that its writer did not close, after a power cut for one, files for other
-    libraries, the table of episodes, and a record that was being written, may be cut short: that
-    is a note, and no finding, for it hurts no row and goes with the next writer.
+    If a writer did not close a storage, because of a power cut, for one, then files for other
+    libraries, the table of episodes and the last record may be cut short. That is a note and no
+    finding: it hurts no row, and the next writer repairs it.
 
-    It takes a few numbers a lane, and so does not care how many rows there are. Another process
-    may write meanwhile: what was committed at the start is checked.
+    The checks keep a few numbers a lane, however many rows there are. Another process may write
+    meanwhile: the rows that were committed at the start are checked.
 
     Args:
         path: a storage, of any format.
         skip: names of `CHECKS` to leave out.
-        progress: told now and then how many bytes of how many were read.
-        accept_copy: look at a copy that was made while a writer had the storage open.
+        progress: called now and then with the bytes that were read, and with those of all rows.
+        accept_copy: check a copy that was made while a writer had the storage open.
 
     Raises:
-        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
+        CopyOfOpenStorage: the storage is such a copy, and ``accept_copy`` is False.
         OpenError: there is no storage at ``path``, or it may not be read.
         ValueError: ``skip`` names no check.
     """
@@ -94,7 +94,7 @@ class _Verification:
         self._reader, self._progress = reader, progress
         self._left_open = reader.left_open
         self._findings, self._notes = Findings(), Findings()
-        # What a cut short write leaves, and the next writer writes anew.
+        # Findings that a write cut short explains, and that the next writer repairs.
         self._cut_short = self._notes if self._left_open else self._findings
         self._skip, self._skipped = skip, dict.fromkeys(skip, "not wanted")
         self._done = self._total = 0
