@@ -1,0 +1,43 @@
+"""Plain English: docstrings and comments name the actor, and begin with a verb or a noun phrase."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BEGINNINGS = re.compile(r"\s*(What|Who|Of|Those|They|As|It)\b")
+WORDS = re.compile(r"\b(nobody|whoever|somebody|told|anew)\b", re.IGNORECASE)
+NAMES = re.compile(r"`+[^`]*`+|^ +\w+:", re.MULTILINE)
+"""Code in backquotes, and arguments in the list of them."""
+
+
+def faults_in(file: Path) -> Iterator[str]:
+    """Yield the place of every docstring and comment of a file that is not plain."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                if found := BEGINNINGS.match(text):
+                    yield f"{file}:{node.lineno}: a docstring begins with {found[1]}"
+                yield from words_in(text, f"{file}:{node.lineno}: a docstring")
+    with tokenize.open(file) as source:
+        for token in tokenize.generate_tokens(source.readline):
+            if token.type == tokenize.COMMENT:
+                yield from words_in(token.string, f"{file}:{token.start[0]}: a comment")
+
+
+def words_in(text: str, place: str) -> Iterator[str]:
+    """Yield each unwanted word of a text, outside of code."""
+    return (f"{place} says {word!r}" for word in WORDS.findall(NAMES.sub("", text)))
+
+
+@pytest.mark.parametrize("wing", ["storage"])
+def test_docstrings_and_comments_are_plain_english(wing: str) -> None:
+    files = sorted((ROOT / wing).rglob("*.py"))
+    assert files
+    assert not [fault for file in files for fault in faults_in(file)]
