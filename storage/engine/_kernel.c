@@ -1,8 +1,26 @@
-/* What small steps of environments spend most of their time on, in one call each.
+/* The work on which small steps of environments spend most of their time, one call for each task.
 
-   Optional: `kernel.py` says what stands in its place, and what each function means. Arguments are
-   tables of numbers, int64 in native order: addresses, sizes and counts of arrays that somebody in
-   Python keeps alive and within bounds. Nothing here knows of NumPy or torch. Python's stable ABI. */
+   The extension is optional: `kernel.py` describes every function, and the Python code that runs
+   without it. Arguments are tables of numbers, int64 in native order: addresses, sizes and counts
+   of arrays. Nothing here knows of NumPy or torch. Python's stable ABI.
+
+   Ownership. This file owns no memory but its stack, and frees nothing. A table is a Python bytes
+   object; the buffer that `open_table` takes keeps the table alive during the call. The table does
+   not keep the arrays at its addresses alive: the Python objects named below own these, hold them
+   for as long as they use the table, and keep every index within bounds.
+
+     table of                the table is kept by     the arrays at its addresses are kept by
+     copy_rows, commit_rows  Columns._tables          targets: Columns.arrays, maps of the files;
+                                                      sources: FixedRows.arrays, the slab's columns
+     gather_rows, appends    Columns._tables          the same
+     gather_rows, reads      Room.table               targets: Room.arrays; sources: Columns.arrays
+     the header              Header._places           Header._map, the map of its file
+     number_slots            SlabRows._table          SlabRows (columns, outputs), LaneState (state)
+     are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
+     carry, in store_slot    SlotRows.carry           the slab (rows), its driver's board (a number)
+     store_slot              SlotRows.plan: a tuple   as the tables in the plan, listed above
+     put_step                a step of SystemEnv      the slab, whose slot 0 the step writes
+     step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane) */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -18,7 +36,7 @@ typedef struct {
     Py_ssize_t count;
 } Table;
 
-/* A buffer of whole int64 words, at least `least` of them. */
+/* Open a buffer of whole int64 words, at least `least` of them. The caller must release it. */
 static int open_table(PyObject *object, Table *table, Py_ssize_t least)
 {
     if (PyObject_GetBuffer(object, &table->buffer, PyBUF_SIMPLE) < 0)
@@ -52,7 +70,7 @@ static inline char *at(int64_t address)
 #define FETCH(address) (void)(address)
 #endif
 #define LINE_NBYTES 64
-#define FETCHED_NBYTES 4096 /* of a row: the processor itself knows what follows */
+#define FETCHED_NBYTES 4096 /* of a row: the processor fetches the rest by itself */
 
 static inline void fetch(const char *row, int64_t size)
 {
@@ -60,8 +78,9 @@ static inline void fetch(const char *row, int64_t size)
         FETCH(row + byte);
 }
 
-/* Rows of `size` bytes from source[index[i]] to target[i]. They lie anywhere in memory: while one
-   is copied those that follow are fetched, so many that a fetch takes no longer than their turn. */
+/* Copy rows of `size` bytes from source[index[i]] to target[i]. The rows lie anywhere in memory, so
+   that later rows are fetched while one is copied, far enough ahead that each arrives in time.
+   Target, source and index belong to the caller's table and buffer. */
 static void gather(char *target, const char *source, int64_t size, const int64_t *index,
                    Py_ssize_t count)
 {
@@ -75,7 +94,7 @@ static void gather(char *target, const char *source, int64_t size, const int64_t
         memcpy(target + i * (bytes), source + index[i] * (bytes), (size_t)(bytes));                \
     }                                                                                              \
     break
-    switch (size) { /* a size that the compiler knows is one move */
+    switch (size) { /* the compiler copies a row of known size by one move */
     case 1: ROWS(1);
     case 2: ROWS(2);
     case 4: ROWS(4);
@@ -89,7 +108,9 @@ static void gather(char *target, const char *source, int64_t size, const int64_t
 
 enum { TARGET, SOURCE, ROW_NBYTES, COLUMN_WORDS };
 
-/* While much is copied other threads run: of little, to let them would take as long. */
+/* Let other threads run during a large copy; for a small one that takes as long as copying. The
+   Columns that call keep their maps alive meanwhile, even if another thread maps the files again;
+   the caller keeps the other arrays alive. */
 static PyThreadState *let_others_run(const Table *table, int64_t count)
 {
     int64_t row = 0;
@@ -98,7 +119,8 @@ static PyThreadState *let_others_run(const Table *table, int64_t count)
     return row * count > (1 << 16) ? PyEval_SaveThread() : NULL;
 }
 
-/* A run of rows of every column. */
+/* Copy rows [first, first + count) of every source to slots from `slot` on. The targets are the
+   storage's maps, which Columns owns; the sources are the slab, which FixedRows keeps alive. */
 static void copy_columns(const Table *table, int64_t slot, int64_t first, int64_t count)
 {
     PyThreadState *others = let_others_run(table, count);
@@ -129,7 +151,8 @@ static PyObject *copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-/* One word that others may read at any time: what was stored before is there when they see it. */
+/* Store a word that other processes may read at any time: a reader that sees it also sees every
+   earlier store. `where` is in the map of the header, which Header owns. */
 static void publish(char *where, uint64_t word)
 {
     __atomic_store_n((uint64_t *)where, word, __ATOMIC_RELEASE);
@@ -138,8 +161,9 @@ static void publish(char *where, uint64_t word)
 
 enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOT, HEADER_WORDS };
 
-/* Rows between the two words of a commit, `reserve` and `head`, which are the same `word`; before
-   `head` the record, whose sequence, the first word of its seal, comes last. */
+/* Commit rows: store `reserve`, copy the rows, write the record, and store `head`. Both counts are
+   the same `word`. The record's sequence, the first word of its seal, is written last. `header` and
+   `to` are addresses in the map that Header owns; `seal` and `record` belong to the caller. */
 static void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
                    const int64_t *header, char *to, uint64_t word, const char *seal, size_t sealed,
                    const char *record, size_t length)
@@ -154,7 +178,8 @@ static void commit(const Table *table, int64_t slot, int64_t first, int64_t coun
     publish(at(header[HEAD_WORD]), word);
 }
 
-/* commit_rows(table, slot, first, count, header, word, seal, record). Native order, as the tables. */
+/* commit_rows(table, slot, first, count, header, word, seal, record). Words are in native order, as
+   in the tables. The four buffers are held until the end of the call. */
 static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -191,8 +216,9 @@ header_failed:
     return NULL;
 }
 
-/* gather_rows(table, slot, index, rows): rows of every column, one behind the other from a slot on;
-   an IndexError, and nothing done, where one is not below `rows`. */
+/* gather_rows(table, slot, index, rows): copy rows of every column to slots from `slot` on; raise
+   IndexError, with nothing copied, if an index is not below `rows`. The index is an array of the
+   caller; its buffer is held until the end of the call. */
 static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -228,6 +254,8 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
+/* Words of the numbering table, which SlabRows makes and keeps. SlabRows holds the columns up to
+   LANE, and owns the outputs BEGUN, EPISODES and LARGEST; LaneState owns the arrays named STATE. */
 enum {
     LANES, STRIDE, TERMINATED, TRUNCATED, DONE, NEXT_VALID, MAKES_DONE, MAKES_TRUNCATED,
     REWARD, REWARD_IS_DOUBLE, VERSION, TRAJ_IDS, STEP, LANE,
@@ -237,7 +265,7 @@ enum {
 
 #define EPISODE_NBYTES 45
 
-/* An episode that ended, as the log has it. */
+/* Write an episode that ended, with the fields of the episode log, to EPISODES. */
 static void tell(char *to, int64_t id, int32_t lane, double total, int64_t length, char terminated,
                  int64_t first, int64_t last)
 {
@@ -250,7 +278,8 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
     memcpy(to + 37, &last, 8);
 }
 
-/* Number the rows of some slots; begun << 32 | ended. */
+/* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
+   the slab, to the arrays of LaneState, and to the outputs of SlabRows. */
 static int64_t number(const int64_t *t, int64_t slots, const char *taken)
 {
     const int64_t lanes = t[LANES];
@@ -330,7 +359,8 @@ static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t 
 enum { VALUES, KIND, SLOT_COUNT, LOW, HIGH, CHECK_WORDS };
 enum { F32, F64, I8, U8, I16, U16, I32, U32, I64, U64 };
 
-/* Every value of the first slots of every column is within its bounds. */
+/* Return whether every value of the first slots of every column is within its bounds. The values
+   belong to the slab, the bounds to the _SlotCheck of each column. */
 static int inside(const Table *table, int64_t slots)
 {
     int outside = 0;
@@ -357,7 +387,7 @@ static int inside(const Table *table, int64_t slots)
         case U32: LOOK(uint32_t)
         case I64: LOOK(int64_t)
         case U64: LOOK(uint64_t)
-        default: outside = 1; /* whoever takes the longer way finds out */
+        default: outside = 1; /* then the caller checks the column in Python */
         }
 #undef LOOK
     }
@@ -379,7 +409,7 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return PyBool_FromLong(all);
 }
 
-/* The check bits of a count, and the CRC-32 of bytes behind others. */
+/* Return a count with its check bits; `checksum` continues a CRC-32 over further bytes. */
 static uint64_t word_of(int64_t count)
 {
     uint32_t bits = 0;
@@ -419,7 +449,7 @@ static char *little_endian(char *to, uint64_t number, int nbytes)
 
 #define NUMBER_NBYTES 20
 
-/* Whether a template has so many places for numbers, "%d" each, and is short enough with them. */
+/* Return whether a template has `count` places for numbers, "%d" each, and fits a record. */
 static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
 {
     const Py_ssize_t most = length + NUMBER_NBYTES * count;
@@ -429,7 +459,8 @@ static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
     return count == 0 && most <= RECORD_NBYTES;
 }
 
-/* Such a template with the numbers in their places; returns its length. */
+/* Write such a template, which SlotRows owns, with the numbers in their places to `to`, a record on
+   the caller's stack; return its length. */
 static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t *numbers)
 {
     const char *begin = to, *end = from + length;
@@ -453,15 +484,18 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
     return (size_t)(to - begin);
 }
 
-/* What the numbers of a commit are, in their order: see `Kernel.store_slot`. */
+/* The numbers of a commit, in their order: see `Kernel.store_slot`. The objects that count them
+   (Header, Engine, Ledger and others) keep each in a dict; the tuple P_PLACES of the plan holds a
+   reference to every dict and key, so that they live as long as the plan, which SlotRows owns. */
 enum { HEAD, RESERVE, SEQUENCE, COMMITS, ENDED, NEXT_ID, RECORDED };
 enum { SLOTS, EXECUTED, RESET_SLOTS, STORED, DISCARDED, CARRIED, LOST };
 enum { P_NUMBERING, P_CHECKS, P_CARRY, P_COLUMNS, P_HEADER, P_AMOUNTS, P_TABLES,
        P_PLACES = P_TABLES, P_RECORD, P_RING, P_COUNTS, P_COMPLETE, P_WORDS };
 enum { MOST_NUMBERS = 64 };
 
-/* Numbers that Python keeps in dicts, at places that are a dict and a key each; -1 of None.
-   Returns 1 where all of them are of 64 bits, 0 where one is not, -1 after an error. */
+/* Read numbers that Python keeps in dicts; a place is a dict and a key, and None reads as -1.
+   Return 1 if all of them fit 64 bits, 0 if one does not, -1 after an error. All references here
+   are borrowed: from the plan, which the caller holds, and from its dicts. */
 static int read_numbers(PyObject *places, int64_t *numbers, Py_ssize_t count)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -501,7 +535,7 @@ static int write_numbers(PyObject *places, const int64_t *before, const int64_t 
     return 0;
 }
 
-/* Whether a trajectory begins or ends in the first slot. */
+/* Return whether a trajectory begins or ends in the first slot. */
 static int is_eventful(const int64_t *t)
 {
     const char *terminated = at(t[TERMINATED]), *truncated = at(t[TRUNCATED]), *done = at(t[DONE]);
@@ -512,7 +546,7 @@ static int is_eventful(const int64_t *t)
     return found;
 }
 
-/* The ledger's counts with those of a slot balance, and none is negative. */
+/* Return whether the ledger's counts, with those of the slot, balance and none is negative. */
 static int balances(const int64_t *counts, int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
@@ -523,7 +557,8 @@ static int balances(const int64_t *counts, int64_t count)
                counts[STORED] + counts[DISCARDED] + counts[CARRIED] + counts[LOST];
 }
 
-/* What was seen last is what is seen first in the slot after, and no slot is complete. */
+/* Copy the last observations to the beginning of the next slot, and set the number of complete
+   slots to 0. The slab owns the rows; its driver owns the number, at the first address. */
 static void carry(const Table *table)
 {
     const int64_t *column = table->words + 1, *end = table->words + table->count;
@@ -532,7 +567,7 @@ static void carry(const Table *table)
     *(int64_t *)at(table->words[0]) = 0;
 }
 
-/* store_slot(plan, room, version, watched) */
+/* store_slot(plan, room, version, watched). SlotRows owns the plan, and the plan its tables. */
 static PyObject *store_slot(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -596,7 +631,7 @@ static PyObject *store_slot(PyObject *self, PyObject *const *args, Py_ssize_t gi
     after[HEAD] = after[RESERVE] = head;
     after[SEQUENCE]++;
     after[COMMITS]++;
-    /* From here on nothing fails, and no signal's handler runs until all is done. */
+    /* From here on nothing fails, and no handler of a signal runs until the slot is stored. */
     for (int64_t lane = 0; lane < rows; lane++)
         ((int64_t *)at(t[VERSION]))[lane] = version;
     ended = number(t, 1, NULL) & 0xFFFFFFFF;
@@ -631,8 +666,9 @@ done:
     return stored;
 }
 
-/* nth_marked(marks, uniform, chosen): in each row of marks, one byte each, the index of one that is
-   marked, or of any where none is, by a double in [0, 1); int64. */
+/* nth_marked(marks, uniform, chosen): write to `chosen`, int64, for each row of marks, one byte
+   each, the index of a marked entry, drawn by a double in [0, 1); of any entry if none is marked.
+   The arrays belong to the caller; their buffers are held until the end of the call. */
 static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -677,7 +713,7 @@ static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t gi
     Py_RETURN_NONE;
 }
 
-/* Whether a buffer has these numbers, in the words of the struct module, and dimensions. */
+/* Return whether a buffer has this format, as in the struct module, and these dimensions. */
 static int is_like(const Py_buffer *view, const char *format, int64_t ndim, const int64_t *shape)
 {
     if (view->ndim != ndim || view->format == NULL || strcmp(view->format, format) != 0)
@@ -688,7 +724,7 @@ static int is_like(const Py_buffer *view, const char *format, int64_t ndim, cons
     return 1;
 }
 
-/* Copy rewards; 0 where they are no floats, or one is too large for where it goes. */
+/* Copy rewards to the slab at `to`; return 0 if they are no floats, or one becomes infinite. */
 static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const int64_t *lanes)
 {
     const int from_doubles = is_like(view, "d", 1, lanes);
@@ -708,10 +744,11 @@ static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const in
     return 1;
 }
 
-/* put_step(table, format, observation, reward, terminated, truncated): write what a step returned
-   to a slot; returns how many lanes ended, or -1 where something is not as the table says. Words:
-   the addresses of the observation, of the one that is seen next (or 0), of rewards, terminated and
-   truncated, whether rewards are doubles, lanes, and the observation's dimensions. */
+/* put_step(table, format, observation, reward, terminated, truncated): write the arrays of a step
+   to a slot; return how many lanes ended, or -1 if an array is not as the table says. Words of the
+   table: the addresses of the observation, of the one that the policy sees next (or 0), of rewards,
+   terminated and truncated, whether rewards are doubles, lanes, and the observation's dimensions.
+   The slab owns the addresses; the arrays of the step are held by their buffers until the end. */
 static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -746,7 +783,7 @@ done:
     while (opened)
         PyBuffer_Release(&views[--opened]);
     PyBuffer_Release(&table.buffer);
-    if (PyErr_Occurred()) { /* no such buffer */
+    if (PyErr_Occurred()) { /* an object without such a buffer: the caller writes it by NumPy */
         if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError)
             && !PyErr_ExceptionMatches(PyExc_TypeError))
             return NULL;
@@ -757,7 +794,8 @@ done:
 
 enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_LANES, L_RESETS, L_NBYTES, L_SHAPE };
 
-/* What an environment returned, as a tuple of so many. Takes the reference. */
+/* Return the values of an environment as a tuple of `wanted` of them, which the caller owns. The
+   reference `returned` is taken over. */
 static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
 {
     PyObject *parts = returned == NULL ? NULL : PySequence_Tuple(returned);
@@ -773,13 +811,14 @@ static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
 
 enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED };
 
-/* The type is that one of what is read without a question. */
+/* Return whether an object has the NumPy type at `kind`, which is read directly. LanesInTurn keeps
+   the tuple of readers. */
 static int is_of(PyObject *object, PyObject *readers, Py_ssize_t kind)
 {
     return (PyObject *)Py_TYPE(object) == PyTuple_GetItem(readers, kind);
 }
 
-/* A reward: floats and small integers at once, anything else as the reader has it. */
+/* Read a reward: floats and small integers directly, anything else by the reader's function. */
 static int as_double(PyObject *object, PyObject *readers, double *number)
 {
     int beyond = 0;
@@ -805,7 +844,7 @@ static int as_double(PyObject *object, PyObject *readers, double *number)
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* A flag: bools at once, anything else as the reader has it; -1 after an error. */
+/* Read a flag: bools directly, anything else by the reader's function; -1 after an error. */
 static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
 {
     if (object == Py_True || object == Py_False)
@@ -818,7 +857,8 @@ static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
     return flag;
 }
 
-/* Copy an observation; 0 where it is not an array of this dtype and shape. An error is none. */
+/* Copy an observation to the row `to` of the caller's array; return 0 if it is not an array of this
+   dtype and shape. Errors of its buffer are cleared: then the caller copies it by NumPy. */
 static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table)
 {
     const int64_t *t = table->words, *shape = t + L_SHAPE;
@@ -842,7 +882,9 @@ static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, co
     return same;
 }
 
-/* Step one lane, or reset it; 0, or -1 after an error. */
+/* Step one lane, or reset it; return 0, or -1 after an error. The list `seen` of LanesInTurn owns
+   the observation afterwards; the numbers go to the arrays of LanesInTurn at the table's addresses.
+   The caller holds a reference to `env` and `action`, which the environment's code might drop. */
 static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *name,
                      PyObject *action, PyObject *seen, PyObject *readers, int reset)
 {
@@ -871,7 +913,8 @@ static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *na
     return 0;
 }
 
-/* step_lanes(table, dtype, readers, envs, action, seen, ended, to) */
+/* step_lanes(table, dtype, readers, envs, action, seen, ended, to). LanesInTurn owns every argument
+   but the caller's `action` and `to`; the buffers of `ended` and `to` are held until the end. */
 static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -895,7 +938,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
             PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
         goto done;
     }
-    /* Where it is not contiguous the caller puts the observations together. */
+    /* If `to` is not contiguous, the caller copies the observations. */
     has_rows = PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
     if (!has_rows)
         PyErr_Clear();
@@ -928,7 +971,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         if (failed)
             goto done;
     }
-    /* Behind the last of them: a lane may be a view of what all have in common. */
+    /* After the last step: observations of several lanes may be views of one array. */
     for (int64_t lane = 0; put && lane < lanes; lane++) {
         PyObject *obs = PyList_GetItem(seen, lane);
         if (obs == NULL)
