@@ -29,7 +29,7 @@ new_tensordict: Callable[..., TensorDict] = TensorDict._new_unsafe
 
 
 def tensor_guards() -> Any:
-    """The class that compares tensors for torch's compiler, if it does what we rely on.
+    """Return the class that compares tensors for torch's compiler, if it does what we rely on.
 
     torch promises neither that nor that it stays. Without it every batch is made arrays.
     """
@@ -68,10 +68,10 @@ INITIALISE: Final = "_init"
 
 
 def attached_buffers(storage: Any) -> list[Any]:
-    """The replay buffers over a storage."""
+    """Return the replay buffers over a storage."""
     return list(storage._attached_entities_list)
 
 
 def counts_in_64_bits(writer: Any) -> bool:
-    """Whether a writer's cursor is no C integer of 32 bits."""
+    """Return whether a writer's cursor is no C integer of 32 bits."""
     return bool(writer._compilable)

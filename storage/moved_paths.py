@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module that has another name now."""
+        """Return the spec of a module that has another name now."""
         return ModuleSpec(fullname, self) if fullname in self._table else None
 
     def exec_module(self, module: ModuleType) -> None:

@@ -49,7 +49,7 @@ def n_step(
     reward_key: str | Key | Sequence[str | Key] | None = None,
     dtype: torch.dtype | None = None,
 ) -> TensorDict:
-    """Rows whose reward and next observation are those of up to ``n`` steps.
+    """Return rows whose reward and next observation are those of up to ``n`` steps.
 
     Each row goes on along its trajectory, wherever those rows lie, until ``n`` rewards are
     summed, the trajectory ends, or no more of it is stored. ``("next", "reward")`` is the sum of
@@ -125,7 +125,7 @@ def _require(reader: RowReader, keys: Sequence[Key]) -> None:
 
 
 def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
-    """The discount in float64; an array for a tensor of several."""
+    """Return the discount in float64; an array for a tensor of several."""
     several = isinstance(gamma, torch.Tensor) and gamma.numel() != 1
     found = torch.as_tensor(gamma).detach().double().numpy(force=True) if several else float(gamma)
     if not np.all((found >= 0) & (found <= 1)):
@@ -134,7 +134,7 @@ def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
 
 
 def _rewards(reader: RowReader, wanted: str | Key | Sequence[str | Key] | None) -> list[_Reward]:
-    """The rewards to sum."""
+    """Return the rewards to sum."""
     if wanted is None:
         keys = [key for key in reader.keys if key[0] == NEXT and key[-1] == REWARD[-1]]
     elif isinstance(wanted, str) or (isinstance(wanted, tuple) and isinstance(wanted[-1], str)):
@@ -310,7 +310,7 @@ def _summed(
 def _discounted(
     reward: _Reward, values: np.ndarray, used: np.ndarray, returns: _Returns, reader: RowReader
 ) -> torch.Tensor:
-    """The discounted sum of the rewards [n, rows, ...] that are used."""
+    """Return the discounted sum of the rewards [n, rows, ...] that are used."""
     column, gamma = reward.column, returns.gamma
     if isinstance(gamma, np.ndarray) and not _broadcasts(gamma.shape, column.shape):
         raise ValueError(
@@ -378,7 +378,7 @@ def _move_back(
 
 
 def _put_into(batch: TensorDictBase, found: TensorDict) -> TensorDict:
-    """The rows found, with what else the batch says of them: its index, its weights, ..."""
+    """Return the rows found, with what else the batch says of them: its index, its weights, ..."""
     if batch.device is not None:
         found = found.to(batch.device)
     known = set(found.keys(include_nested=True, leaves_only=True))

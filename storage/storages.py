@@ -312,7 +312,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         buffers.seat_writers(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which rows these are. The rows themselves are on disk already."""
+        """Return which rows these are. The rows themselves are on disk already."""
         return {"path": str(self.path), "id": self.reader.id, "head": self.head}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -473,7 +473,7 @@ def open_storage(
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
-    """The class for a storage that is at ``path``, or will be.
+    """Return the class for a storage that is at ``path``, or will be.
 
     Args:
         path: where it is. What is there decides; where nothing is, the suffix does

@@ -60,12 +60,12 @@ if os.environ.get("TALLYROLL_KERNEL") == "0":  # its older name
 
 
 def is_on(way: str) -> bool:
-    """Whether ``way`` may be taken."""
+    """Return whether ``way`` may be taken."""
     return way not in _off
 
 
 def off() -> frozenset[str]:
-    """The ways that are switched off."""
+    """Return the ways that are switched off."""
     return _off
 
 

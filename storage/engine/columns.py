@@ -103,7 +103,7 @@ class Columns:
         return (self.warm or self.are_few(count)) and slot + count <= self.room
 
     def are_few(self, count: int) -> bool:
-        """Whether ``count`` rows go through the map although its pages are new."""
+        """Return whether ``count`` rows go through the map although its pages are new."""
         return count * self._widest < _WRITE_NBYTES
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:

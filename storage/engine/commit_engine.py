@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def owns_lock(self) -> bool:
-        """Whether this process may write."""
+        """True if this process may write."""
         return self._lock is not None and not self._lock.lost and self._lock.stands
 
     @property
@@ -179,12 +179,12 @@ class Engine:
 
     @property
     def record_damaged(self) -> bool:
-        """Whether the newest record fails its check."""
+        """True if the newest record fails its check."""
         return self._header.record_damaged
 
     @property
     def left_open(self) -> bool:
-        """Whether a writer has the storage open, or did not close it."""
+        """True if a writer has the storage open, or did not close it."""
         return self._header.open
 
     def append(

@@ -18,7 +18,7 @@ from tallyroll.storage.rows.schema import Schema
 
 
 def manifest_of(format: Format) -> Manifest:
-    """The manifest at the format's path.
+    """Return the manifest at the format's path.
 
     Raises:
         StorageMissing: nothing is there.

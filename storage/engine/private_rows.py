@@ -134,7 +134,7 @@ class PrivateRows:
 
     @property
     def watches(self) -> bool:
-        """Whether `hold` may find an address in a lent area."""
+        """True if `hold` may find an address in a lent area."""
         return bool(self._leases)
 
     def hold(self, addresses: Sequence[int]) -> np.ndarray:

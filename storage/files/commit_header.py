@@ -309,7 +309,7 @@ class Header:
 
     @property
     def open(self) -> bool:
-        """Whether a writer has the storage open, or did not close it; False of version 2."""
+        """True if a writer has the storage open, or did not close it; False of version 2."""
         return self._knows_file and self._count(OPEN) != 0
 
     def begin_writing(self) -> None:

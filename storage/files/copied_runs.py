@@ -36,7 +36,7 @@ def is_copied(entry: Mapping[str, Any]) -> bool:
 
 
 def is_collected(entry: Mapping[str, Any]) -> bool:
-    """Whether the entry is a collector's, whose record counts its rows."""
+    """Return whether the entry is a collector's, whose record counts its rows."""
     return FIRST_ROW_OF_RUN in entry
 
 
@@ -48,19 +48,19 @@ def goes_on(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
 
 
 def copied_runs(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs that made the rows of a copy, as far as the entry has them."""
+    """Return the runs that made the rows of a copy, as far as the entry has them."""
     found = entry.get(_RUNS)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def runs_left_out(entry: Mapping[str, Any]) -> int:
-    """How many runs the entry of a copy leaves out."""
+    """Return how many runs the entry of a copy leaves out."""
     count = entry.get(_RUNS_LEFT_OUT)
     return count if type(count) is int and count > 0 else 0
 
 
 def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
-    """The storage that rows were copied from, and the first and the last of them there."""
+    """Return the storage that rows were copied from, and the first and the last of them there."""
     source = entry.get(COPIED)
     if not isinstance(source, dict) or not isinstance(id := source.get("id"), str):
         return None
@@ -117,7 +117,7 @@ def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], r
 
 
 def room_beside(others: Sequence[Mapping[str, Any]], most: int = ENTRY_NBYTES) -> int:
-    """The bytes of runs that one more copy may have, where a manifest has ``others``."""
+    """Return the bytes of runs that one more copy may have, where a manifest has ``others``."""
     copies = sum(len(json.dumps(each)) for each in others if is_copied(each))
     return min(most, _ALL_NBYTES - copies)
 
@@ -134,12 +134,12 @@ def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
 
 
 def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one more copy may stand among ``entries``."""
+    """Return whether one more copy may stand among ``entries``."""
     return sum(map(is_copied, entries)) < _MOST_COPIES
 
 
 def _nbytes_of(run: Any) -> float:
-    """Bytes of its JSON; infinitely many where it is none, or nested too deep."""
+    """Return bytes of its JSON; infinitely many where it is none, or nested too deep."""
     if _is_deep(run, _DEEPEST):
         return math.inf
     try:

@@ -33,7 +33,7 @@ _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "run
 def new_manifest(
     format_name: str, schema: Schema, runs: list[Any], id: str | None = None
 ) -> Manifest:
-    """The manifest of a new storage; ``id`` is given for a copy of another one."""
+    """Return the manifest of a new storage; ``id`` is given for a copy of another one."""
     return {
         "format": format_name,
         "format_version": FORMAT_VERSION,
@@ -45,7 +45,7 @@ def new_manifest(
 
 
 def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's entry: ``provenance`` as JSON, with the row that the run begins at.
+    """Return a run's entry: ``provenance`` as JSON, with the row that the run begins at.
 
     Raises:
         InvalidProvenance: it cannot be written as JSON.
@@ -61,7 +61,7 @@ def run_of(first_row: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_crc(schema: Schema) -> int:
-    """CRC-32 that binds a header to the schema in its manifest."""
+    """Return the CRC-32 that binds a header to the schema in its manifest."""
     return zlib.crc32(json.dumps(schema.to_json()).encode())
 
 
@@ -150,7 +150,7 @@ def _is_run(run: Any) -> bool:
 
 
 def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
-    """The attributes that show a manifest to other libraries: JSON texts.
+    """Return the attributes that show a manifest to other libraries: JSON texts.
 
     ``schema`` is its schema, and ``provenance`` what it is and the runs that wrote it,
     as many of the newest as fit into ``limit`` bytes.

@@ -43,7 +43,7 @@ _libc.mmap.argtypes = [
 
 
 def _mode(access: Access) -> tuple[int, int]:
-    """The flags and the protection of a map."""
+    """Return the flags and the protection of a map."""
     shared = access != "private"
     flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
     return flags, mmap.PROT_READ | (0 if access == "read" else mmap.PROT_WRITE)

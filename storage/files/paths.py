@@ -117,7 +117,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def open_column(inside: Inside, path: Path, flags: int) -> int:
-    """A descriptor of a column's file, or with O_DIRECTORY of its directory.
+    """Return a descriptor of a column's file, or with O_DIRECTORY of its directory.
 
     Args:
         inside: the storage's files.
@@ -140,7 +140,7 @@ def open_column(inside: Inside, path: Path, flags: int) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may write where ``path`` is, or would be."""
+    """Return bytes that this user may write where ``path`` is, or would be."""
     found = os.statvfs(nearest(path.absolute()))
     # A file system without blocks, such as /proc, does not say.
     return found.f_bavail * found.f_frsize if found.f_blocks else 2**63 - 1
@@ -220,7 +220,7 @@ def failed(
 
 
 def _shortage(path: Path, error: OSError, nbytes: int) -> str:
-    """The part of a sentence that says which limit was reached, if the system tells."""
+    """Return the part of a sentence that says which limit was reached, if the system tells."""
     try:
         found, free = os.statvfs(nearest(path.absolute())), str(free_bytes(path))
     except OSError:
@@ -239,7 +239,7 @@ def _shortage(path: Path, error: OSError, nbytes: int) -> str:
 
 
 def _other_kind(path: Path, error: OSError) -> str:
-    """A sentence for a link, or what is no plain file, in the place of a storage's file."""
+    """Return a sentence for a link, or what is no plain file, in the place of a storage's file."""
     what = Path(error.filename2 or error.filename or path)
     if what.is_symlink() or error.errno == errno.EMLINK:
         link = "a link" if what.is_symlink() else "a file that has another name, too"

@@ -226,7 +226,7 @@ class Format(ABC):
 
     @abstractmethod
     def written_aside(self) -> set[Path]:
-        """The files that are written aside, one or more in every directory of the format."""
+        """Return the files that are written aside, one or more in every directory of the format."""
 
     @told
     def settle(self) -> None:

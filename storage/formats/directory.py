@@ -28,7 +28,7 @@ class DirectoryFormat(Format):
 
     @abstractmethod
     def _owns(self, name: Path) -> bool:
-        """Whether a file of that name, from the root, may be one of the format's own."""
+        """Return whether a file of that name, from the root, may be one of the format's own."""
 
     def refuse_existing(self) -> None:
         """Accept a path where nothing is, an empty directory, or an unfinished creation."""

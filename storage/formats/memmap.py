@@ -239,18 +239,18 @@ def _map_column(file: int, column: Column, rows: int, access: Access) -> np.ndar
 
 
 def _encode(name: str) -> str:
-    """A name as tensordict spells it in file names."""
+    """Return a name as tensordict spells it in file names."""
     return "".join(f"%{ord(char):02X}" if char in _ENCODED else char for char in name)
 
 
 def _place_of(key: Key, *, leaf: bool) -> Path:
-    """The path of a column (``leaf``) or a group of columns, from the root."""
+    """Return the path of a column (``leaf``) or a group of columns, from the root."""
     *groups, name = map(_encode, key)
     return Path(*groups, name + ".memmap" if leaf else name)
 
 
 def _meta_of(schema: Schema, rows: int) -> dict[Path, dict[str, Any]]:
-    """The content of every directory's ``meta.json`` for ``rows`` rows."""
+    """Return the content of every directory's ``meta.json`` for ``rows`` rows."""
     levels: dict[Path, dict[str, Any]] = {}
     for column in schema.columns:
         for depth, name in enumerate(column.key):

@@ -54,7 +54,7 @@ def join(storage: DiskStorage, buffer: Any) -> None:
 
 
 def as_it_is(batch: Any) -> Any:
-    """The collate function: rows come out of a storage as a batch already."""
+    """Return the collate function: rows come out of a storage as a batch already."""
     return batch
 
 
@@ -98,7 +98,7 @@ def check_cursor(storage: DiskStorage, rows: range) -> None:
 
 
 def as_batch(data: Any, *, single: bool) -> TensorDictBase:
-    """The data that a TorchRL writer hands over, as a TensorDict [N].
+    """Return the data that a TorchRL writer hands over, as a TensorDict [N].
 
     Raises:
         RowsMismatch: not a TensorDict, nor a list of them.

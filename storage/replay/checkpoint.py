@@ -127,7 +127,7 @@ def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
 
 
 def _behind(target: RowReader, source: RowReader) -> bool:
-    """Whether rows of the source are missing; in a ring, also where it has others left.
+    """Return whether rows of the source are missing; in a ring, also where it has others left.
 
     Such a copy was interrupted, or one of the two was emptied.
     """

@@ -107,7 +107,7 @@ def _out_of_range(row: int, length: int) -> IndexOutOfRange:
 
 
 def consecutive(cursor: Any, ring: int = 0) -> range:
-    """The slots that a writer's cursor names, if they follow each other.
+    """Return the slots that a writer's cursor names, if they follow each other.
 
     TorchRL's writers pass an int or an arange tensor. In a ring of ``ring`` slots slot
     0 follows the last one, and the range counts on beyond it.
@@ -145,7 +145,7 @@ def consecutive(cursor: Any, ring: int = 0) -> range:
 
 @lru_cache(maxsize=4)
 def _counting(count: int) -> bytes:
-    """The bytes of 0, 1, 2, ...: to compare them costs half of what differences cost."""
+    """Return the bytes of 0, 1, 2, ...: to compare them costs half of what differences cost."""
     return np.arange(count).tobytes()
 
 

@@ -51,12 +51,12 @@ def as_key(key: str | tuple[str, ...]) -> Key:
 
 
 def spell(key: str | tuple[str, ...]) -> str:
-    """A key as users read and write it: ``next/observation``."""
+    """Return a key as users read and write it: ``next/observation``."""
     return key if isinstance(key, str) else "/".join(key)
 
 
 def can_be_stored(part: str) -> bool:
-    """Whether a file or a group can be called ``part``."""
+    """Return whether a file or a group can be called ``part``."""
     try:
         part.encode()
     except UnicodeEncodeError:
@@ -70,5 +70,5 @@ def is_init(key: Key, dtype: torch.dtype) -> bool:
 
 
 def is_done(key: Key, dtype: torch.dtype) -> bool:
-    """Whether a column says that an episode ended: at the root, or for a group of agents."""
+    """Return whether a column says that an episode ended: at the root, or for a group of agents."""
     return key == DONE or (key[0] == NEXT and key[-1] == DONE[-1] and dtype is torch.bool)

@@ -15,7 +15,7 @@ from tallyroll.storage.rows.keys import Key, spell
 
 
 def leaves(rows: Any, prefix: Key = ()) -> dict[Key, torch.Tensor]:
-    """The tensors of a nested TensorDict by key, depth first.
+    """Return the tensors of a nested TensorDict by key, depth first.
 
     Raises:
         InvalidSchema: a leaf is not a tensor.
@@ -139,7 +139,7 @@ class Nest:
             level.entries[key[-1]] = index
 
     def __call__(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
-        """A TensorDict whose tensors share the arrays' memory.
+        """Return a TensorDict whose tensors share the arrays' memory.
 
         ``batch`` is its batch size, but for what stands behind the rows.
         """
@@ -149,7 +149,7 @@ class Nest:
         return self.of_tensors(tensors, batch)
 
     def of_tensors(self, tensors: Sequence[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
-        """The same of tensors."""
+        """Return the same of tensors."""
         return _filled(self._plan, tensors, torch.Size(batch))
 
 

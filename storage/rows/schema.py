@@ -114,7 +114,7 @@ class Schema:
 
     @classmethod
     def of(cls, rows: TensorDictBase | Mapping[Key, np.ndarray]) -> Schema:
-        """The schema of a batch: ``rows`` has the rows in its first dimension, [N, ...].
+        """Return the schema of a batch: ``rows`` has the rows in its first dimension, [N, ...].
 
         Raises:
             InvalidSchema: something in it cannot be a column.
@@ -129,7 +129,7 @@ class Schema:
 
     @classmethod
     def of_leaves(cls, found: Mapping[Key, torch.Tensor], batch_dims: BatchDims) -> Schema:
-        """The schema of tensors [N, ...], whose TensorDicts had these batch dimensions.
+        """Return the schema of tensors [N, ...], whose TensorDicts had these batch dimensions.
 
         Raises:
             InvalidSchema: something in it cannot be a column.
@@ -161,12 +161,12 @@ class Schema:
         return key in self.keys
 
     def to_json(self) -> list[dict[str, Any]]:
-        """A JSON value that `from_json` reads back."""
+        """Return a JSON value that `from_json` reads back."""
         return [_column_to_json(column, dict(self.batch_dims)) for column in self.columns]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """The schema that `to_json` wrote.
+        """Return the schema that `to_json` wrote.
 
         Raises:
             InvalidSchema: ``value`` is something else.

@@ -19,7 +19,7 @@ def in_all_slots(slots: slice, first: int, ring: int) -> np.ndarray:
 
 
 def oldest_first(rows: TensorDictBase) -> TensorDictBase:
-    """The rows [n, ...] in the order of their numbers, where they say the number of each."""
+    """Return the rows [n, ...] in the order of their numbers, where they say the number of each."""
     numbers = numbers_of(rows)
     if numbers is None or (numbers[1:] >= numbers[:-1]).all():
         return rows

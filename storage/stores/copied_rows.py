@@ -41,7 +41,7 @@ class _Copy(NamedTuple):
     """`span` has the last row."""
 
     def has(self, origin: Origin, rows: range) -> bool:
-        """Whether the entry stays right when the rows ``rows`` of ``origin`` come, too."""
+        """Return whether the entry stays right when the rows ``rows`` of ``origin`` come, too."""
         return (
             origin.manifest is self.manifest
             and rows.start >= self.span.start
@@ -71,7 +71,7 @@ class CopiedRows:
         return self._copied or (self._collected and not own)
 
     def _look(self) -> Entry:
-        """The last entry, empty where there is none."""
+        """Return the last entry, empty where there is none."""
         if self._last is None:
             reader = self._writer.reader
             if reader.engine is None or not (runs := reader.runs):
@@ -81,14 +81,14 @@ class CopiedRows:
         return self._last
 
     def settled(self) -> list[Any]:
-        """The entries of the manifest, with the last row of what came in pieces."""
+        """Return the entries of the manifest, with the last row of what came in pieces."""
         runs, copy = self._writer.reader.runs, self.copy
         if copy is None or not (copy.in_pieces and copy.known):
             return runs
         return [*runs[:-1], self._entry_of(runs[-1], copy._replace(in_pieces=False), runs[:-1])]
 
     def goes_on(self, told: Told) -> bool:
-        """Whether the last entry is right for these rows, too."""
+        """Return whether the last entry is right for these rows, too."""
         return told is not None and self.copy is not None and self.copy.has(*told)
 
     def count(self, told: Told) -> None:
@@ -118,7 +118,7 @@ class CopiedRows:
         return False
 
     def first_entry(self, told: Told) -> Entry:
-        """The first entry of a new storage, made of such rows."""
+        """Return the first entry of a new storage, made of such rows."""
         return {} if told is None else self._entry_of({}, _copy_of(*told), [])
 
     def _note_copy(self, last: Entry, origin: Origin, rows: range) -> bool:

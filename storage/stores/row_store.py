@@ -124,7 +124,7 @@ class RowStore:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True if it was closed."""
         return self.reader.closed
 
     @property
@@ -152,7 +152,7 @@ class RowStore:
 
     @property
     def grows(self) -> bool:
-        """Whether space for more rows can be added to it while it is open."""
+        """True if space for more rows can be added to it while it is open."""
         return self.writer.grows
 
     @property
@@ -176,14 +176,14 @@ class RowStore:
         return self.writer.files.episodes_path
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Slots of rows by number [*]: the index of `column`.
+        """Return slots of rows by number [*]: the index of `column`.
 
         It is the one that `get` takes, too, but in a ring that was emptied.
         """
         return self.reader.slots_of(rows)
 
     def index_of(self, rows: np.ndarray) -> np.ndarray:
-        """The index by which `get` finds rows by number [*], which must be there."""
+        """Return the index by which `get` finds rows by number [*], which must be there."""
         return self.reader.index_of(rows)
 
     def __len__(self) -> int:
@@ -211,12 +211,12 @@ class RowStore:
 
     @property
     def record_damaged(self) -> bool:
-        """Whether the newest record was damaged, so that `record` is an older one or None."""
+        """True if the newest record was damaged, so that `record` is an older one or None."""
         return self.reader.record_damaged
 
     @property
     def left_open(self) -> bool:
-        """Whether a writer has the storage open, or did not close it: it was killed.
+        """True if a writer has the storage open, or did not close it: it was killed.
 
         A storage of version 2 does not say, and this is False.
         """

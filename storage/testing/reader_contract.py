@@ -273,7 +273,7 @@ class ReaderContract:
 
 
 def collected() -> TensorDict:
-    """Rows as a collector writes them: 47 steps of three lanes, slot by slot, [141]."""
+    """Return rows as a collector writes them: 47 steps of three lanes, slot by slot, [141]."""
     generator = torch.Generator().manual_seed(1)
     place = torch.arange(_LANES * _SLOTS)
     lane, slot = place % _LANES, place // _LANES

@@ -98,7 +98,7 @@ def _held_by_this_process() -> tuple[int, int]:
 
 
 def rows(start: int, count: int) -> TensorDict:
-    """Rows whose every value follows from the row's number."""
+    """Return rows whose every value follows from the row's number."""
     number = torch.arange(start, start + count)
     return TensorDict(
         {
@@ -135,7 +135,7 @@ def assert_rows(storage: DiskStorage, count: int, *, start: int = 0) -> None:
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """The digest of every file of a storage, but the lock, which names the last writer."""
+    """Return the digest of every file of a storage, but the lock, which names the last writer."""
     files = path.rglob("*") if path.is_dir() else path.parent.glob(path.name + "*")
     return {
         str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -145,13 +145,13 @@ def files_of(path: Path) -> dict[str, str]:
 
 
 def is_there(kind: type[DiskStorage], path: Path) -> bool:
-    """Whether the storage's creation was finished."""
+    """Return whether the storage's creation was finished."""
     return kind._format_class(path).stands()
 
 
 @contextlib.contextmanager
 def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """A process that runs `target(connection, *args)`; killed at the end."""
+    """Yield a process that runs `target(connection, *args)`; killed at the end."""
     here, there = SERVER.Pipe()
     child = SERVER.Process(target=target, args=(there, *args), daemon=True)
     child.start()
@@ -166,7 +166,7 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProce
 
 
 def receive(connection: Connection) -> Any:
-    """The next message, waited for with a limit."""
+    """Return the next message, waited for with a limit."""
     assert connection.poll(WAIT_SECONDS), "the other process said nothing"
     return connection.recv()
 

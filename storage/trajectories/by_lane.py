@@ -39,7 +39,7 @@ class RowChunk:
         return self.start + len(self.ids)
 
     def part(self, begin: int, stop: int | None = None) -> Self:
-        """Some of these rows, by their index."""
+        """Return some of these rows, by their index."""
         arrays = (getattr(self, each.name)[begin:stop] for each in fields(self)[1:])
         return type(self)(self.start + begin, *arrays)
 

@@ -69,7 +69,7 @@ class RowOrder:
         return _left(reader, RowChunk(start, *self._whose(reader, start, stop)))
 
     def episode_rows(self, reader: RowReader, start: int, stop: int) -> EpisodeRows:
-        """The rows that episodes are counted from, as `chunk`."""
+        """Return the rows that episodes are counted from, as `chunk`."""
         count = stop - start
         terminated, truncated = (
             flags_of(self._column(reader, key, start, stop))
@@ -92,7 +92,7 @@ class RowOrder:
         return [numbers_of(self._column(reader, key, start, stop)) for key in WHOSE]
 
     def _column(self, reader: RowReader, key: Key, start: int, stop: int) -> np.ndarray:
-        """Rows of one column, [stop - start, ...]."""
+        """Return rows of one column, [stop - start, ...]."""
         found = reader.column(key).slice(start, stop)
         if reader.ring:  # before anybody looks whether they were overwritten
             found = found.copy()

@@ -75,7 +75,7 @@ def read_table(inside: Inside, path: Path, dtype: np.dtype[Any], head: int) -> n
 
 
 def _parse(content: bytes, dtype: np.dtype[Any]) -> np.ndarray:
-    """The lines in a file of version 1.0 that has such lines."""
+    """Return the lines in a file of version 1.0 that has such lines."""
     # Not by NumPy, which makes whatever dtype is asked for, and has more errors and warnings.
     file = io.BytesIO(content)
     if np.lib.format.read_magic(file) != (1, 0):

@@ -196,7 +196,7 @@ class IdChecks:
             self._tail_next = np.resize(self._tail_next, len(self._tail_id))
 
     def _ended(self, values: Sequence[Any], at: np.ndarray) -> np.ndarray:
-        """Which of the rows ``at`` [n] end their trajectories, [n]."""
+        """Return which of the rows ``at`` [n] end their trajectories, [n]."""
         ended: np.ndarray = np.zeros(len(at), np.bool_)
         for place in self._ends:
             ended |= flags_of(_array(values[place])).take(at)

@@ -114,7 +114,7 @@ class Trajectories(Mapping[int, TensorDict]):
             return False
 
     def rows_of(self, id: Any) -> np.ndarray:
-        """The numbers of a trajectory's rows, in time order, [rows].
+        """Return the numbers of a trajectory's rows, in time order, [rows].
 
         Raises:
             UnknownTrajectory: no row of it is stored.
@@ -129,7 +129,7 @@ class Trajectories(Mapping[int, TensorDict]):
             return self._index.links(reader).back_from(last, first)
 
     def __getitem__(self, id: int) -> TensorDict:
-        """The rows of a trajectory, batch size [rows]; raises as `rows_of`."""
+        """Return the rows of a trajectory, batch size [rows]; raise as `rows_of`."""
         found = self._rows(self.rows_of(id))
         if not len(found):
             raise _unknown(self._reader, id)
@@ -140,7 +140,7 @@ class Trajectories(Mapping[int, TensorDict]):
         return _Items(self, self._each)
 
     def values(self) -> ValuesView[TensorDict]:
-        """The rows of one trajectory after the other."""
+        """Return the rows of one trajectory after the other."""
         return _Values(self, self._each)
 
     def _each(self) -> Iterator[tuple[int, TensorDict]]:
@@ -153,7 +153,7 @@ class Trajectories(Mapping[int, TensorDict]):
                 yield id, found
 
     def _rows(self, rows: np.ndarray) -> TensorDict:
-        """The rows of these numbers [n] that are left, copied."""
+        """Return the rows of these numbers [n] that are left, copied."""
         reader = self._reader
         arrays = reader.copies(rows)
         # Overwritten while they were copied: the first ones.
@@ -246,7 +246,7 @@ def draw(
 
 
 def done_keys(schema: Schema) -> list[Key]:
-    """Every done column, that of the root and those of groups.
+    """Return every done column, that of the root and those of groups.
 
     None where the root has none: then nothing says whether a trajectory goes on.
     """
@@ -256,14 +256,14 @@ def done_keys(schema: Schema) -> list[Key]:
 
 
 def init_keys(schema: Schema) -> list[Key]:
-    """Every column that says where recurrent modules begin."""
+    """Return every column that says where recurrent modules begin."""
     return [each.key for each in schema.columns if is_init(each.key, each.dtype)]
 
 
 def slice_marks(
     dones: Mapping[Key, np.ndarray], num_slices: int, slice_len: int
 ) -> dict[Key, torch.Tensor]:
-    """Values at the last row of each slice that differ from the stored ones, by key.
+    """Return values at the last row of each slice that differ from the stored ones, by key.
 
     Args:
         dones: copies of what is stored, bool [num_slices * slice_len, ...], which are written.

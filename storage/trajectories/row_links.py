@@ -120,7 +120,7 @@ class RowLinks:
         return np.array(found[::-1])
 
     def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
-        """The ``length`` rows up to each of ``ends`` [n] in its trajectory, [n, length].
+        """Return the ``length`` rows up to each of ``ends`` [n] in its trajectory, [n, length].
 
         What lies before the first one is the first one again, and in a ring rows below the
         oldest that is left stand for anything.
@@ -134,7 +134,7 @@ class RowLinks:
         return np.ascontiguousarray(rows.T)
 
     def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """The ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
+        """Return the ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
 
         What lies behind the last one is the last one again.
         """

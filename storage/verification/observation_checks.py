@@ -270,7 +270,7 @@ def _other_than(name: str, before: np.ndarray, at: int) -> str:
 
 
 def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.ndarray) -> bool:
-    """Whether a broken link begins or ends at one of ``rows`` [n] of the chunk."""
+    """Return whether a broken link begins or ends at one of ``rows`` [n] of the chunk."""
     if not (broken.any() and rows.any()):
         return False
     before = links.before[broken & (links.before >= chunk.start)]
@@ -279,7 +279,7 @@ def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.n
 
 
 def _comes_or_goes(chunk: CheckedRows, links: RowPairs, here: np.ndarray, next: np.ndarray) -> bool:
-    """Some episode comes to zero or leaves it, and the row before or behind agrees."""
+    """Return some episode comes to zero or leaves it, and the row before or behind agrees."""
     inside = links.before >= chunk.start
     before, after = links.before[inside] - chunk.start, links.after[inside] - chunk.start
     comes = ~here[before] & next[before] & here[after]

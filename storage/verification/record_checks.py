@@ -71,7 +71,7 @@ def _entry_of(entry: Mapping[str, Any]) -> RunEntry:
 
 
 def _made_by(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs that made an entry's rows, none where one of them is not known."""
+    """Return the runs that made an entry's rows, none where one of them is not known."""
     if not is_copied(entry):
         return [entry]
     found = [_made_by(run) for run in copied_runs(entry)]
@@ -100,7 +100,7 @@ def _problem_of(entry: Mapping[str, Any], least: int, head: int) -> str | None:
 def check_record(
     record: tuple[int, bytes] | None, runs: list[RunEntry], head: int, findings: Findings
 ) -> RunRecord | None:
-    """The newest record, checked against the runs; None where no collector wrote one.
+    """Return the newest record, checked against the runs; None where no collector wrote one.
 
     ``head`` rows were committed when the record was read.
     """

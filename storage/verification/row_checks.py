@@ -155,7 +155,7 @@ class RowChecks:
             self.largest_id = max(self.largest_id, lanes.largest)
 
     def _parts(self) -> Iterator[tuple[RunEntry, range]]:
-        """Each run with its valid rows."""
+        """Yield each run with its valid rows."""
         runs = self._runs or [RunEntry(0)]
         stops = [*(run.first_row for run in runs[1:]), self.span.stop]
         for run, stop in zip(runs, stops, strict=True):
@@ -200,7 +200,7 @@ class RowChecks:
         return self._values[key].slice(part.start, part.stop).reshape(-1)
 
     def _chunk(self, part: range, ended: np.ndarray | None) -> CheckedRows | None:
-        """The rows with what a collector says of them, None where not all of it is there."""
+        """Return the rows with what a collector says of them, None where not all of it is there."""
         if not self._followed or ended is None:
             return None
         ids, steps, lane = (self._scalar(key, part).astype(np.int64) for key in _NUMBERS)

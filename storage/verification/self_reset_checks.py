@@ -65,7 +65,7 @@ class ResetChecks:
         resets.look(Ends(lane, steps, ended, terminated, first, next, valid, chunk.start))
 
     def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
-        """The findings on the run, a continued one included, that ``run`` belongs to."""
+        """Return the findings on the run, a continued one included, that ``run`` belongs to."""
         origin = run.first_row if run.origin is None else run.origin
         lanes = run.lanes
         if lanes is None:  # no collector wrote it: as many as its first rows have

@@ -142,7 +142,7 @@ class _Verification:
         )
 
     def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
-        """The rows that are committed, and the record that was written with them."""
+        """Return the rows that are committed, and the record that was written with them."""
         for _ in range(_PATIENCE):
             head, record = self._reader.head, self._reader.record
             if self._reader.head == head:
@@ -161,7 +161,7 @@ class _Verification:
             self._skipped.setdefault("metadata", str(error))
 
     def _table(self) -> np.ndarray | None:
-        """The table of episodes, where there is one that can be read."""
+        """Return the table of episodes, where there is one that can be read."""
         columns = self._reader.schema.columns
         reward = next((each.shape for each in columns if each.key == REWARD), ())
         try:
@@ -181,7 +181,7 @@ class _Verification:
             self._progress(self._done, self._total)
 
     def _listed(self, gathered: Findings) -> tuple[Finding, ...]:
-        """The findings of the checks that are wanted, in the order of the checks."""
+        """Return the findings of the checks that are wanted, in the order of the checks."""
         wanted = [name for name in CHECKS if name not in self._skip]
         return tuple(found for name in wanted for found in gathered if found.check == name)
 

@@ -19,7 +19,7 @@ _LONG_RUN = 1024
 
 
 def holds_numbers(column: Column) -> bool:
-    """Whether the column's values can be NaN."""
+    """Return whether the column's values can be NaN."""
     return column.dtype.is_floating_point or column.dtype.is_complex
 
 
@@ -39,7 +39,7 @@ def words(rows: np.ndarray) -> np.ndarray:
 
 
 def zero_rows(rows: np.ndarray) -> np.ndarray:
-    """Which rows of ``words`` [n, k] are zero."""
+    """Return which rows of ``words`` [n, k] are zero."""
     found: np.ndarray = rows[:, 0] == 0
     for width in (_FEW_WORDS, rows.shape[1]):
         if rows.shape[1] > 1 and found.any():
@@ -60,7 +60,7 @@ def rows_with(bad: Callable[[slice], np.ndarray], count: int, row_nbytes: int) -
 
 
 def not_finite(column: Column, rows: np.ndarray, *, infinity: bool) -> np.ndarray:
-    """Which rows [n, ...] of a column hold NaN, or infinity where that is wrong, too."""
+    """Return which rows [n, ...] of a column hold NaN, or infinity where that is wrong, too."""
     flat = rows.reshape(len(rows), math.prod(column.shape))
 
     def bad(part: slice) -> np.ndarray:

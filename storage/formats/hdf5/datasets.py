@@ -56,7 +56,7 @@ class AttributePlace:
     before: bytes
 
     def stands(self, file: int) -> bool:
-        """Whether the value is where it was made: other programs may have moved it."""
+        """Return whether the value is where it was made: other programs may have moved it."""
         return os.pread(file, len(self.before), self.at - len(self.before)) == self.before
 
 
@@ -83,7 +83,7 @@ class FilePlaces:
         write_all(file, rows.to_bytes(8, "little"), self.rows.at)
 
     def rows_shown(self, file: int) -> int:
-        """The value of the attribute ``rows``."""
+        """Return the value of the attribute ``rows``."""
         return int.from_bytes(os.pread(file, 8, self.rows.at), "little", signed=True)
 
     def show_manifest(self, file: int, manifest: Manifest) -> None:
@@ -91,11 +91,11 @@ class FilePlaces:
         write_all(file, _provenance(manifest), self.provenance.at)
 
     def shows_manifest(self, file: int, manifest: Manifest) -> bool:
-        """Whether the attribute ``provenance`` is that of the manifest."""
+        """Return whether the attribute ``provenance`` is that of the manifest."""
         return os.pread(file, PROVENANCE_NBYTES, self.provenance.at) == _provenance(manifest)
 
     def moved(self, file: int, path: Path) -> FilePlaces:
-        """The places after another program added attributes, and may have moved ours.
+        """Return the places after another program added attributes, and may have moved ours.
 
         Raises:
             CorruptStorage: ours are not there, or not as long as they were.
@@ -116,7 +116,7 @@ class FilePlaces:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads back."""
+        """Return a JSON value that `from_json` reads back."""
         return {
             "rows": [self.rows.at, self.rows.before.hex()],
             "provenance": [self.provenance.at, self.provenance.before.hex()],
@@ -126,7 +126,7 @@ class FilePlaces:
 
     @classmethod
     def from_json(cls, value: Any) -> FilePlaces:
-        """The places that `to_json` wrote.
+        """Return the places that `to_json` wrote.
 
         Raises:
             ValueError: ``value`` is something else.
@@ -308,7 +308,7 @@ def _find(file: int, mark: bytes, schema: Schema, layout: DatasetOffsets) -> Att
 
 
 def _between(file: int, schema: Schema, layout: DatasetOffsets) -> Iterator[tuple[int, int]]:
-    """The parts of the file that are no rows."""
+    """Yield the parts of the file that are no rows."""
     start = USER_BLOCK_NBYTES
     for at, nbytes in _extents(schema, layout):
         yield start, at
@@ -322,7 +322,7 @@ def _extents(schema: Schema, layout: DatasetOffsets) -> list[tuple[int, int]]:
 
 
 def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
-    """The offsets of the datasets in an open file, which messages call ``path``.
+    """Return the offsets of the datasets in an open file, which messages call ``path``.
 
     Raises:
         CorruptStorage: they are not there as they should be.
@@ -343,7 +343,7 @@ def layout_of(file: int, path: Path, schema: Schema) -> DatasetOffsets:
 
 
 def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
-    """The attributes of ours, as h5py reads them in an open file.
+    """Return the attributes of ours, as h5py reads them in an open file.
 
     Raises:
         CorruptStorage: they cannot be read.
@@ -360,7 +360,7 @@ def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
 
 @contextmanager
 def _opened(file: int, path: Path) -> Iterator[Any]:
-    """The file of a descriptor in h5py; what goes wrong with it there is damage."""
+    """Yield the file of a descriptor in h5py; what goes wrong with it there is damage."""
     h5py = _h5py()
     try:
         # By the descriptor: the path may be another file by now. As a Python file it has

@@ -93,11 +93,11 @@ class H5Format(Format):
         self._arrays: dict[Access, list[np.ndarray]] = {}
 
     def open_header(self, flags: int) -> int:
-        """A descriptor of the file."""
+        """Return a descriptor of the file."""
         return open_file(self.path, flags)
 
     def stands(self) -> bool:
-        """Whether there is a file of ours with a manifest in it."""
+        """Return whether there is a file of ours with a manifest in it."""
         try:
             with closing(open_file(self.path, os.O_RDONLY)) as file:
                 return is_ours(self.path) and newest_manifest(file) is not None
@@ -144,7 +144,7 @@ class H5Format(Format):
         self.inside.remove(self.path)
 
     def written_aside(self) -> set[Path]:
-        """The table of episodes."""
+        """Return the table of episodes."""
         return {self.episodes_path}
 
     @property
@@ -152,7 +152,7 @@ class H5Format(Format):
         return self._places.layout
 
     def read_manifest(self) -> Manifest:
-        """The manifest, which says where the values of attributes lie."""
+        """Return the manifest, which says where the values of attributes lie."""
         with closing(open_file(self.path, os.O_RDONLY)) as file:
             size, content = os.fstat(file).st_size, newest_manifest(file)
             header, written = os.pread(file, HEADER_NBYTES, 0), has_slots(file)
@@ -186,7 +186,7 @@ class H5Format(Format):
             os.fdatasync(self._file)
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """Space that ``rows`` rows take: one file, mapped for writing and for views."""
+        """Return space that ``rows`` rows take: one file, mapped for writing and for views."""
         nbytes = nbytes_of_file(schema, rows)
         return Footprint(nbytes=nbytes, files=3, largest=nbytes, maps=3)
 
@@ -227,7 +227,7 @@ class H5Format(Format):
         rewrite(self.path, schema, self.read_manifest(), self._layout, rows, capacity)
 
     def _layout_in(self, file: int, schema: Schema) -> DatasetOffsets:
-        """The offsets of the datasets, if they are where they were made."""
+        """Return the offsets of the datasets, if they are where they were made."""
         # By the descriptor: the path may be another file since the manifest was read.
         if (content := newest_manifest(file)) is not None:
             self._places = _places_in(parse_manifest(content, self.path), self.path)

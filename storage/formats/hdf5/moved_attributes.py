@@ -24,7 +24,7 @@ _LARGEST_BLOCK = 2**26
 
 
 def value_places(file: int) -> dict[str, int]:
-    """The first byte of the value of every attribute of the root, by name.
+    """Return the first byte of the value of every attribute of the root, by name.
 
     Raises:
         ValueError: the file is not laid out as we make files.
@@ -71,7 +71,7 @@ def _messages(file: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _value_in(message: bytes) -> tuple[str, int]:
-    """An attribute's name, and where in its message the value begins."""
+    """Return an attribute's name, and where in its message the value begins."""
     version, _, *sizes = _ATTRIBUTE.unpack_from(message)
     at = _ATTRIBUTE.size + (version >= 3)
     name = message[at : at + sizes[0]].split(b"\0")[0].decode()

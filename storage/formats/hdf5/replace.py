@@ -30,7 +30,7 @@ _COPY_NBYTES = 2**24
 
 
 def aside(path: Path) -> Path:
-    """The path of a new file while it is made."""
+    """Return the path of a new file while it is made."""
     return path.with_name(path.name + ".tmp")
 
 
@@ -38,7 +38,7 @@ def aside(path: Path) -> Path:
 def new_file(
     path: Path, schema: Schema, capacity: int, like: int | None = None
 ) -> Iterator[tuple[int, FilePlaces]]:
-    """A new file for ``capacity`` rows, open; it takes the place of ``path`` at the end.
+    """Yield a new file for ``capacity`` rows, open; it takes the place of ``path`` at the end.
 
     It has the attributes that other programs gave to the file ``like``.
 

@@ -42,7 +42,7 @@ def _descriptor(path: Path) -> int:
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether the file holds HDF5, behind a user block of any size."""
+    """Return whether the file holds HDF5, behind a user block of any size."""
     if not path.is_file():
         return False
     try:
@@ -58,7 +58,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file begins with a user block of ours, be it damaged; raises OSError."""
+    """Return whether the file begins with a user block of ours, be it damaged; raise OSError."""
     if not path.is_file():  # a pipe would keep us waiting
         return False
     with open(_descriptor(path), "rb") as file:
@@ -67,12 +67,12 @@ def is_ours(path: Path) -> bool:
 
 
 def has_slots(file: int) -> bool:
-    """Whether a manifest was ever written."""
+    """Return whether a manifest was ever written."""
     return any(os.pread(file, len(_MAGIC), at) == _MAGIC for at in _STARTS)
 
 
 def newest_manifest(file: int) -> bytes | None:
-    """The newest intact manifest.
+    """Return the newest intact manifest.
 
     Raises:
         CorruptStorage: it says that it follows more of them than can be.

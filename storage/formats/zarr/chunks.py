@@ -123,7 +123,7 @@ class ChunkedColumn:
         return max(0, count - region.mapped // self.chunk_nbytes)
 
     def array(self, count: int, room: int, access: Access) -> np.ndarray:
-        """The first ``room`` rows of ``count`` chunks, mapped: an array [room, ...].
+        """Return the first ``room`` rows of ``count`` chunks, mapped: an array [room, ...].
 
         Raises:
             OSError: the system refuses to map them.
@@ -164,7 +164,7 @@ class ChunkedColumn:
             rest, at = rest[len(part) :], at + len(part)
 
     def _file(self, number: int) -> int:
-        """The chunk's file; the last one stays open."""
+        """Return the chunk's file; the last one stays open."""
         last, file = self._tail
         if last != number:
             self._close_tail()

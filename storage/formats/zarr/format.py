@@ -103,7 +103,7 @@ class ZarrFormat(DirectoryFormat):
         return _FILES.fullmatch(name.as_posix()) is not None
 
     def read_manifest(self) -> Manifest:
-        """The manifest, which says how many rows the chunks have. Read before `open`."""
+        """Return the manifest, which says how many rows the chunks have. Read before `open`."""
         try:
             manifest = super().read_manifest()
         except NotAStorage:
@@ -273,7 +273,7 @@ class ZarrFormat(DirectoryFormat):
         return {self._header_meta: header_document(HEADER_NBYTES)}
 
     def written_aside(self) -> set[Path]:
-        """The metadata of the header, too."""
+        """Return the metadata of the header, too."""
         return super().written_aside() | {self._header_meta}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
@@ -306,7 +306,7 @@ class ZarrFormat(DirectoryFormat):
 
 
 def _room(counts: Iterable[tuple[ChunkedColumn, int]]) -> int:
-    """Rows that all of so many chunks of each column hold."""
+    """Return rows that all of so many chunks of each column hold."""
     return min(count * column.chunk_rows for column, count in counts)
 
 
@@ -319,13 +319,13 @@ def _reserved(sizes: Sequence[int]) -> Area:
 
 
 def _spread(sizes: Sequence[int]) -> Area:
-    """An area without rows, of columns of these sizes."""
+    """Return an area without rows, of columns of these sizes."""
     starts = tuple(accumulate(sizes, initial=0))
     return Area(Region(starts[-1], "private"), starts[:-1], 0)
 
 
 def _fit(sizes: Sequence[int], area: Area) -> bool:
-    """Whether columns of these sizes have space in an area."""
+    """Return whether columns of these sizes have space in an area."""
     ends = (*area.starts[1:], area.region.nbytes)
     places = zip(sizes, area.starts, ends, strict=True)
     return all(start + size <= end for size, start, end in places)

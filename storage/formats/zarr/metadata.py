@@ -75,7 +75,7 @@ def chunk_rows_of(column: Column, capacity: int) -> int:
 
 
 def chunk_name(column: Column, number: int) -> str:
-    """The file of a column's chunk."""
+    """Return the file of a column's chunk."""
     return ".".join(["c", str(number), *("0" for _ in column.shape)])
 
 
@@ -118,7 +118,7 @@ def documents(
 
 
 def header_document(nbytes: int) -> Document:
-    """The ``zarr.json`` that makes the header's file the one chunk of an array of bytes."""
+    """Return the ``zarr.json`` that makes the header's file the one chunk of an array of bytes."""
     return {
         "zarr_format": 3,
         "node_type": "array",
