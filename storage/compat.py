@@ -1,4 +1,4 @@
-"""Private parts of other libraries that storages stand on: an upgrade may break them here alone.
+"""Private parts of other libraries that storages use: an upgrade can break them here alone.
 
 What is missing is said by `tests/project/test_compat.py`.
 """

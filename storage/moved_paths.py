@@ -18,7 +18,7 @@ def moved_modules(package: str, table: Mapping[str, str]) -> None:
 
 
 def moved_names(package: str, module: str, *names: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package that was a module: these ``names`` are in ``module`` now."""
+    """Return a ``__getattr__`` for a package whose ``names`` have moved to ``module``."""
 
     def getattr_(name: str) -> Any:
         if name not in names:

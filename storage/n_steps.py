@@ -51,12 +51,12 @@ def n_step(
 ) -> TensorDict:
     """Return rows whose reward and next observation are those of up to ``n`` steps.
 
-    Each row goes on along its trajectory, wherever those rows lie, until ``n`` rewards are
+    Each row goes on along its trajectory, wherever its rows are stored, until ``n`` rewards are
     summed, the trajectory ends, or no more of it is stored. ``("next", "reward")`` is the sum of
     gamma^k times the k-th reward; everything else under ``"next"``, done, terminated and
     truncated too, is that of the last row used, from which one bootstraps as ever.
     ``"steps_to_next_obs"`` is how many rewards there are and ``"gamma"`` the discount of what
-    comes behind them, gamma to that power, both [..., 1]: TorchRL's value estimators and losses
+    comes after them, gamma to that power, both [..., 1]: TorchRL's value estimators and losses
     read the former, as they do after its `MultiStepTransform`. The row's own reward stays as
     ``("next", "original_reward")``.
 
@@ -263,7 +263,7 @@ def _of_the_end(key: Key) -> bool:
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Which rows [n, rows] come before the end of the trajectory, and of what is stored of it."""
+    """Return which rows [n, rows] come before the end of their trajectory's stored rows."""
     used = np.ones(chain.shape, np.bool_)
     used[1:] = (chain[1:] != chain[:-1]) & ~ended[:-1]
     return np.logical_and.accumulate(used)
@@ -272,7 +272,7 @@ def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:
 def _of_agents(
     reader: RowReader, reward: _Reward, chain: np.ndarray, used: np.ndarray
 ) -> np.ndarray:
-    """Which rows [n, rows, ...] of those used [n, rows] each agent uses: until it ended itself."""
+    """Return which of the ``used`` rows each agent uses, until it ended: [n, rows, ...]."""
     own = used.reshape(*used.shape, *(1 for _ in reward.column.shape))
     if not reward.flags:
         return own
@@ -286,7 +286,7 @@ def _of_agents(
 def _summed(
     reader: RowReader, reward: _Reward, chain: np.ndarray, used: np.ndarray, returns: _Returns
 ) -> dict[Key, torch.Tensor]:
-    """The sum, the row's own reward, how many were summed, and the discount of what follows."""
+    """Return the sum, the row's own reward, the number of terms, and the discount after them."""
     column = reward.column
     (values,) = reader.copies(chain, [column.key])
     original = torch.from_numpy(values[0])

@@ -51,7 +51,7 @@ class TrajectorySliceSampler(Sampler):
         self.slice_len = slice_len
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Key, Any]]:
-        """The index of ``batch_size`` rows, [batch_size], and what differs from the stored rows.
+        """Return the index of ``batch_size`` rows, and values that differ from the stored ones.
 
         Raises:
             TypeError: not a Tallyroll storage.

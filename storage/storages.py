@@ -46,7 +46,7 @@ _IDS = ("check", "renumber", "fresh")
 
 
 class DiskStorage(RowStore, AsTensorStorage):
-    """Rows on disk, growing or a ring, that survive whatever happens to the process.
+    """Rows on disk, growing or a ring, that survive the end of the process in any way.
 
     A row is in the storage for good once `extend` has returned. Other processes
     may read at any time and see committed rows only; threads of this process may write
@@ -60,22 +60,22 @@ class DiskStorage(RowStore, AsTensorStorage):
             forked child. Batches and readers keep the rows that they refer to. What is
             killed leaves its folder behind.
         mode: ``"create"`` refuses an existing one, and writes nothing until the
-            schema is known; ``"append"`` goes on behind the last row;
+            schema is known; ``"append"`` goes on after the last row;
             ``"read"`` never writes.
         capacity: rows to reserve space for at once, those that are there included.
             The storage grows beyond them, where its format can.
         max_size: slots of a ring, in which new rows overwrite the oldest; None keeps
             every row. Only memory-mapped storages can be rings. A replay buffer's ``empty()``
-            leaves no row of a ring valid, and those to come are numbered on.
+            leaves no row of a ring valid; the numbers of later rows go on from these.
         durability: what committed rows survive: ``"process"``, the death of any
             process; ``"power"``, a power cut too, at the price of waiting for
-            the disk in every commit, and once, when it is opened, for whatever
-            earlier writers left.
+            the disk in every commit, and once, when it is opened, for the rows of
+            earlier writers.
         accept_copy: open a copy of files that were copied while a writer had the storage
             open. Rows that were committed since the original was last closed may be missing
-            in it, and read as zeros; `verify` tells some of that. What is appended to is no
-            copy any more. Without it such a copy is refused; one of a storage that was
-            closed is not.
+            in it, and read as zeros; `verify` detects some of that. A copy that is appended
+            to counts as a storage of its own. Without ``accept_copy`` such a copy is refused;
+            a copy of a storage that was closed never is.
 
     Raises:
         CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.

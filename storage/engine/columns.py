@@ -99,7 +99,7 @@ class Columns:
                 self._format.write(index, slot, array)
 
     def in_place(self, slot: int, count: int) -> bool:
-        """Whether ``count`` rows go through the map from ``slot`` on, which has room for them."""
+        """Return whether ``count`` rows fit into the map from ``slot`` on, and go through it."""
         return (self.warm or self.are_few(count)) and slot + count <= self.room
 
     def are_few(self, count: int) -> bool:

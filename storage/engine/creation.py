@@ -85,7 +85,7 @@ def open_existing(
 
 
 def _schema_in(format: Format, manifest: Manifest) -> Schema:
-    """The schema that a manifest declares, one that the format could have been created with."""
+    """Return the schema that a manifest declares, checked: the format can hold it."""
     try:
         schema = Schema.from_json(manifest.get("schema"))
         format.check(schema)
@@ -128,7 +128,7 @@ def create_new(
 ) -> tuple[Engine, Manifest]:
     """Make a storage without rows, a ring of ``ring`` slots where that is not 0.
 
-    It is one from the moment that its manifest stands.
+    It is a storage from the moment that its manifest is written.
 
     Raises:
         OpenError: it cannot be made there.

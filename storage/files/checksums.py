@@ -41,7 +41,7 @@ class Mismatch:
 def checksums(
     columns: Mapping[Key, np.ndarray], rows: int, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """A JSON value with checksums of the first ``rows`` rows of each column, in slot order.
+    """Return a JSON value with checksums of each column's first ``rows`` rows, in slot order.
 
     All columns are cut into blocks of equally many rows, about 4096 blocks in all, so that the
     value stays below 48 KiB for up to some hundred columns.

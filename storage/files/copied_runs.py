@@ -31,7 +31,7 @@ _DEEPEST = 24
 
 
 def is_copied(entry: Mapping[str, Any]) -> bool:
-    """Whether the entry is of rows that were copied; others may use the word for their own."""
+    """Return whether the entry is of copied rows; others may use the word for their own."""
     return COPIED in entry and rows_copied(entry) is not None
 
 
@@ -41,7 +41,7 @@ def is_collected(entry: Mapping[str, Any]) -> bool:
 
 
 def goes_on(before: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether `extend` made ``entry``, so that trajectories of ``before`` may go on in it."""
+    """Return whether `extend` made ``entry``: trajectories of ``before`` may go on in it."""
     made = is_copied(entry) or LEFT_OUT in entry
     made = made or (is_copied(before) and entry.keys() == {"first_row"})
     return made and not is_collected(before)
@@ -73,7 +73,7 @@ def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
 
 
 def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
-    """The rows of storage ``id`` that the entry is of, empty where it has not the last one."""
+    """Return the rows of storage ``id`` in the entry, empty if it does not name the last one."""
     found = rows_copied(entry)
     if found is None or found[0] != id:
         return None
@@ -104,7 +104,7 @@ def without_copy(entry: Mapping[str, Any]) -> Entry:
 
 
 def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], range]:
-    """The entries of ``runs`` that made rows of ``span``, and the rows that these made in all."""
+    """Return the entries of ``runs`` that made rows of ``span``, and all rows of these entries."""
     stops = [*(run["first_row"] for run in runs[1:]), 2**62]
     found = [
         (run, stop)
@@ -134,7 +134,7 @@ def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
 
 
 def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether one more copy may stand among ``entries``."""
+    """Return whether there is space for one more copy among ``entries``."""
     return sum(map(is_copied, entries)) < _MOST_COPIES
 
 

@@ -1,4 +1,4 @@
-"""The manifest: what a storage is, what it holds, and the runs that wrote it. JSON, never code."""
+"""The manifest: a storage's format, its columns, and the runs that wrote it. JSON, never code."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def schema_crc(schema: Schema) -> int:
 
 
 def sealed(manifest: Manifest) -> Manifest:
-    """The manifest with a checksum of itself, which `parse_manifest` looks at and removes."""
+    """Return the manifest with a checksum, which `parse_manifest` checks and removes."""
     plain = json.loads(json.dumps(manifest))
     return {**plain, _SEAL: _crc(plain)}
 
@@ -100,7 +100,7 @@ def read_manifest(inside: Inside, path: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, path: Path) -> Manifest:
-    """The manifest in ``content``, which was read from ``path``; raises as `read_manifest`."""
+    """Return the manifest in ``content``, read from ``path``; raise as `read_manifest` does."""
     try:
         manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -132,7 +132,7 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
 
 
 def _fits_another_version(manifest: Manifest) -> bool:
-    """Whether the checksum is right but for the version: it is damaged, and not a later one."""
+    """Return whether another version fits the checksum: then the version is damaged."""
     rest = {name: value for name, value in manifest.items() if name != _SEAL}
     return manifest.get(_SEAL) in [_crc({**rest, "format_version": known}) for known in READABLE]
 

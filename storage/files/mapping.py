@@ -50,7 +50,7 @@ def _mode(access: Access) -> tuple[int, int]:
 
 
 def map_file(file: int, nbytes: int, access: Access) -> Region:
-    """The first ``nbytes`` bytes of a file, or all with 0, mapped. It may be closed afterwards.
+    """Map the first ``nbytes`` bytes of a file, or all with 0. You may close the file then.
 
     Raises:
         ValueError: it is shorter.
@@ -70,7 +70,7 @@ def pages(nbytes: int) -> int:
 
 
 class Region:
-    """Address space for ``nbytes`` bytes, into which files are mapped one behind the other.
+    """Address space for ``nbytes`` bytes, into which files are mapped one after the other.
 
     It holds no descriptor: those that `mmap` duplicates for its files are as many as the maps.
 
@@ -94,7 +94,7 @@ class Region:
         self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
     def add(self, file: int, nbytes: int, at: int | None = None) -> None:
-        """Map the first ``nbytes`` bytes of ``file`` at byte ``at``, or behind what is mapped.
+        """Map the first ``nbytes`` bytes of ``file`` at byte ``at``, or after the mapped part.
 
         The file may be closed afterwards.
 
@@ -115,7 +115,7 @@ class Region:
         self.mapped, self.maps = max(self.mapped, at + nbytes), self.maps + 1
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], at: int = 0) -> np.ndarray:
-        """An array from byte ``at``, not beyond what is mapped; it keeps the region alive."""
+        """Return an array from byte ``at``, within the mapped part; it keeps the region alive."""
         found: np.ndarray = np.ndarray(shape, dtype, buffer=self.memory, offset=at)
         if at + found.nbytes > self.mapped:
             raise ValueError(f"{at + found.nbytes} bytes of {self.mapped} that are mapped.")
@@ -130,7 +130,7 @@ class Region:
             self.memory.flush(start, self.mapped - start)
 
     def renew(self) -> bool:
-        """Let a private region show the files again, whatever was written to it.
+        """Undo all changes to a private region, so that it shows the files again.
 
         False where the system does not do that.
         """

@@ -163,7 +163,7 @@ def translated(path: Path, nbytes: int = 0) -> Iterator[None]:
 def told(
     method: Callable[Concatenate[Any, _Args], _Result],
 ) -> Callable[Concatenate[Any, _Args], _Result]:
-    """A method of what has a ``path``, `translated`. Not for what is called for every row."""
+    """Return a method of an object with a ``path``, `translated`. Too slow for every row."""
 
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -178,7 +178,7 @@ def told(
 def failed(
     path: Path, error: OSError, nbytes: int
 ) -> StorageFull | TooManyFiles | UnsupportedPlatform | NotWritable | CorruptStorage | DiskFailed:
-    """The error for a storage at ``path`` that needed ``nbytes``, for one of the file system."""
+    """Return our error for one of the file system, at a ``path`` that needed ``nbytes``."""
     if error.errno in FULL:
         return StorageFull(
             f"{path} {_shortage(path, error, nbytes)} ({error.strerror}). Committed rows are "

@@ -43,7 +43,7 @@ class DirectoryFormat(Format):
             )
 
     def read_manifest(self) -> Manifest:
-        """The manifest. Where there is none that can be read, the header may be a later version's.
+        """Return the manifest. If it cannot be read, the header may be of a later version.
 
         Raises:
             FormatVersionMismatch: a later Tallyroll wrote it.

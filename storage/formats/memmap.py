@@ -179,7 +179,7 @@ class MemmapFormat(DirectoryFormat):
         )
 
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map all files one behind the other."""
+        """Map all files one after the other."""
         with self._opened() as files:
             room = self._room(files, rows)
             sizes = [room * column.row_nbytes for column in self.schema.columns]

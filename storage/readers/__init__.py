@@ -1,1 +1,1 @@
-"""Readers of rows: what everything that reads asks, and nothing behind it."""
+"""Readers of rows: the interface through which all other code reads them."""

@@ -1,4 +1,4 @@
-"""The reader of our own files, whatever their format: rows in memory maps."""
+"""The reader of our own files of every format: rows in memory maps."""
 # ruff: noqa: D102 - what a reader does is said once, in `RowReader`
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 def seat_writers(storage: DiskStorage) -> None:
-    """Let every attached writer go on behind the last row."""
+    """Let every attached writer go on after the last row."""
     at = _next_index(storage)
     for writer in _writers(storage):
         if at <= _limit(writer):
@@ -76,7 +76,7 @@ def tell_buffers(storage: DiskStorage, rows: range) -> None:
 
 
 def check_cursor(storage: DiskStorage, rows: range) -> None:
-    """Refuse a write anywhere but behind the last row, ``rows`` being slots, counted on.
+    """Refuse a write anywhere but after the last row, ``rows`` being slots, counted on.
 
     Raises:
         NotAnAppend: it is not an append.
@@ -116,7 +116,7 @@ def as_batch(data: Any, *, single: bool) -> TensorDictBase:
 
 
 def writers_index(storage: DiskStorage) -> Key | None:
-    """The column that an attached TensorDict writer adds to what it writes, if it is none of ours.
+    """Return the column that an attached TensorDict writer adds, if it is none of ours.
 
     It holds the row's own number, and the buffer adds it again to every sample.
     """

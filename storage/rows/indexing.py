@@ -12,7 +12,7 @@ from tallyroll.storage.errors import IndexOutOfRange, NotAnAppend
 
 
 def resolve(index: Any, length: int) -> int | slice | np.ndarray:
-    """An index as a row number, a forward slice, or an int64 array of row numbers of any shape.
+    """Return an index as a row number, a forward slice, or an int64 array of any shape.
 
     Integers may be negative, as in a list. Booleans select rows and must be
     one for each.

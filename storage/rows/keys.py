@@ -1,7 +1,7 @@
-"""Names of columns: where each value of a transition stands in a TensorDict.
+"""Names of columns: the place of each value of a transition in a TensorDict.
 
 TorchRL's episode data format: observation and action at the root, what the step returned under
-``"next"``. What Tallyroll adds stands under ``"collector"``.
+``"next"``. The columns that Tallyroll adds are under ``"collector"``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def can_be_stored(part: str) -> bool:
 
 
 def is_init(key: Key, dtype: torch.dtype) -> bool:
-    """Whether a column says that a trajectory begins: at the root, or for a group of agents."""
+    """Return whether a column marks the first row of a trajectory, at the root or of a group."""
     return key[0] != NEXT and key[-1] == IS_INIT and dtype is torch.bool
 
 

@@ -51,7 +51,7 @@ def _require_same_keys(stack: LazyStackedTensorDict) -> None:
 
 
 def array_of(key: Key, leaf: torch.Tensor) -> np.ndarray:
-    """The leaf as an array on the CPU, without a copy where it lies there; bfloat16 as bits.
+    """Return the leaf as an array, not copied if it is on the CPU; bfloat16 as bits.
 
     Raises:
         InvalidSchema: the tensor is not dense, has no values, or a dtype that NumPy lacks.
@@ -109,7 +109,7 @@ def require_dense(key: Key, leaf: torch.Tensor) -> None:
 
 
 class _Level(NamedTuple):
-    """A TensorDict to be made: its batch size behind the rows, and what it holds by name."""
+    """A TensorDict to make: its batch size after the rows, and its entries by name."""
 
     behind: tuple[int, ...]
     entries: dict[str, Any]
@@ -121,7 +121,7 @@ class Nest:
 
     Args:
         columns: key and dtype of each column; the dtype tells bfloat16 from the bits that it is.
-        batch_shapes: the batch size behind the rows, of levels that have one; ``()`` is the root.
+        batch_shapes: the batch size after the rows, of levels that have one; ``()`` is the root.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Nest:
     def __call__(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
         """Return a TensorDict whose tensors share the arrays' memory.
 
-        ``batch`` is its batch size, but for what stands behind the rows.
+        ``batch`` is its batch size, without the dimensions after the rows.
         """
         tensors = list(map(torch.from_numpy, arrays))
         for index in self._bits:

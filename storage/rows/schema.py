@@ -149,7 +149,7 @@ class Schema:
 
     @property
     def batch_shapes(self) -> dict[Key, tuple[int, ...]]:
-        """The batch size behind the rows of each group that `batch_dims` names."""
+        """The batch size after the rows of each group that `batch_dims` names."""
         return shapes_of(dict(self.batch_dims), self._shapes)
 
     @property

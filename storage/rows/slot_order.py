@@ -1,7 +1,8 @@
 """Slices of a ring, slot by slot, and the order in which their rows were written.
 
-Where a ring began again the newest rows stand before the oldest. What indexes it wants them so,
-and what appends them wants the oldest first: so such a slice says which rows it has.
+In a ring that began again the newest rows come before the oldest. Code that indexes a slice needs
+them in that order, and code that appends them needs the oldest first: so such a slice says which
+rows it has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tallyroll.storage.rows.origin import numbers_of
 
 
 def in_all_slots(slots: slice, first: int, ring: int) -> np.ndarray:
-    """The numbers of the rows in slots of a ring of which all hold rows, ``first`` the oldest."""
+    """Return the numbers of the rows in the slots of a full ring, ``first`` the oldest."""
     return first + (np.arange(ring)[slots] - first) % ring
 
 

@@ -65,7 +65,7 @@ class CopiedRows:
         self._copied = self._collected = False
 
     def is_of_others(self, own: bool) -> bool:
-        """Whether rows of which nothing is known are not the last entry's; ``own`` as `note`."""
+        """Return whether rows of unknown origin need a new entry; ``own`` as in `note`."""
         if self._last is None:
             self._look()
         return self._copied or (self._collected and not own)

@@ -470,7 +470,7 @@ class RowWriter:
         return IdChecks(self.reader) if says_whose(self.reader.schema) else None
 
     def _renumbered(self, rows: Any) -> Any:
-        """Return the rows with ids behind those that are stored or were given away."""
+        """Return the rows with ids above those that are stored or were given away."""
         tensors = isinstance(rows, TensorDictBase)
         found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
         nobodys = self.reader.engine is not None and self._id_checks is None

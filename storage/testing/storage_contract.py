@@ -128,7 +128,7 @@ def arrays(start: int, count: int) -> dict[tuple[str, ...], np.ndarray]:
 
 
 def assert_rows(storage: DiskStorage, count: int, *, start: int = 0) -> None:
-    """The storage has `count` rows, and from `start` on they are those of `rows`."""
+    """Assert that the storage has `count` rows, from `start` on those of `rows`."""
     assert len(storage) == count
     for key, expected in arrays(start, count - start).items():
         np.testing.assert_array_equal(storage.column(key)[start:], expected)

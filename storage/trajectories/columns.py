@@ -41,7 +41,7 @@ _LOOKS = 8
 
 
 def unread(reader: RowReader, counted: RowLinks | Episodes | IdChecks) -> Iterator[tuple[int, int]]:
-    """Rows that are there and that are not ``counted``, in stretches that a ring holds at once.
+    """Yield stretches of the rows that are not ``counted`` yet, each no longer than a ring.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is
     looked at again, a few times, for each takes a fraction of the time before.
@@ -94,7 +94,7 @@ class RowOrder:
     def _column(self, reader: RowReader, key: Key, start: int, stop: int) -> np.ndarray:
         """Return rows of one column, [stop - start, ...]."""
         found = reader.column(key).slice(start, stop)
-        if reader.ring:  # before anybody looks whether they were overwritten
+        if reader.ring:  # before `_left` looks whether they were overwritten
             found = found.copy()
         return floats_of(found) if key in self._sixteen_bits else found
 

@@ -1,4 +1,4 @@
-"""The table of episodes as a file: an ``.npy`` that `numpy.load` opens, with a checksum behind."""
+"""The table of episodes as a file: an ``.npy`` that `numpy.load` opens, then a checksum."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_table(inside: Inside, path: Path, table: np.ndarray, *, synced: bool =
 
 
 def read_table(inside: Inside, path: Path, dtype: np.dtype[Any], head: int) -> np.ndarray | None:
-    """The lines in a file, or None where there is none. Rows after its last one are not in it yet.
+    """Return the lines in a file, or None without one. Later rows are not in it yet.
 
     Args:
         inside: the storage's files.
@@ -76,7 +76,7 @@ def read_table(inside: Inside, path: Path, dtype: np.dtype[Any], head: int) -> n
 
 def _parse(content: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     """Return the lines in a file of version 1.0 that has such lines."""
-    # Not by NumPy, which makes whatever dtype is asked for, and has more errors and warnings.
+    # Not by NumPy, which makes any dtype that the file names, and has more errors and warnings.
     file = io.BytesIO(content)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("another version")

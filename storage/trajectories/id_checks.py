@@ -203,7 +203,7 @@ class IdChecks:
         return ended
 
     def _catch_up(self) -> None:
-        """Rows were written that were not asked about."""
+        """Count the rows that were written unchecked."""
         self._tail_id = np.empty(0, np.int64)
         for start, stop in unread(self._reader, self):
             ids = self._order.chunk(self._reader, start, stop).ids

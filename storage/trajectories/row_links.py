@@ -111,7 +111,7 @@ class RowLinks:
     # --- along a trajectory -----------------------------------------------------------------------
 
     def back_from(self, row: int, first: int = 0) -> np.ndarray:
-        """The rows of a trajectory up to ``row``, in time order, that are not below ``first``."""
+        """Return the rows of a trajectory from ``first`` up to ``row``, in time order."""
         found = [row]
         item, ring = self._back.item, self._ring
         while (distance := item(row % ring if ring else row)) and row - distance >= first:
@@ -122,8 +122,8 @@ class RowLinks:
     def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
         """Return the ``length`` rows up to each of ``ends`` [n] in its trajectory, [n, length].
 
-        What lies before the first one is the first one again, and in a ring rows below the
-        oldest that is left stand for anything.
+        The first row of a trajectory is repeated in the place of rows before it. In a ring,
+        numbers below the oldest row that is left mean nothing.
         """
         rows = np.empty((length, len(ends)), np.int64)
         rows[-1] = ends
@@ -136,7 +136,7 @@ class RowLinks:
     def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
         """Return the ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
 
-        What lies behind the last one is the last one again.
+        The last row of a trajectory is repeated in the place of rows after it.
         """
         found = np.empty((length, len(rows)), np.int64)
         found[0] = rows
@@ -203,7 +203,7 @@ class RowLinks:
         return row
 
     def longest(self, first: int = 0) -> int:
-        """Rows of the longest stretch of consecutive steps of a trajectory, from ``first`` on."""
+        """Return the length of a trajectory's longest stretch of steps, from ``first`` on."""
         rows = np.arange(first, self.seen)
         rows = rows[self._ahead.take(slots_of(rows, self._ring)) == 0]
         length = 0

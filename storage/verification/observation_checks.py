@@ -168,9 +168,9 @@ class ObservationChecks:
         self._rows = self._zero_rows = self._ends = 0
         """Rows, those in which all is zero, and ends whose final observation is there."""
         self._zero_state = False
-        """Some episode comes to a state in which all is zero, or leaves it."""
+        """True if an episode comes to a state in which all is zero, or leaves it."""
         self._torn = False
-        """Some row in which all is zero is not what the row before or behind it says."""
+        """True if a row of zeros differs from what the row before or after it says."""
         self._zeros = Findings()
 
     def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> np.ndarray:
@@ -279,7 +279,7 @@ def _touches(chunk: CheckedRows, links: RowPairs, broken: np.ndarray, rows: np.n
 
 
 def _comes_or_goes(chunk: CheckedRows, links: RowPairs, here: np.ndarray, next: np.ndarray) -> bool:
-    """Return some episode comes to zero or leaves it, and the row before or behind agrees."""
+    """Return whether an episode comes to zero or leaves it, and the row beside agrees."""
     inside = links.before >= chunk.start
     before, after = links.before[inside] - chunk.start, links.after[inside] - chunk.start
     comes = ~here[before] & next[before] & here[after]

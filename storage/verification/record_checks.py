@@ -42,7 +42,7 @@ class RunEntry:
 
 
 def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) -> list[RunEntry]:
-    """The runs that ``entries`` describe, in the order of their rows; wrong ones are left out."""
+    """Return the runs that ``entries`` describe, in the order of rows, without wrong ones."""
     runs: list[RunEntry] = []
     if not entries:
         findings.add("runs", "the manifest names no run")
@@ -104,7 +104,7 @@ def check_record(
 
     ``head`` rows were committed when the record was read.
     """
-    # The rows of the last commit: a run that has none yet comes behind them.
+    # The rows of the last commit: a run that has none yet comes after them.
     last = next((run for run in reversed(runs) if run.first_row < head), None)
     collected = last is not None and last.origin is not None
     value = RunRecord.parse(record)

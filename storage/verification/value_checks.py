@@ -50,7 +50,7 @@ def zero_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def rows_with(bad: Callable[[slice], np.ndarray], count: int, row_nbytes: int) -> np.ndarray:
-    """Which of ``count`` rows [n] have a bad value; ``bad`` [k, values] looks at k at once."""
+    """Return which of ``count`` rows [n] have a bad value; ``bad`` returns [k, values]."""
     found = np.zeros(count, np.bool_)
     for part in batches(count, row_nbytes):
         values = bad(part)
@@ -100,7 +100,7 @@ class UnwrittenRows:
                 self.finish(start + edge, findings)
 
     def finish(self, stop: int, findings: Findings) -> None:
-        """A run of zeros, or all rows, end before ``stop``."""
+        """End a run of zeros, and all rows, before ``stop``."""
         began, self._began = self._began, None
         if began is not None and stop - began >= _LONG_RUN:
             findings.add(

@@ -381,7 +381,7 @@ class H5Format(Format):
         require_committed(rows, head, self.path)
 
     def trim(self, rows: int) -> None:
-        """The file keeps its capacity; `finish` writes it without."""
+        """Do nothing: the file keeps its capacity until `finish` replaces it."""
 
     @told
     def sync(self, start: int = 0) -> None:

@@ -42,7 +42,7 @@ def _descriptor(path: Path) -> int:
 
 
 def is_hdf5(path: Path) -> bool:
-    """Return whether the file holds HDF5, behind a user block of any size."""
+    """Return whether the file holds HDF5, after a user block of any size."""
     if not path.is_file():
         return False
     try:

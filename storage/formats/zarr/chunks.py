@@ -1,4 +1,4 @@
-"""The chunk files of one column: all of one size, each mapped behind the one before."""
+"""The chunk files of one column: all of one size, each mapped after the one before."""
 
 from __future__ import annotations
 

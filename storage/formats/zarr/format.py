@@ -14,7 +14,7 @@
     DIR/tallyroll/episodes.npy          the table of episodes
 
 Chunks are not compressed and never sparse. Zarr wants the last one whole too: what lies
-in it behind the last row is not shown.
+in it after the last row is not shown.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ZarrFormat(DirectoryFormat):
             _require_mappable(column, rows)
 
     def footprint(self, schema: Schema, rows: int) -> Footprint:
-        """Space that ``rows`` rows take: whole chunks, each mapped for writing and for views."""
+        """Return the space of ``rows`` rows: whole chunks, each mapped for writing and views."""
         chunk_rows = self._chunk_rows or _chunks(schema, rows)
         pairs = list(zip(schema.columns, chunk_rows, strict=True))
         chunks = [-(-rows // count) for _, count in pairs]
@@ -235,7 +235,7 @@ class ZarrFormat(DirectoryFormat):
             return [column.array(count, room, access) for column, count in pairs]
 
     def private(self, rows: int, before: Area | None = None) -> Area:
-        """Map the chunks of one column behind those of the other, with space for more."""
+        """Map the chunks of each column after those of the one before, with space for more."""
         with self._mapping:
             for column in self._columns:
                 column.require(column.count_for(rows))

@@ -85,7 +85,7 @@ def documents(
     rows: int,
     attributes: Mapping[PurePosixPath, Mapping[str, Any]],
 ) -> dict[PurePosixPath, Document]:
-    """The ``zarr.json`` of every directory, in the order to write them: the root is the last.
+    """Return the ``zarr.json`` of every directory, in the order to write them, the root last.
 
     Every group holds all that is below it, so that what is opened by a group's one
     file is of one moment.
