@@ -58,7 +58,7 @@ COLLATE: Final = "_init_collate_fn"
 
 
 ROWS: Final = "_storage"
-"""The attribute of a `TensorStorage` for its rows, of which there are as many as it has slots."""
+"""The attribute of a `TensorStorage` for its rows, one for each of its slots."""
 STORED: Final = "_len"
 """That for how many of them were written."""
 LAST_INDEX: Final = "_last_cursor"

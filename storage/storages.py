@@ -1,4 +1,4 @@
-"""The storages, a class for each format, and `open_storage`: what users and replay buffers get."""
+"""The storages of users and replay buffers: a class for each format, and `open_storage`."""
 
 from __future__ import annotations
 

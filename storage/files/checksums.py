@@ -1,4 +1,4 @@
-"""CRC-32 of blocks of rows, column by column, small enough for a manifest. Pure; knows no files."""
+"""CRC-32 of blocks of rows by column, small enough for a manifest. Pure; knows no files."""
 
 from __future__ import annotations
 

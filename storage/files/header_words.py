@@ -1,4 +1,4 @@
-"""The machine words of a header, and those by which a reader detects a copy of an open storage.
+"""The machine words of a header, and those that show that a file is a copy.
 
 Each word is a count with check bits, so that a reader detects a flipped bit.
 

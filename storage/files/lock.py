@@ -1,6 +1,7 @@
-"""Locks on open files, by ``flock(2)``: they end with their process, and forks do not inherit them.
+"""Locks on open files, by ``flock(2)``, that end with their process.
 
-A storage's writer holds its lock. The weights that workers share are locked likewise.
+A forked child does not inherit them. A storage's writer holds its lock. The weights that workers
+share are locked likewise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manifest: a storage's format, its columns, and the runs that wrote it. JSON, never code."""
+"""The manifest: a storage's format, columns, and the runs that wrote it. JSON, never code."""
 
 from __future__ import annotations
 

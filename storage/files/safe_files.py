@@ -19,7 +19,7 @@ from typing import Any
 from tallyroll.storage.errors import TooManyFiles
 
 JSON_LIMIT = 2**25
-"""The most bytes of a JSON file that is read. Its value in memory takes up to 20 times as many."""
+"""The most bytes of a JSON file that is read; in memory it takes up to 20 times as many."""
 
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE}
 

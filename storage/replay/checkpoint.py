@@ -1,4 +1,4 @@
-"""`ReplayBuffer.dumps` and `loads` for storages on disk: a checkpoint is a storage of its own."""
+"""`ReplayBuffer.dumps` and `loads` for storages on disk: a checkpoint is another storage."""
 
 from __future__ import annotations
 

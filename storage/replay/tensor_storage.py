@@ -1,4 +1,4 @@
-"""The methods that TorchRL calls on a `TensorStorage`, implemented by rows on disk, or refused.
+"""The methods that TorchRL calls on a `TensorStorage`, for rows on disk, or refused.
 
 Some of its samplers and maps work on tensor storages alone, and check the class. So this class
 overrides every method of it: those that rows on disk cannot support raise an error.

@@ -63,7 +63,7 @@ class Origin:
 
 
 Numbers: TypeAlias = range | Callable[[], np.ndarray]
-"""The range of the rows' numbers; for a slice of a ring, a function that returns them, [rows]."""
+"""The range of the rows' numbers; for a slice of a ring, a function that returns them."""
 
 
 def came_from(rows: TensorDictBase, origin: Origin, numbers: Numbers) -> None:

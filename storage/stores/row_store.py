@@ -1,4 +1,4 @@
-"""Rows as users have them: one face over a reader and a writer. Knows nothing of replay buffers."""
+"""The users' face over a reader and a writer of rows. Knows nothing of replay buffers."""
 
 from __future__ import annotations
 

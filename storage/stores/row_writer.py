@@ -1,4 +1,4 @@
-"""The writer of our own files: rows are checked, appended and committed, one writer at a time."""
+"""The writer of our own files, one at a time: it checks, appends and commits rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contracts, for a test module to subclass: what a storage, and what a reader of rows has to do.
+"""Contracts of a storage and of a reader of rows: tests that a test module subclasses.
 
 Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
 ``conftest.py`` makes pytest say what differs.

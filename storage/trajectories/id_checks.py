@@ -1,4 +1,4 @@
-"""Check the trajectory ids of rows before they are written: each new, or the id to go on with.
+"""Check the trajectory ids of rows before a write: each is new, or goes on with its own.
 
 Collectors number their trajectories themselves, so that their rows are not checked. Rows from
 elsewhere, such as another storage's, may have ids that are stored already, and would become rows

@@ -229,7 +229,7 @@ class _Values(ValuesView[TensorDict]):
 def draw(
     reader: RowReader, num_slices: int, slice_len: int, generator: torch.Generator | None
 ) -> np.ndarray:
-    """The row numbers of slices, [num_slices, slice_len]; see `Trajectories.sample_slices`."""
+    """Draw row numbers [num_slices, slice_len]; see `Trajectories.sample_slices`."""
     if not len(reader.span):
         raise NoSlices(f"{reader.path} has no rows yet to draw slices from. Collect some first.")
     index, deadline = reader.trajectory_index, time.monotonic() + _PATIENCE_SECONDS

@@ -1,4 +1,4 @@
-"""Findings of `verify`: frozen records, a collection of them, and rows that report them. Pure."""
+"""Findings of `verify`: frozen records, their collection, and rows that report them. Pure."""
 
 from __future__ import annotations
 

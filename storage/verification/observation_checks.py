@@ -19,9 +19,9 @@ from tallyroll.storage.verification.value_checks import batches, rows_with, word
 
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 _FEW_VALUES, _SHARE = 16, 1 / 4
-"""A final observation of at most 16 whole numbers is zero by chance at no more than 1/4 of ends."""
+"""Limits of chance: at most 16 whole numbers are all zero at no more than 1/4 of ends."""
 _SAMPLE_ROWS, _SAMPLE_NBYTES = 4096, 2**22
-"""The most rows of a chunk, and their bytes, that show how far an observation moves in a step."""
+"""The most rows of a chunk, and their bytes, that are measured to see how far steps go."""
 _LEAST_STEPS, _MOST_STEPS = 6, 256
 """The limits of the steps to measure, one a value, before a last step is called far."""
 _LEAP = 2

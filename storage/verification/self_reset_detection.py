@@ -1,4 +1,4 @@
-"""Detect environments that reset themselves and return the next first observation as final. Pure.
+"""Detect environments that reset themselves and pass the next start off as final. Pure.
 
 An environment that resets itself inside the step at which an episode ends, without saying so,
 returns the first observation of the next episode where the final one belongs. Its rows show it:
@@ -45,17 +45,18 @@ LEAST = 16
 MOST_INNER = 1024
 """The most observations in mid-trajectory to compare, or `LEAST` a lane if that is more."""
 BITS = 1.5 * LEAST
-"""The bits of surprise that prove that an environment knew where its next episodes begin. Chance
-gives so many once in ``2 ** BITS`` runs."""
+"""The bits of surprise that prove that an environment knew its next starts.
+
+Chance gives so many once in ``2 ** BITS`` runs."""
 _FREE = 2
 """The number of first ends of every lane that are no surprise."""
 _INNER_AN_END = 16
 _INNER_A_LOOK = 256
 _PATIENCE = 256
-"""The number of ends, `LEAST` more a lane, after which an undecided environment is left alone."""
+"""The number of ends, `LEAST` more a lane, after which an undecided case is left alone."""
 
 Columns = Sequence[tuple[Callable[[np.ndarray], np.ndarray], int]]
-"""For each column of an observation, the function that takes rows intp [k], and a row's bytes."""
+"""For each column of an observation, a function that takes rows [k], and a row's bytes."""
 
 
 class Verdict(Enum):

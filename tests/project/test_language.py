@@ -1,4 +1,4 @@
-"""Plain English: docstrings and comments name the actor, and begin with a verb or a noun phrase."""
+"""Plain English: docstrings begin with a verb or a noun phrase, and name the actor."""
 
 from __future__ import annotations
 
