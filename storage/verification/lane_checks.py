@@ -164,7 +164,7 @@ class LaneChecks:
             chunk.ids <= floor, lambda at: f"ids are above {floor} here",
         )  # fmt: skip
 
-    # --- row behind row ---------------------------------------------------------------------------
+    # --- row after row ----------------------------------------------------------------------------
 
     def _series(self, chunk: CheckedRows, usable: np.ndarray) -> _Series:
         order, vague = self._in_order(chunk, usable)
