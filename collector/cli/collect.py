@@ -180,7 +180,7 @@ class CollectRun:
                     total = self.storage.nbytes
                     self.storage.finalize(partial(progress.add, total=total))
             if report and not self.args.quiet:
-                # A stdout that nobody reads must not keep a run that was told to end.
+                # A stdout that is not read must not keep a run that was asked to end.
                 with output_dropped(*["stdout"] * self.signals.received):
                     emit(report)
         finally:

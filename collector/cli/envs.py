@@ -39,7 +39,7 @@ class Found:
 
     @property
     def command(self) -> str:
-        """What installs it."""
+        """Command that installs it."""
         if self.extra:
             return f"pip install 'tallyroll[{self.extra}]'"
         return self.fault or f"needs the package {self.package}"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(name: str, distributions: Mapping[str, Sequence[str]]) -> Found:
-    """What there is of a system; ``distributions`` are those that have a package."""
+    """Describe a system; ``distributions`` are those that have a package."""
     try:
         system = registry.load(name)
     except (MissingExtra, ArgumentError) as error:

@@ -34,7 +34,7 @@ from tallyroll.storage.trajectories.episodes import (
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _MOST_MAKERS = 3
-"""Runs of copied rows that are told in their line."""
+"""Runs of copied rows that their line names."""
 
 
 def run(args: argparse.Namespace) -> int:

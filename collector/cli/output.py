@@ -1,4 +1,4 @@
-"""What a command says: on stdout and stderr, which may be closed, full, or no longer read.
+"""Output of commands: on stdout and stderr, which may be closed, full, or no longer read.
 
 Text from a storage is made safe for a terminal. A manifest, a file name or a column's name may
 hold anything: codes that a terminal obeys, marks that turn the direction of reading, line ends
@@ -73,7 +73,7 @@ def emit(text: str) -> None:
 
     Raises:
         OutputFailed: that failed.
-        BrokenPipeError: nobody reads it any more.
+        BrokenPipeError: its reader is gone.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -128,8 +128,8 @@ def visible_warnings() -> Iterator[None]:
 def reopen_closed() -> None:
     """Put something in the place of standard streams that are closed.
 
-    A file that is opened later would take their number, and what somebody writes to stderr would
-    land in it. Writing to a stdout that was closed stays an error, and nobody misses the rest.
+    A file that is opened later would take their number, and what is written to stderr would land
+    in it. Writing to a stdout that was closed stays an error; the rest is not missed.
     """
     for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:

@@ -113,7 +113,7 @@ _MOST_DIGITS = 20
 
 
 class _Parser(argparse.ArgumentParser):
-    """Of the command, or of one of its commands."""
+    """Parser of the command, or of one of its commands."""
 
     def __init__(self, **kwargs: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter

@@ -47,7 +47,7 @@ class Page(Console):
         )
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As of `Console`, which makes text of all that it is given here."""
+        """Make text of all that `Console` is given here."""
         return super().render_str(visible(text), **options)
 
     def head(self, text: str) -> None:
@@ -89,7 +89,7 @@ class Page(Console):
 
     @property
     def text(self) -> str:
-        """What was printed to it."""
+        """Text that was printed to it."""
         assert isinstance(self.file, io.StringIO)
         return self.file.getvalue()
 

@@ -36,7 +36,7 @@ def _wake() -> None:
 
 @dataclass(eq=False)
 class Segment:
-    """A part of a worker's slab. ``slab.transitions`` marks those that nobody took yet."""
+    """A part of a worker's slab. ``slab.transitions`` marks those that no block took yet."""
 
     member: int
     base: int
@@ -89,7 +89,7 @@ class Tally:
     """A worker's part of the budget."""
 
     fresh: bool = False
-    """Its lanes are to begin anew with the next lease."""
+    """Its lanes are to be reset with the next lease."""
     leased: deque[Segment] = field(default_factory=deque)
     """Segments whose leases have not come back, in the order in which it fills them."""
     tickets: int = 0
@@ -140,7 +140,7 @@ class Leases:
         self._worker_pool, self._startup, self._plan = pool, startup, plan
         self._frames, self._budget, self._episodes = frames, budget, episodes
         self._entry = NOTHING
-        """What happened since the last block."""
+        """Events since the last block."""
         self._lanes = share.total
         self._segments = [
             [
@@ -174,7 +174,7 @@ class Leases:
         """Give leases for all segments that are free, while there is a budget."""
         if self._stopping or self._complete:
             return
-        for _ in self._segments[0]:  # one each, then another: nobody is left without
+        for _ in self._segments[0]:  # one each, then another: no worker is left without
             for member in self._worker_pool.members:
                 if not member.ready and member.failed is None:
                     continue  # it comes in the place of another
@@ -257,7 +257,9 @@ class Leases:
             for member, error in failed:
                 allowed = self._startup.allowed(error)
                 self._queue.append(member.lanes)
-                if not (self._stopping or self._complete):  # else nobody is going to step any more
+                if not (
+                    self._stopping or self._complete
+                ):  # else no worker is going to step any more
                     self._startup.replace(member, allowed, None)
         except BaseException:
             self.stop()
@@ -406,13 +408,13 @@ class Leases:
         return lanes
 
     def _discard(self, segment: Segment, start: int) -> None:
-        """Count the transitions from slot ``start`` on that nobody took, and forget them."""
+        """Count the transitions from slot ``start`` on that no block took, and forget them."""
         rest = segment.transitions[start:]
         self._entry = self._entry.plus(LedgerEntry(discarded=int(rest.sum())))
         rest[:] = False
 
     def restart_lanes(self, ledger: Ledger) -> None:
-        """Every lane begins anew before its next slot."""
+        """Reset every lane before its next slot."""
         self._begin(ledger, fresh=True)
         if not self._stopping:
             self._worker_pool.go_on()
@@ -440,16 +442,16 @@ class Leases:
         yield self._nothing()  # what was thrown away behind the last one
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
-        """Nobody knows whose lanes they were."""
+        """Return None: it is not known whose lanes they were."""
         return None
 
     @property
     def paused(self) -> bool:
-        """Workers wait for nobody."""
+        """Return False: workers do not wait for each other."""
         return False
 
     def go_on(self) -> None:
-        """They do."""
+        """Do nothing: workers never paused."""
 
     def stop(self) -> None:
         """End after the steps under way. Safe to call from a signal handler."""

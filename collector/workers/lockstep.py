@@ -97,7 +97,7 @@ class LockstepDriver(Driver):
         """Start every lane's next trajectory."""
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
-        # Where all have to begin anew: at the same slot, for none is behind it.
+        # All are reset: at the same slot, for none is behind it.
         self._ask([m.Begin(fresh)] * len(self._worker_pool.members), empty=0)
 
     def random_steps(self, start: int, stop: int) -> None:
@@ -167,9 +167,9 @@ class LockstepDriver(Driver):
     def _ask(self, questions: Sequence[object], empty: int = 1) -> None:
         """Ask all that have a question, and hear all.
 
-        Who fails is replaced, or else all stops and that is raised.
+        A worker that fails is replaced, or else all stop and its error is raised.
 
-        ``empty``: slots that are left empty where nobody filled any. What a lane begins with may
+        ``empty``: slots that are left empty where no worker filled any. What a lane begins with may
         lie where the slot before has its next observation.
         """
         pool, start = self._worker_pool, self.used
@@ -199,7 +199,7 @@ class LockstepDriver(Driver):
         alive = [each for each in self._worker_pool.members if each.index not in self._died]
         begin_at = min((member.board[FILLED] for member in alive), default=at_least)
         for member, error in failed:
-            if self.stopping:  # nobody is going to step any more
+            if self.stopping:  # no worker is going to step any more
                 member.board[FILLED] = begin_at
             else:
                 self._startup.replace(member, error, begin_at)
@@ -243,6 +243,6 @@ class LockstepDriver(Driver):
         return ~self._pending
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Lanes that had to begin anew since this was last asked, or None."""
+        """Lanes that had to be reset since this was last asked, or None."""
         cuts, self._cuts = self._cuts, None
         return cuts

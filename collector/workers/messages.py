@@ -32,7 +32,7 @@ from tallyroll.storage.rows.keys import Key
 
 Action = NDArray[Any]
 Actor = Literal["policy", "random", "given"]
-"""Who acts; ``"given"``: the actions are there."""
+"""Actor of a step; ``"given"``: the actions are there."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Seed:
     first_lane: int
     worker: int
     asked: bool
-    """Somebody wants this very seed."""
+    """A caller asked for this very seed."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Planned:
     lane_seeds: Sequence[int]
     """None where TorchRL chooses some of them."""
     actions: Mapping[Key, TensorSpec]
-    """What a lane may do, by the key of each action."""
+    """Spec of each action of a lane, by its key."""
     drawn_ahead: bool
     """Random actions may be drawn elsewhere, for all lanes at once."""
     state: bytes | None
-    """Of the environment's transforms; None where there is none."""
+    """State of the environment's transforms; None where there is none."""
     statistics: Sequence[str] = ()
     """Transforms that keep statistics of this worker alone."""
 
@@ -96,7 +96,7 @@ class Bind:
 
 @dataclass(frozen=True)
 class Done:
-    """What was asked for is done: of :class:`Steps`, up to the slot that the board names."""
+    """Answer that it was done: of :class:`Steps`, up to the slot that the board names."""
 
     state: bytes | None = None
 
@@ -106,7 +106,7 @@ class Bound:
     """The memory is taken over, and the way of stepping chosen."""
 
     decisions: Mapping[str, Decision]
-    """Those of a `RunPlan` on acting and stepping."""
+    """Decisions of a `RunPlan` on acting and stepping."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Lease:
     """A part of the budget: at least ``frames`` transitions into slots from ``base`` on."""
 
     number: int
-    """Of all leases, counted from 1: the board says which one was begun."""
+    """Number among all leases, from 1: the board says which one was begun."""
     base: int
     frames: int
     random_frames: int
@@ -145,7 +145,7 @@ class Lease:
     last: bool
     """No more tickets are to be had."""
     fresh: bool
-    """Every lane begins anew, with a reset."""
+    """Every lane is reset first."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Filled:
     used: int
     """Slots of the segment that were filled."""
     entry: LedgerEntry
-    """What happened."""
+    """Events to be counted."""
     random_left: int
     completed: int
     """Episodes that were completed with this lease."""

@@ -61,7 +61,7 @@ class WorkerStartup:
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         """Seed all lanes; returns their seeds, none where a system chooses some.
 
-        ``asked``: somebody wants this very seed.
+        ``asked``: a caller wants this very seed.
 
         Raises:
             EnvironmentRefused: the workers' environments or policies differ in their columns.

@@ -17,7 +17,7 @@ class Supervision:
 
     Args:
         on_worker_death: ``"raise"``, or ``"respawn"``: a worker that raised, died or hung is
-            replaced. What it was filling is lost (see the ledger) and collected anew, and its
+            replaced. What it was filling is lost (see the ledger) and collected again, and its
             lanes' trajectories are cut. One that fails before it is ready is replaced with a
             warning, and its lanes keep their seeds.
         max_respawns: workers that are replaced in all; the next one that fails raises.

@@ -25,7 +25,7 @@ def end_with_parent(alive: int) -> None:
     os.setpgid(0, 0)
     # They were blocked since before we were born, so that none hit us while we imported.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    # The same pipe, opened anew: what the parent sets on its own may come before or after.
+    # The same pipe, opened again: what the parent sets on its own may come before or after.
     again = os.open(f"/proc/self/fd/{alive}", os.O_RDONLY | os.O_CLOEXEC)
     kill_when_closed(again, -os.getpgrp())
     if wait([alive], 0):  # the parent died meanwhile
@@ -33,7 +33,7 @@ def end_with_parent(alive: int) -> None:
 
 
 def kill_when_closed(pipe: int, owner: int) -> None:
-    """Let the kernel kill ``owner`` when nobody can write to ``pipe``, a reading end, any more.
+    """Let the kernel kill ``owner`` when ``pipe``, a reading end, has no writer any more.
 
     ``owner`` is a process, or minus a process group. What is set belongs to all who have got
     ``pipe`` from one another.

@@ -75,13 +75,13 @@ class Arena:
         self.end = 0
         """Bytes carved so far."""
         weakref.finalize(self, os.close, fd)
-        # An empty file cannot be mapped: it has a byte that belongs to nobody.
+        # An empty file cannot be mapped: it has a byte that no column has.
         memory = mmap.mmap(fd, max(1, nbytes))
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
 
     @classmethod
     def create(cls, nbytes: int) -> "Arena":
-        """New memory of ``nbytes`` bytes, all 0. Nobody can make it smaller or larger.
+        """New memory of ``nbytes`` bytes, all 0. It cannot be made smaller or larger.
 
         Raises:
             OSError: a limit of this process (files, address space) does not allow it.
@@ -89,7 +89,7 @@ class Arena:
         fd = os.memfd_create("tallyroll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(1, nbytes))
-            # A file that shrinks under its map kills whoever touches it.
+            # A file that shrinks under its map kills each process that touches it.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except BaseException:
@@ -177,8 +177,8 @@ _VERSIONS = (
 def require(nbytes: int, what: str) -> None:
     """Raise unless ``nbytes`` of memory are to be had for ``what``.
 
-    Shared memory is only taken when it is touched, and then there is nobody left to tell: the
-    kernel kills a process.
+    Shared memory is only taken when it is touched, and then it is too late for an error:
+    the kernel kills a process.
 
     Raises:
         ArgumentError: they are not.

@@ -44,7 +44,7 @@ class FileLock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Beside other readers, while nobody writes.
+        """Hold it beside other readers, while no writer has it.
 
         Raises:
             SharedMemoryBusy: a writer did not come to an end in time.
@@ -54,10 +54,10 @@ class FileLock:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """While nobody else reads or writes.
+        """Hold it alone, without readers or other writers.
 
         Raises:
-            SharedMemoryBusy: somebody else did not come to an end in time.
+            SharedMemoryBusy: another one did not come to an end in time.
         """
         with self._held(fcntl.LOCK_EX, "writing"):
             yield

@@ -52,7 +52,7 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """Of the weights that were published last; -1 before. Asked for without a lock."""
+        """Version of the weights that were published last; -1 before. Read without a lock."""
         return (self._word[0] >> 1) - 1
 
     def publish(self, module: object, version: int) -> None:
