@@ -32,8 +32,6 @@ POOLED_NBYTES = 2**20
 
 _NOT_BUILT = "not built, for there was no C compiler"
 
-_NOT_BUILT = "not built, for there was no C compiler"
-
 Obstacle = tuple[bool, str]
 """Whether an obstacle is there, and the words that say so."""
 
