@@ -18,6 +18,9 @@ from ways_kit import drawn_off
 
 from tallyroll.storage import ways
 
+from random_configurations import Configuration
+from random_environments import EnvKind
+from random_lanes import LaneKind
 from random_more import extended
 from random_verdicts import examined
 
@@ -35,3 +38,11 @@ def test_every_row_is_true_or_there_is_an_error_of_ours(number: int, tmp_path: P
         wrong = examined(config, tmp_path)
     again = f"TALLYROLL_CONFIGURATION={number} pytest -n0 {HERE}"
     assert not wrong, "\n".join([again, *wrong, f"{config}", f"without {off}"])
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_mask_by_another_name_binds_no_action(settled: bool, tmp_path: Path) -> None:
+    """Settled, the lane's `action_mask` is renamed, and random actions need not keep to it."""
+    lane = LaneKind(names=("action_mask", "pos"), masked=True, reuse="one key")
+    config = Configuration(0, EnvKind(lane), settled=settled, total_frames=60)
+    assert not examined(config, tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -95,6 +95,12 @@ class Configuration:
         if self.settled and key[0] in lane.names:
             return (f"own {lane.names.index(key[0])}", *key[1:])
         return ("agents", *key) if lane.agents and key[0] != "agents" else key
+
+    @property
+    def driven(self) -> EnvKind:
+        """The environment; by another name its mask is an observation like others."""
+        bound = self.column(("action_mask",)) == ("action_mask",)
+        return replace(self.env, lane=replace(self.env.lane, bound=bound))
 
     @property
     def settling(self) -> dict[str, Any]:

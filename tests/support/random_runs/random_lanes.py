@@ -143,6 +143,8 @@ class LaneKind:
     """The observation holds a mask of legal actions, nothing being legal at the end."""
     mask_extra: int = 0
     """The mask has so many values more than the action."""
+    bound: bool = True
+    """Actions have to be legal by the mask."""
     lengths: tuple[tuple[int, ...], ...] = ((5,),)
     """Of the episodes of each lane, in turn."""
     ends: Literal["terminated", "truncated", "mixed", "both"] = "terminated"
@@ -201,7 +203,7 @@ class Lane(gym.Env[Any, Any]):
         """Execute one action."""
         assert not self.over, f"lane {self.lane}: a step behind the end of an episode"
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
-        if self.kind.masked and not self.kind.mask_extra and self.mask.any():
+        if self.kind.bound and not self.kind.mask_extra and self.mask.any():
             legal = is_legal(self.action_space, action, self.mask)
             assert legal, f"lane {self.lane}: {action!r} is not legal by {self.mask}"
         reward = 1 + (31 * self.lane + 7 * self.episode + self.at) % 97 + action_sum(action)

@@ -392,7 +392,7 @@ class _Runner:
             options["reset_slots"] = config.reset_slots
         if not config.env.adapter:
             options |= of_vector
-        make = partial(make_env, config.env, self.world, number, of_vector)
+        make = partial(make_env, config.driven, self.world, number, of_vector)
         if not config.workers:
             env: Any = make
             if config.given == "object":
