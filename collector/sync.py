@@ -102,7 +102,8 @@ class SyncCollector(Collector):
             Gymnasium environment that the collector makes is asked by way of another one, which
             is closed again; any other declares it with its first reset.
         rename: other names for columns of observations and infos, where they collide:
-            ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``.
+            ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``. Random actions
+            do not keep to an ``action_mask`` that has another name.
         frame_skip: simulator ticks a transition, or an info key that counts the ticks since
             the episode's reset (ALE: ``"episode_frame_number"``).
         exploration_type: TorchRL's exploration type during collection.

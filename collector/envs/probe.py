@@ -6,7 +6,6 @@ call. An environment that returns the same arrays each time has then overwritten
 observation. So one throwaway child of such an environment is stepped and reset beforehand.
 """
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +14,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, iterate
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from tallyroll.collector.compat import step_mdp, steps_in_buffers
-from tallyroll.collector.envs.gymnasium.spaces import drawn_from
+from tallyroll.collector.envs.gymnasium.spaces import drawn_from, mask_in
 from tallyroll.collector.envs.reuse import contents, overlap, places
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.envs.traits import chain, loses_finals
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.policies.random_actions import MASK_NAME, RandomActions
+from tallyroll.collector.policies.random_actions import RandomActions
 from tallyroll.collector.policies.slot_rng import SlotRng
 
 MOST_STEPS = 32
@@ -154,9 +153,7 @@ def overwrites_itself(
 
 def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
     """A Gymnasium environment; ``names`` are those of its infos that become columns."""
-    space = copy.deepcopy(env.action_space)
-    space.seed(0)
-    drawn = drawn_from(space, 1) if isinstance(space, spaces.Box) else None
+    drawn, alone = drawn_from(env.action_space, 1), batch_space(env.action_space, 1)
     info: Mapping[str, Any] = {}
     observation: Any = None
 
@@ -168,12 +165,9 @@ def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
 
     def step() -> Call:
         nonlocal info, observation
-        seen = observation if isinstance(observation, Mapping) else {}
-        mask = info.get(MASK_NAME, seen.get(MASK_NAME))
-        if mask is not None and isinstance(space, spaces.Discrete):
-            action: Any = space.sample(np.asarray(mask, np.int8))
-        else:
-            action = space.sample() if drawn is None else drawn()[0]
+        mask = mask_in(observation, info)
+        actions = drawn(None if mask is None else np.asarray(mask)[None])
+        action = next(iter(iterate(alone, actions)))
         observation, reward, terminated, truncated, info = env.step(action)
         rest = (reward, terminated, truncated, *(info.get(name) for name in names))
         return Call((observation, rest), observation, rest, ended=bool(terminated or truncated))

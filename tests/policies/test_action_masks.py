@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
 from torchrl.data import Binary, Bounded
 
 from tallyroll.collector import Info, SyncCollector
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
-from tallyroll.collector.errors import CollectorError, PolicyError, SpaceError, TransitionError
+from tallyroll.collector.envs.gymnasium.infos import discovered
+from tallyroll.collector.envs.probe import overwrites_itself, single_env
+from tallyroll.collector.envs.reuse import leaves
+from tallyroll.collector.errors import (
+    CollectorError,
+    EnvironmentRefused,
+    PolicyError,
+    SpaceError,
+    TransitionError,
+)
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.storage import MemmapStorage
@@ -442,3 +451,48 @@ def test_actions_that_masks_forbid(laid: str) -> None:
 def test_errors_are_of_one_tree() -> None:
     assert issubclass(SpaceError, CollectorError)
     assert Choices((0,), (2,)).parts(np.zeros((4, 3), np.bool_), (4,)) is None
+
+
+# --- where an environment is only tried -----------------------------------------------------------
+
+
+class Again(Masked):
+    """Its observations, and masks in infos, are in the same arrays each time."""
+
+    held: Any = None
+
+    def look(self) -> tuple[Any, dict[str, Any]]:
+        """Write over what was returned before."""
+        seen = super().look()
+        if self.held is None:
+            self.held = seen
+        for old, new in zip(leaves(self.held), leaves(seen), strict=True):
+            old[...] = new
+        return self.held
+
+
+@pytest.mark.parametrize("where", ["seen", "told"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_probe_takes_legal_actions(case: str, where: str) -> None:
+    """An environment that raises at others would not be seen to overwrite its last observation."""
+    space, shape = CASES[case]
+    child = partial(single_env, names=("action_mask",))
+    for kind, reuses in ((Again, True), (Masked, False)):
+        make = partial(kind, space, shape, where=where)
+        assert overwrites_itself(make, child, warn=True) is reuses
+
+
+def test_an_asynchronous_vector_that_overwrites_masked_observations_is_refused() -> None:
+    lane = partial(Again, *CASES["several"])
+    same = AutoresetMode.SAME_STEP
+    make = partial(AsyncVectorEnv, [lane], autoreset_mode=same, context="fork")
+    with pytest.raises(EnvironmentRefused, match="in one array that it overwrites"):
+        collect(make, **BUDGET)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_infos_are_looked_for_with_legal_actions(case: str) -> None:
+    space, shape = CASES[case]
+    make = partial(SyncVectorEnv, [partial(Masked, space, shape, where="told")] * 9)
+    (found,) = discovered((Info("action_mask"),), make, make())
+    assert (found.dtype, found.shape) == (np.dtype(np.int8), shape)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.envs.gymnasium.info_merge import install
-from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from
+from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
 from tallyroll.collector.envs.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.slab.info import GIVEN, Info
@@ -320,9 +320,10 @@ def discovered(
             if env is None:
                 return tuple(infos)
             install(env, {info.key[-1] for info in infos})
-            first = env.reset(seed=0)[1]
+            seen, first = env.reset(seed=0)
             lanes = int(env.num_envs)
-            after = env.step(drawn_from(env.single_action_space, lanes)())[-1]
+            action = drawn_from(env.single_action_space, lanes)(mask_in(seen, first))
+            after = env.step(action)[-1]
     except Exception as error:
         raise ArgumentError(
             f"info_keys: {', '.join(names)} are looked for in a second environment, and making or "

@@ -1,6 +1,6 @@
 """Gymnasium spaces as TorchRL specs, leaf by leaf."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec, Unbounded
 
 from tallyroll.collector.errors import SpaceError, TransitionError
-from tallyroll.collector.policies.random_actions import block_draw
+from tallyroll.collector.policies.masked_actions import Choices
+from tallyroll.collector.policies.random_actions import MASK_NAME, block_draw
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key, spell
 
@@ -102,19 +103,34 @@ def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
     return next(_leaves(space, ("action",), (), lanes))
 
 
-def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[], Any]:
+def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[Any], Any]:
     """Draws actions ``[lanes, ...]`` of one lane's ``space`` as collectors do, from a fixed seed.
 
+    The function takes a mask of legal actions, or None; one that fits no action is ignored.
     Gymnasium itself cannot sample a ``Box`` of integers without a bound above.
     """
-    plain = not isinstance(space, (spaces.Dict, spaces.Tuple))
-    draw = block_draw(action_leaf(space, lanes).spec) if plain else None
-    if draw is None:
-        batched = batch_space(space, lanes)
-        batched.seed(0)
-        return batched.sample
-    rng = np.random.default_rng(0)
-    return lambda: draw(rng, 1)[0]
+    batched = batch_space(space, lanes)
+    batched.seed(0)
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return lambda mask: batched.sample()
+    leaf, rng = action_leaf(space, lanes), np.random.default_rng(0)
+    draw = block_draw(leaf.spec) or (lambda rng, slots: [batched.sample()])
+    choices = Choices.of(leaf.spec, len(leaf.shape) - 1)
+
+    def drawn(mask: Any) -> Any:
+        marks = np.asarray(mask)
+        if choices is None or choices.parts(marks, choices.batch(leaf.shape)) is None:
+            return draw(rng, 1)[0]
+        uniform = rng.random(choices.uniforms(leaf.shape))
+        return choices.draw(marks, uniform).astype(leaf.dtype)
+
+    return drawn
+
+
+def mask_in(observation: Any, info: Mapping[str, Any]) -> Any:
+    """The mask of legal actions that an environment showed, or None."""
+    seen = observation if isinstance(observation, Mapping) else {}
+    return info.get(MASK_NAME, seen.get(MASK_NAME))
 
 
 def _leaves(
