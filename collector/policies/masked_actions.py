@@ -100,7 +100,8 @@ class Choices:
             if self.one_hot:
                 one_hot: Array = index[..., None] == np.arange(self.sizes[0])
                 return one_hot.astype(np.int64)
-            return index + self.starts[0] if self.starts[0] else index
+            # Of no dimensions, NumPy's sum would be a number and no array.
+            return np.asarray(index + self.starts[0]) if self.starts[0] else index
         batch = uniform.shape[: uniform.ndim - len(self.shape)]
         parts = self.parts(marks, batch)
         assert parts is not None

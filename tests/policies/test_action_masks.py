@@ -13,8 +13,9 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from tensordict import TensorDictBase
-from torchrl.data import Binary, Bounded
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase
 
 from tallyroll.collector import Info, SyncCollector
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
@@ -496,3 +497,36 @@ def test_infos_are_looked_for_with_legal_actions(case: str) -> None:
     make = partial(SyncVectorEnv, [partial(Masked, space, shape, where="told")] * 9)
     (found,) = discovered((Info("action_mask"),), make, make())
     assert (found.dtype, found.shape) == (np.dtype(np.int8), shape)
+
+
+class Alone(EnvBase):
+    """One lane without an axis; of the actions 10, 11 and 12 one is legal, as the mask says."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(action_mask=Binary(3, (3,), dtype=torch.bool))
+        self.action_spec = Bounded(10, 12, shape=(), dtype=torch.int64)
+        self.reward_spec = Unbounded((1,))
+        self.time = 0
+
+    def _set_seed(self, seed: int | None) -> None: ...
+
+    def _look(self) -> TensorDict:
+        done = torch.tensor([self.time > 0 and self.time % 4 == 0])
+        mask = torch.arange(3) == self.time % 3
+        return TensorDict({"action_mask": mask, "done": done, "terminated": done.clone()})
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        self.time += 1 if self.time % 4 == 0 else 0
+        return self._look()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        assert int(tensordict["action"]) == 10 + self.time % 3, "an illegal move"
+        self.time += 1
+        return self._look().set("reward", torch.ones(1))
+
+
+def test_a_lane_without_an_axis_whose_actions_begin_elsewhere() -> None:
+    rows = joined(collect(Alone(), **BUDGET)[0])
+    assert (rows["action"] == 10 + rows["action_mask"].int().argmax(-1)).all()
+    assert len(rows["action"].unique()) == 3
