@@ -114,13 +114,13 @@ def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[Any], Any]:
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         return lambda mask: batched.sample()
     leaf, rng = action_leaf(space, lanes), np.random.default_rng(0)
-    draw = block_draw(leaf.spec) or (lambda rng, slots: [batched.sample()])
+    draw = block_draw(leaf.spec)
     choices = Choices.of(leaf.spec, len(leaf.shape) - 1)
 
     def drawn(mask: Any) -> Any:
         marks = np.asarray(mask)
         if choices is None or choices.parts(marks, choices.batch(leaf.shape)) is None:
-            return draw(rng, 1)[0]
+            return batched.sample() if draw is None else draw(rng, 1)[0]
         uniform = rng.random(choices.uniforms(leaf.shape))
         return choices.draw(marks, uniform).astype(leaf.dtype)
 
