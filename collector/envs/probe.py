@@ -26,6 +26,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.throwaway import distinct, throwaway
 from tallyroll.collector.envs.traits import chain, loses_finals
 from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.collector.policies.random_actions import RandomActions
 from tallyroll.collector.policies.slot_rng import SlotRng
 
@@ -196,7 +197,7 @@ def torchrl(env: EnvBase) -> Child:
     def step() -> Call:
         nonlocal td
         # A copy, so that what a step hands on of what it was given is not taken for reuse.
-        stepped = env.step(act(td.clone()))
+        stepped = env.step(act(own_tensors(td)))
         got = stepped.get("next")
         td = step_mdp(env, stepped)
         return call(got, any(bool(got.get(key).any()) for key in flags))

@@ -10,6 +10,7 @@ from tallyroll.collector.compat import hooks_behind_steps, splits, step_mdp
 from tallyroll.collector.envs.reuse import contents, share_memory
 from tallyroll.collector.envs.traits import loses_finals
 from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.storage.rows.keys import NEXT
 
 WATCHED = 8
@@ -52,14 +53,14 @@ class SplitStep:
         copy(td)
         if env.any_done(following):
             # A reset by mask joins the lanes that it resets with the others of its argument.
-            following = env.reset(following.clone(), select_reset_only=True)
+            following = env.reset(own_tensors(following), select_reset_only=True)
         return td, self._own(following)
 
     def _own(self, td: TensorDictBase) -> TensorDictBase:
         """Return ``td``, or a copy of it; while the environment is watched, keep both contents."""
         if self._watched:
             self._raw, self._held = td, contents(td)
-        return td.clone() if self._watched or self._reuses else td
+        return own_tensors(td) if self._watched or self._reuses else td
 
     def _watch(self, td: TensorDictBase) -> None:
         self._watched -= 1

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.policies.trial import for_trial, generators_restored
@@ -27,7 +28,7 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
     places = {key: _place(key) for key in policy.writes if _place(key) not in apart}
     if not places or not _leaves_no_trace(policy):
         return ()
-    given = td.clone()
+    given = own_tensors(td)
     for name in list(given.keys(True, True)):
         if as_key(name)[-1] == IS_INIT:  # else its state would be reset
             given.set(name, torch.zeros_like(given.get(name)))
@@ -76,7 +77,7 @@ def _place(key: Key) -> Key:
 def _called(
     policy: Policy, given: TensorDictBase, kept: Mapping[Key, torch.Tensor]
 ) -> dict[Key, torch.Tensor]:
-    td = given.clone()
+    td = own_tensors(given)
     for key, value in kept.items():
         td.set(key, value.clone())
     with generators_restored(), warnings.catch_warnings():

@@ -20,9 +20,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
+from torchrl.modules import GRUModule, LSTMModule
 
-from tallyroll.collector import SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.arrays import as_flags, fitting
 from tallyroll.collector.envs.exact import (
     ExactRow,
@@ -519,6 +522,75 @@ def test_arrays_of_all_lanes() -> None:
     assert as_flags(np.array([0, 1])).tolist() == [False, True]
     with pytest.raises(ValueRefused, match="one bool, or 0 or 1, got 2 of int64"):
         as_flags(np.array([0, 2]))
+
+
+# --- the sign of zero -----------------------------------------------------------------------------
+
+
+def below_zero(episode: int, time: int) -> Any:
+    return np.array([-0.0, time], np.float32)
+
+
+def two_lengths(mode: AutoresetMode) -> SyncVectorEnv:
+    """Lanes that are reset one by one."""
+    make = partial(Given, value=below_zero)
+    lanes: list[Any] = [make, lambda: gym.wrappers.TimeLimit(make(), LENGTH - 1)]
+    return SyncVectorEnv(lanes, autoreset_mode=mode)
+
+
+def on_a_device() -> SerialEnv:
+    make = partial(Given, value=below_zero)
+    kwargs: dict[str, Any] = {"device": "cpu", "categorical_action_encoding": True}
+    return SerialEnv(2, lambda: GymWrapper(make(), **kwargs))
+
+
+ZEROS: dict[str, Callable[[], Any]] = {
+    **{mode.name: lambda mode=mode: GymnasiumVectorEnv(two_lengths(mode)) for mode in MODES},
+    "serial": on_a_device,
+}
+
+
+@pytest.mark.parametrize("run", ["policy", "opening", "threads"])
+@pytest.mark.parametrize("kind", ZEROS)
+def test_the_sign_of_zero_is_kept_under_transforms(kind: str, run: str) -> None:
+    """TensorDicts that know their device are cloned by adding 0."""
+    policy = TensorDictModule(
+        lambda seen: (torch.zeros(seen.shape[:-1], dtype=torch.int64), seen * 1),
+        in_keys=["observation"],
+        out_keys=["action", "seen"],
+    )
+
+    def make() -> TransformedEnv:
+        return TransformedEnv(ZEROS[kind](), StepCounter())
+
+    budget = BUDGET | {"total_frames": 42, "init_random_frames": 5 * (run == "opening")}
+    if run == "threads":
+        with in_threads():
+            rows = joined(through(start([make], policy, **budget)).batches)
+    else:
+        rows = joined(collect(make, policy, **budget)[0])
+    require_equal(rows, Given(value=below_zero))
+    acted = rows["collector", "policy_version"] >= 0
+    assert torch.signbit(rows["seen"][acted, 0]).all(), "the policy saw others"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
+def test_a_state_goes_on_as_it_was_written(kind: Any, mode: AutoresetMode, tmp_path: Any) -> None:
+    states = ["state", "cell"][: 1 if kind is GRUModule else 2]
+    after = [("next", name) for name in states]
+    torch.manual_seed(0)
+    policy = TensorDictSequential(
+        kind(input_size=2, hidden_size=4, in_keys=["observation", *states], out_keys=["x", *after]),
+        TensorDictModule(lambda *given: tuple(-each.relu() for each in given), after, after),
+        TensorDictModule(lambda x: x[..., :2].argmax(-1), ["x"], ["action"]),
+    )
+    budget = BUDGET | {"total_frames": 42, "init_random_frames": 5}
+    collect(two_lengths(mode), policy, storage=tmp_path / "data", **budget)
+    assert not verify(tmp_path / "data").findings
+    with open_storage(tmp_path / "data") as storage:
+        written = storage[:]["next", "state"]
+    assert bool((torch.signbit(written) & (written == 0)).any())
 
 
 # --- wide unsigned integers, and nothing at all ---------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorObservationWrapper
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.data import Unbounded
 
@@ -25,6 +25,7 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.system import Declares, Step, System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.storage import open_storage
 
 from collect_kit import assert_same
@@ -228,3 +229,24 @@ def test_what_is_no_array_is_refused(tmp_path: Path) -> None:
         pytest.raises(TransitionError),
     ):
         made.collect(2)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_copy_has_every_bit(stacked: bool) -> None:
+    bits = {
+        "signs of zero, and a NaN": np.array([1 << 31, 0, 0x7FA00001], np.uint32).view(np.float32),
+        "complex": np.array([complex(-0.0, -0.0)]),
+        "wide": np.array([2**64 - 1], np.uint64),
+        "flags": np.array([True, False]),
+    }
+    td = TensorDict({"group": TensorDict(bits)}, device="cpu")
+    td["text"] = NonTensorData("text")
+    given = LazyStackedTensorDict(td, td.copy(), stack_dim=0) if stacked else td
+    copy = own_tensors(given)
+    assert (type(copy), copy.device, copy.shape) == (type(given), given.device, given.shape)
+    first, source = (copy[0], given[0]) if stacked else (copy, given)
+    assert first["text"] == "text"
+    for name, wanted in bits.items():
+        got = first["group", name]
+        assert got.numpy().tobytes() == wanted.tobytes(), name
+        assert got.data_ptr() != source["group", name].data_ptr()
