@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector.compat import ENDED, own_observations
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.run_plan import stepping_vector
 from tallyroll.collector.workers.worker import report_of
 from tallyroll.storage import ways
 
@@ -65,9 +66,13 @@ def vector(
 
 def started(env: Any) -> Any:
     env.reset(seed=3)
-    turns = LanesInTurn.of(env)
-    assert turns is not None
-    return turns
+    assert not why_not(env)
+    return LanesInTurn(env)
+
+
+def why_not(env: Any) -> str:
+    """Why the plan leaves the lanes of ``env`` to the vector."""
+    return stepping_vector(traits_of(env, infos=False, many_rewards=False)).because
 
 
 def step(turns: Any, action: Any) -> Any:
@@ -345,16 +350,19 @@ def test_references_are_given_back() -> None:
 
 
 def test_which_vectors_are_stepped_so() -> None:
-    assert LanesInTurn.of(vector()) is not None
-    assert LanesInTurn.of(vector(mode=AutoresetMode.NEXT_STEP)) is not None
-    assert LanesInTurn.of(vector(mode=AutoresetMode.SAME_STEP)) is None
-    assert LanesInTurn.of(RecordEpisodeStatistics(vector())) is None
-    assert LanesInTurn.of(vector(space=gymnasium.spaces.Dict(a=SPACES[0]))) is None
+    assert not why_not(vector())
+    assert not why_not(vector(mode=AutoresetMode.NEXT_STEP))
+    assert "SAME_STEP" in why_not(vector(mode=AutoresetMode.SAME_STEP))
+    assert "no bare SyncVectorEnv" in why_not(RecordEpisodeStatistics(vector()))
+    assert "not one array" in why_not(vector(space=gymnasium.spaces.Dict(a=SPACES[0])))
 
     class Own(SyncVectorEnv):
         pass
 
-    assert LanesInTurn.of(Own([Scripted])) is None
+    assert "is a Own" in why_not(Own([Scripted]))
+    changed = vector()
+    changed.envs = tuple(changed.envs)
+    assert "was changed" in why_not(changed)
 
 
 @pytest.mark.parametrize("name", ["step", "reset"])
