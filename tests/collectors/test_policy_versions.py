@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,28 @@ def test_it_goes_on_in_other_ways(way: str, tmp_path: Path) -> None:
         rows = storage.get(storage.index_of(np.arange(40, 40 + 2 * LANES)))
         assert set(rows["collector", "policy_version"].tolist()) == {4}
         assert storage.manifest["runs"][-1]["first_row"] == 40
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_state_that_goes_on_in_another_storage_says_its_version(
+    at_once: bool, tmp_path: Path
+) -> None:
+    """The entry of the manifest has it, whether the storage was begun before or not."""
+    given: dict[str, Any] = {"frames_per_batch": 2 * LANES, "total_frames": 120}
+    make = KINDS["alone"]
+    with make(Versioned().set_to(1), storage=tmp_path / "first", **given) as collector:
+        for _ in islice(collector, 3):
+            collector.update_policy_weights_()
+        state, version = collector.state_dict(), collector.policy_version
+    assert version == 3
+    with make(Versioned().set_to(1), storage=tmp_path / "other", **given) as collector:
+        assert collector.policy_version == 0
+        collector.load_state_dict(state)
+        assert collector.policy_version == version
+        if at_once:
+            next(iter(collector))
+        else:
+            collector.collect(LANES)
+    with open_storage(tmp_path / "other") as storage:
+        assert storage.manifest["runs"][-1]["policy_version"] == version
+        assert set(storage.get(slice(None))["collector", "policy_version"].tolist()) == {version}
