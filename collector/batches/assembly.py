@@ -42,6 +42,7 @@ from tallyroll.collector.errors import (
 )
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.rollout.driver import raised_by_policy
 from tallyroll.collector.rollout.os_signals import call_waiting, later, pausable, waits
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
@@ -387,7 +388,10 @@ class Assembly:
             refused = self._rollout.refused()
             if refused and isinstance(error, ValueRefused):
                 self._checks.place(error, *refused[:2], self.state)
-            culprit = refused and self._checks.bad_action(*refused, self.state)
+            acted = not raised_by_policy(error)
+            if not acted and not self._source.plan.in_place:
+                raise  # what the policy saw is not in the slab
+            culprit = refused and self._checks.bad_action(*refused, self.state, acted=acted)
             if culprit is not None:
                 raise culprit from error
             raise

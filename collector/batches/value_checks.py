@@ -290,20 +290,27 @@ class RangeChecks:
         return True
 
     def bad_action(
-        self, slab: Slab, slot: int, acting: NDArray[np.bool_], state: LaneState
+        self,
+        slab: Slab,
+        slot: int,
+        acting: NDArray[np.bool_],
+        state: LaneState,
+        *,
+        acted: bool = True,
     ) -> Exception | None:
         """The fault of the actions in ``slot``, or of their masks, where a step of it raised.
 
-        ``acting`` are the lanes ``[lane]`` whose action the environment would have executed.
+        ``acting`` are the lanes ``[lane]`` whose action the environment would have executed; the
+        slot has no actions yet unless ``acted``.
         """
-        for check in self._declared:
+        for check in self._declared if acted else ():
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
                 bad = check.bad(_values(slab, check.key, slot, slot + 1))
                 if bad is not None:
                     return _violation(check, slab, slot, int(np.argmax(bad[0])), state).error
         if slab.lane is not None:  # its actions are there before what their lanes saw
             return None
-        faults = (_fault_of(rule, slab, slot, acting, state) for rule in self._rules)
+        faults = (_fault_of(rule, slab, slot, acting, state, acted=acted) for rule in self._rules)
         return next((each for each in faults if each is not None), None)
 
     @staticmethod
@@ -423,14 +430,22 @@ def _bad_mask(
 
 
 def _fault_of(
-    rule: MaskRule, slab: Slab, slot: int, acting: NDArray[np.bool_], state: LaneState
+    rule: MaskRule,
+    slab: Slab,
+    slot: int,
+    acting: NDArray[np.bool_],
+    state: LaneState,
+    *,
+    acted: bool,
 ) -> Exception | None:
-    """The fault of a mask, or of an action that it forbids, in a slot whose step raised."""
+    """Return the fault of a mask, or of an action that it forbids, in a slot that raised."""
     marks, live = _marks(rule, slab, slot, slot + 1)
     wrong, wanted = rule.wrong(marks, live)
     if (wrong := wrong[0] & acting).any():
         said = _bad_mask(rule, slab, slot, int(np.argmax(wrong)), state, wanted)
         return TransitionError(f"{said}; correct it")
+    if not acted:
+        return None
     actions = _values(slab, rule.action, slot, slot + 1)
     by_policy = acting & (slab.version[slot] != RANDOM_VERSION)
     forbidden = rule.forbids(actions, marks, live)[0] & by_policy

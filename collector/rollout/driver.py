@@ -22,6 +22,9 @@ from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Array, Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
+WHILE_ACTING = "_tallyroll_while_acting"
+"""The attribute by which an error of a worker says so to `raised_by_policy`."""
+
 
 class Driver(ABC):
     """A filler of the slots of a slab; it says what is in them.
@@ -113,6 +116,16 @@ class Driver(ABC):
     def ended(self, start: int, stop: int) -> Mask:
         """``[time, lane]``, the environment reported an end in this slot."""
         return ended_in(self.slab, start, stop)
+
+
+def raised_by_policy(error: BaseException) -> bool:
+    """Whether ``error`` was raised while actions were chosen, so that the slot has none yet."""
+    if getattr(error, WHILE_ACTING, False):  # in a worker
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in _ACTING:
+        trace = trace.tb_next
+    return trace is not None
 
 
 class LocalDriver(Driver):
@@ -246,7 +259,7 @@ class LocalDriver(Driver):
                     self._refresh(at, stop)
                 self.act(at)
             else:
-                self._act_both_ways(at, random_lanes)
+                self.act_both_ways(at, random_lanes)
             self.stepped.step(at, at + 1)
             if self.board[HALT]:
                 break
@@ -254,7 +267,7 @@ class LocalDriver(Driver):
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
         if random_lanes is not None:
-            self._act_both_ways(at, random_lanes, some=lanes > 0)
+            self.act_both_ways(at, random_lanes, some=lanes > 0)
         elif self.policy is None or self.slab.version[at, 0] == RANDOM_VERSION:
             # Even if no lane is stepped, numbers are drawn, as other drivers do.
             ahead = self._random.ahead(1)
@@ -302,7 +315,7 @@ class LocalDriver(Driver):
         self._put(out, at)
         self.stepped.acted(out, self.policy.writes)
 
-    def _act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
+    def act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
         """Act at random in ``random_lanes``, whose states stay; by the policy in the others."""
         if self.drawn is None:
             ahead = self._random.ahead(1)
@@ -378,3 +391,6 @@ class LocalDriver(Driver):
         if stop == start:
             return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
         return self.stepped.account(start, stop, stepped)
+
+
+_ACTING = {each.__code__ for each in (LocalDriver.act, LocalDriver.act_both_ways)}

@@ -13,6 +13,7 @@ from tallyroll.collector.errors import (
     WorkerHung,
     WorkerRaised,
 )
+from tallyroll.collector.rollout.driver import WHILE_ACTING
 from tallyroll.collector.workers.messages import Raised
 from tallyroll.collector.workers.transport import Gone
 
@@ -28,6 +29,7 @@ def worker_error(member: "Member", report: Raised) -> Exception:
     """The error for an exception in a worker."""
     original = _unpickled(report.error)
     if isinstance(original, CollectorError):
+        setattr(original, WHILE_ACTING, report.acting)
         original.add_note(f"raised in {member.who}:\n{report.traceback}")
         return original
     lane = None if report.lane is None else member.lanes[report.lane]
@@ -40,6 +42,7 @@ def worker_error(member: "Member", report: Raised) -> Exception:
         worker_traceback=report.traceback,
     )
     error.__cause__ = original
+    setattr(error, WHILE_ACTING, report.acting)
     return error
 
 

@@ -184,5 +184,7 @@ class Raised:
     doing: str
     lane: int | None
     """The lane that was stepped, numbered within the worker, where that is known."""
+    acting: bool
+    """The policy was choosing actions."""
     error: bytes | None = field(repr=False)
     """The exception itself, where it can be pickled."""

@@ -26,7 +26,7 @@ from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
 from tallyroll.collector.policies.slot_rng import SlotRng
-from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.driver import LocalDriver, raised_by_policy
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
@@ -254,7 +254,8 @@ def report_of(error: BaseException, doing: str) -> m.Raised:
     kind = type(error).__qualname__
     if isinstance(error, CollectorError):
         doing = ""
-    return m.Raised(kind, str(error), frames, doing, _lane_of(error), pickled)
+    acting = raised_by_policy(error)
+    return m.Raised(kind, str(error), frames, doing, _lane_of(error), acting, pickled)
 
 
 def _lane_of(error: BaseException) -> int | None:

@@ -14,10 +14,11 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from tallyroll.collector import Info, SyncCollector
+from tallyroll.collector import Info, MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.probe import overwrites_itself, single_env
@@ -28,6 +29,7 @@ from tallyroll.collector.errors import (
     PolicyError,
     SpaceError,
     TransitionError,
+    WorkerRaised,
 )
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.policies.masked_actions import Choices
@@ -227,6 +229,37 @@ def test_a_policy_that_the_environment_refuses_is_blamed(mode: AutoresetMode, wa
     with pytest.raises(PolicyError, match=wanted) as found:
         run(vec("from 10", mode, **bad), MemmapStorage(max_size=50), way, policy)
     assert isinstance(found.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("way", ["iterated", "collected"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_policy_raises_is_its_own(mode: AutoresetMode, way: str) -> None:
+    """No action was chosen yet: zeros are in their place, which the space does not have."""
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        if (td["count"][:, 1] == 2).any():
+            raise ValueError("mine")
+        return td.set("action", torch.full((2,), 12))
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        run(vec("from 10", mode), MemmapStorage(max_size=50), way, policy)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_a_policy_raises_in_a_worker_is_its_own(mode: Any) -> None:
+    class Late(torch.nn.Module):
+        def forward(self, count: torch.Tensor) -> torch.Tensor:
+            if (count[..., 1] == 1).any():
+                raise ValueError("mine")
+            return torch.full(count.shape[:1], 12)
+
+    policy = TensorDictModule(Late(), in_keys=["count"], out_keys=["action"])
+    options: dict[str, Any] = {**BUDGET, "num_workers": 2, "mode": mode, "transport": "thread"}
+    with (
+        MultiprocessCollector(partial(vec, "from 10"), policy, **options) as collector,
+        pytest.raises(WorkerRaised, match="raised ValueError while stepping: mine"),
+    ):
+        list(collector)
 
 
 def test_what_the_environment_takes_is_kept() -> None:
