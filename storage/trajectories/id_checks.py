@@ -49,8 +49,10 @@ class IdChecks:
         ends = [key for key in (TERMINATED, TRUNCATED) if key in keys]
         if len(ends) < 2 and DONE in keys:
             ends = [DONE]
-        # As in `verify`: done alone may also mean that a batch was cut there.
         self._ends = [keys.index(key) for key in ends]
+        # Done alone may also mean that a batch was cut there. A flag without done is no end either:
+        # TorchRL's trainers set truncated in every row that they store.
+        self._done = [keys.index(DONE)] if DONE in keys else []
         self._order = RowOrder(reader.schema)
         self.seen = 0
         """The number of rows whose ids are known."""
@@ -96,12 +98,7 @@ class IdChecks:
         ):
             self._admit_many(np.array([id]), np.array([step]), np.array([lane]), values)
             return
-        for place in self._ends:
-            if values[place].any():
-                id_next = NOBODY
-                break
-        else:
-            id_next = id
+        id_next = NOBODY if self._ended(values, _FIRST)[0] else id
         self._admitted = id, lane, id_next, step + 1
 
     def _admit_slot(
@@ -114,9 +111,8 @@ class IdChecks:
         known &= self._tail_next.take(lane) == steps
         if not known.all():
             return False
-        for place in self._ends:
-            if (ended := flags_of(_array(values[place]))).any():
-                ids = np.where(ended, NOBODY, ids)
+        if any(values[place].any() for place in self._ends):
+            ids = np.where(self._ended(values), NOBODY, ids)
         self._admitted = NOBODY, lane, ids, steps + 1
         return True
 
@@ -195,11 +191,14 @@ class IdChecks:
             self._tail_id = extended(self._tail_id, lane + 1, NOBODY)
             self._tail_next = np.resize(self._tail_next, len(self._tail_id))
 
-    def _ended(self, values: Sequence[Any], at: np.ndarray) -> np.ndarray:
-        """Return which of the rows ``at`` [n] end their trajectories, [n]."""
-        ended: np.ndarray = np.zeros(len(at), np.bool_)
+    def _ended(self, values: Sequence[Any], at: np.ndarray | None = None) -> np.ndarray:
+        """Return which of the rows, or of those ``at`` [n], end their trajectories, [n]."""
+        count = len(values[self._places[0]]) if at is None else len(at)
+        ended: np.ndarray = np.zeros(count, np.bool_)
         for place in self._ends:
-            ended |= flags_of(_array(values[place])).take(at)
+            ended |= _flags_at(values[place], at)
+        for place in self._done:
+            ended &= _flags_at(values[place], at)
         return ended
 
     def _catch_up(self) -> None:
@@ -268,6 +267,11 @@ class IdChecks:
             return f"its last step is {last.steps[0]}"
         ended = self._ended(self._reader.copies(np.array([row])), _FIRST)[0]
         return "it ended there" if ended else None
+
+
+def _flags_at(column: Any, at: np.ndarray | None) -> np.ndarray:
+    flags = flags_of(_array(column))
+    return flags if at is None else flags.take(at)
 
 
 def _array(values: Any) -> np.ndarray:

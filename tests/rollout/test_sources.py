@@ -30,6 +30,7 @@ from tallyroll.collector.rollout.driver import Account, Driver
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import open_storage
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRUNCATED, Key
@@ -244,11 +245,13 @@ class Tape:
     """
 
     random_frames = 0
+    counts = Decision("by lane", "it is a tape")
 
     def __init__(self, lanes: int, fails: bool = False, forgets: bool = False) -> None:
         self.lanes, self.fails, self.forgets = lanes, fails, forgets
         self.slot, self.entry, self.stopped = 0, NOTHING, False
         self.rest: tuple[Slab, np.ndarray] | None = None
+        self.slabs = [Slab(1, lanes, LAYOUT)]
 
     def block(self, want: int) -> Block:
         if self.rest is None:
@@ -318,6 +321,10 @@ class TapeCollector(Collector):
 
     def _close_source(self) -> None: ...
 
+    def _stepping(self) -> dict[str, Decision]:
+        played = Decision("tape")
+        return dict.fromkeys(("acts", "steps", "observations", "writes", "ahead"), played)
+
     def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         return []
 
@@ -331,6 +338,7 @@ def test_a_collector_takes_exact_batches_of_any_source(surplus: str, tmp_path: P
     kwargs: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 40, "surplus": surplus}
     kwargs["finals"] = "kept"  # the tape never jumps back to a first observation
     with TapeCollector(Tape(3), tmp_path / "rows", **kwargs) as collector:
+        assert collector.plan.counts == Decision("by lane", "it is a tape")
         assert [len(batch) for batch in collector] == [10] * 4
         assert balanced(collector.ledger)
     # Forty rows in slots of three; of each batch's fourth slot two rows are too many.

@@ -444,6 +444,22 @@ def test_a_batch_that_was_cut_goes_on_where_neither_flag_says_end(
         storage.extend(rows)
 
 
+@pytest.mark.parametrize("rows_a_batch", [1, 2, 3])
+def test_rows_that_a_trainer_marked_go_on(tmp_path: Path, rows_a_batch: int) -> None:
+    """TorchRL's set truncated in every row, and leave done as it was."""
+    rows = batch([(2 + lane, step, lane, step == 5) for step in range(6) for lane in range(2)])
+    rows["next", "terminated"] = np.zeros((12, 1), np.bool_)
+    rows["next", "truncated"] = np.ones((12, 1), np.bool_)
+    with MemmapStorage(tmp_path / "rows") as storage:
+        for at in range(0, 12, rows_a_batch):
+            storage.extend({key: each[at : at + rows_a_batch] for key, each in rows.items()})
+        with pytest.raises(TrajectoryIdTaken, match="it ended there"):
+            storage.extend(
+                batch([(2, 6, 0, False), (3, 6, 1, False)])
+                | {("next", "truncated"): np.zeros((2, 1), np.bool_)}
+            )
+
+
 def test_ids_that_are_no_whole_numbers_are_not_renumbered(tmp_path: Path) -> None:
     rows = batch(THREE)
     rows[IDS] = rows[IDS].astype(np.float64)
