@@ -44,9 +44,13 @@ ENDED: Final = "_autoreset_envs"
 """The attribute of a `SyncVectorEnv` that says which lanes ended in its last step."""
 
 
+OWN_OBSERVATIONS: Final = "_env_obs"
+"""The attribute of a `SyncVectorEnv` that holds the last observation of each lane."""
+
+
 def own_observations(env: VectorEnv) -> Sequence[Any]:
     """The last observation of each lane of a `SyncVectorEnv`; empty for others."""
-    return getattr(env.unwrapped, "_env_obs", None) or ()
+    return getattr(env.unwrapped, OWN_OBSERVATIONS, None) or ()
 
 
 def widen_rewards(env: SyncVectorEnv, shape: tuple[int, ...]) -> None:

@@ -101,7 +101,10 @@ class SystemEnv(SlotEnds):
 
         def step() -> None:
             cursor.at = at
-            out = self.system.step((action.copy(),))
+            if cursor.while_waiting is None:
+                out = self.system.step((action.copy(),))
+            else:
+                out = self._step_while_waiting(cursor, action)
             obs, reward, over, cut = out[:4]
             ended = -1
             more = out.skipped is not None or self._tells_skips
@@ -118,6 +121,14 @@ class SystemEnv(SlotEnds):
             board[FILLED] = at + 1
 
         return step
+
+    def _step_while_waiting(self, cursor: Cursor, action: Array) -> Step:
+        system = self.system
+        system.while_waiting = cursor.while_waiting
+        try:
+            return system.step((action.copy(),))
+        finally:
+            system.while_waiting = None
 
     def _step_block(
         self,

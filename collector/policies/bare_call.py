@@ -51,6 +51,7 @@ class BareCall:
         self.network = network_of(module)
         """Finds the network to call; None if the module itself has to be called."""
         self._inputs = inputs
+        self._only = inputs[0] if len(inputs) == 1 else None
         self._out = module.out_keys[0]
 
     @classmethod
@@ -62,12 +63,14 @@ class BareCall:
 
     def __call__(self, network: Any, at: int) -> Any:
         """Return the output of ``network`` in slot ``at``, given copies of its inputs."""
-        return self._one(network(*[rows[at].clone() for rows in self._inputs]))
+        if self._only is not None:
+            out = network(self._only[at].clone())
+        else:
+            out = network(*[rows[at].clone() for rows in self._inputs])
+        return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:
         """The output, as the module unwraps it; None where it is not one output."""
-        if isinstance(out, torch.Tensor):
-            return out
         if isinstance(out, (dict, TensorDictBase)) and self._out in out:
             out = out.get(self._out)
         elif isinstance(out, tuple):

@@ -309,7 +309,11 @@ class LocalDriver(Driver):
         bare = self._bare
         network = None if bare is None else bare.network()
         if bare is not None and network is not None:
-            self.put_column(0, bare(network, at), at)
+            out, row = bare(network, at), self._outputs[0][1][at]
+            if type(out) is torch.Tensor and out.shape == row.shape and out.dtype == row.dtype:
+                row.copy_(out)
+            else:
+                self.put_column(0, out, at)
             return
         out = self._called(self.stepped.seen(at))
         self._put(out, at)

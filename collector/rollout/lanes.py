@@ -140,6 +140,7 @@ class SystemLanes(Lanes):
             env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
         )
         self.writes = env.writes_to(self.cursor)
+        self._by_views = self.writes.way == "views"
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
         """A function for each slot that was stepped with views of it."""
         self._tds: list[TensorDictBase] = []
@@ -165,28 +166,21 @@ class SystemLanes(Lanes):
 
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
+        cursor = self.cursor
         try:
-            if self.writes.way == "views":
-                self._step_views(start, stop)
-            else:
-                self.env.step_block(self.cursor, start, stop)
+            if not self._by_views:
+                self.env.step_block(cursor, start, stop)
+                return
+            for at in range(start, stop):
+                step = self._steps[at]
+                if step is None:
+                    step = self._steps[at] = self.env.step_of(cursor, at)
+                step()
+                if cursor.board[HALT]:
+                    break
         except BaseException as error:
             self.say_actions(error)
             raise
-
-    def _step_views(self, start: int, stop: int) -> None:
-        steps, board, system = self._steps, self.cursor.board, self.env.system
-        system.while_waiting = self.cursor.while_waiting
-        try:
-            for at in range(start, stop):
-                step = steps[at]
-                if step is None:
-                    step = steps[at] = self.env.step_of(self.cursor, at)
-                step()
-                if board[HALT]:
-                    break
-        finally:
-            system.while_waiting = None
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""

@@ -237,12 +237,12 @@ def test_what_changes_while_it_runs_is_read_anew(tmp_path: Path) -> None:
         assert collector.plan.steps == Decision("vector", "the SyncVectorEnv was changed")
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_workers_say_how_they_step(mode: Any) -> None:
-    options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 12, "num_workers": 2}
+@pytest.mark.parametrize("transport", ["process", "thread"])
+def test_workers_say_how_they_step(transport: Any) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 12, "num_workers": 1}
     with (
         ways.switched_off("network"),
-        MultiprocessCollector(vector, module(), mode=mode, **options) as collector,
+        MultiprocessCollector(vector, module(), transport=transport, **options) as collector,
     ):
         plan = collector.plan
     assert plan.acts == Decision("module", "-network switches it off")

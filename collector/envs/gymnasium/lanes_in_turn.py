@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 
-from tallyroll.collector.compat import ENDED, own_observations
+from tallyroll.collector.compat import ENDED, OWN_OBSERVATIONS, own_observations
 from tallyroll.collector.envs.exact import ExactRow, reward_of, terminated_of, truncated_of
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
@@ -77,15 +77,17 @@ class LanesInTurn:
         """Return memory for an observation of each lane."""
         return np.empty(self._shape, self._dtype)
 
-    def step(self, action: NDArray[Any], to: NDArray[Any]) -> Step:
-        """Step every lane, and write its observation to ``to`` ``[lane, ...]``.
+    def step(self, action: NDArray[Any], to: NDArray[Any] | None) -> Step:
+        """Step every lane, and write its observation to ``to`` ``[lane, ...]``, None: new memory.
 
         Rewards and flags are the same arrays each time.
         """
         i = None  # the lane, for readers of a traceback; `_in_python` has its own
         env = self._env
         envs, ended = env.envs, getattr(env, ENDED)
-        seen: Any = own_observations(env)
+        seen: Any = getattr(env, OWN_OBSERVATIONS)
+        if to is None:
+            to = np.empty(self._shape, self._dtype)
         try:
             are_put = self._step_lanes(envs, action, seen, ended, to)
         except BaseException as error:

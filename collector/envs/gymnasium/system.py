@@ -324,7 +324,8 @@ class GymnasiumSystem(System):
             if lanes is not None and not lanes.all():
                 return self._step_some(action[0], np.flatnonzero(lanes))
             if self._in_turn is not None and self._in_turn.are_alone:
-                return self._in_turn.step(action[0], self._target(self._in_turn))
+                lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
+                return self._in_turn.step(action[0], lent)
             return self._step_vector(action[0])
         except ValueRefused as error:
             self._number(error)
