@@ -77,13 +77,13 @@ def switch_off(ways: frozenset[str]) -> None:
 
 @contextmanager
 def switched_off(*ways: str) -> Iterator[None]:
-    """Switch off ``ways``, and all others on, for what is made within.
+    """Switch off ``ways`` too, for what is made within.
 
     Raises:
         UnknownWay: there is no such way.
     """
     before = _off
-    switch_off(frozenset(ways))
+    switch_off(before.union(ways))
     try:
         yield
     finally:
