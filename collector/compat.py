@@ -250,9 +250,11 @@ class ExplorationPlace:
     def __init__(self) -> None:
         from tensordict.nn import probabilistic
 
-        place = probabilistic._interaction_type
-        self.get: Callable[[], Any] = partial(getattr, place, "_mode")
-        self.put: Callable[[Any], None] = partial(setattr, place, "_mode")
+        # Its dictionary, for no handler of a signal may run in a write: once `explore_apart` was
+        # called the attribute is Python code.
+        place = vars(probabilistic._interaction_type)
+        self.get: Callable[[], Any] = partial(place.__getitem__, "_mode")
+        self.put: Callable[[Any], None] = partial(place.__setitem__, "_mode")
 
 
 _reading = RLock()

@@ -520,8 +520,9 @@ class Assembly:
         count, open_lanes = len(part), int(np.count_nonzero(self.state.step))
         entry, head, batch = self._entry_of(part), self._writer.head, None
         flags = {} if self._torchrl is None else self._torchrl.root_flags(part)
-        post(self._ledger, entry)
+        before = self._ledger.stored
         try:
+            post(self._ledger, entry)
             self._ledger.balance(self._rollout.held + (0 if rest is None else len(rest)))
             if isinstance(part, SlabPart):
                 self._store_slots(part, open_lanes)
@@ -539,7 +540,8 @@ class Assembly:
         except BaseException:
             committed = self._writer.head - head
             if committed < count:  # else it was raised after the commit
-                post(self._ledger, entry.undone())
+                if self._ledger.stored != before:  # else it was raised before that was counted
+                    post(self._ledger, entry.undone())
                 entry = NOTHING
                 if committed and isinstance(part, Part):
                     entry = self._entry_of(part.first(committed))

@@ -27,7 +27,9 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tallyroll import collector as package
 from tallyroll.collector import torchrl as names
+from tallyroll.collector.batches import assembly
 from tallyroll.collector.batches.run_loop import Collector, _Undivided
+from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout import os_signals
@@ -662,3 +664,35 @@ def test_a_parted_batch_begins_once(tmp_path: Path) -> None:
     with parted(7, tmp_path / "rows", **given) as collector:
         for batch, wanted in zip(collector, whole, strict=True):
             assert_same(batch, wanted)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("way", ["iterated", "collected"])
+def test_rows_that_were_counted_and_not_stored_are_not_counted(
+    way: str, counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something is raised as their count is added, before or after that was done."""
+    real = assembly.post
+
+    def raising(ledger: Ledger, entry: LedgerEntry) -> None:
+        if ledger.stored >= 2 * BATCH and entry.stored > 0:
+            monkeypatch.setattr(assembly, "post", real)
+            if counted:
+                real(ledger, entry)
+            raise Interruption
+        real(ledger, entry)
+
+    def collect_all(collector: Collector) -> None:
+        if way == "iterated":
+            list(collector)
+        while collector.collect(BATCH):
+            pass
+
+    make = RUNS["torch"]
+    with make(frames_per_batch=BATCH, total_frames=FRAMES, storage=tmp_path / "r") as collector:
+        monkeypatch.setattr(assembly, "post", raising)
+        with pytest.raises(Interruption):
+            collect_all(collector)
+    collector.ledger.check()
+    with open_storage(tmp_path / "r") as stored:
+        assert stored.head == collector.ledger.stored

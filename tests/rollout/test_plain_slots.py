@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 import weakref
@@ -30,6 +31,7 @@ from tallyroll.collector.batches import run_loop
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
+from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.errors import (
     LedgerError,
     PolicyError,
@@ -242,6 +244,9 @@ def test_interrupted_anywhere_no_row_is_lost_or_doubled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(name)
+    apart = threading.Thread(target=explore_apart)  # as workers in threads leave it
+    apart.start()
+    apart.join()
     for calls in (4, 5, 7, 8):
         with stored_plainly(monkeypatch) as counts:
             count = interrupted(name, tmp_path / f"whole {calls}", 0, calls)
@@ -366,7 +371,7 @@ def test_an_action_is_blamed_where_the_step_raised(
 
         monkeypatch.setattr(PlainSlots, phase, broken)
         blamed = PolicyError("the action")
-        monkeypatch.setattr(run._assembly._checks, "bad_action", lambda *_: blamed)
+        monkeypatch.setattr(run._assembly._checks, "bad_action", lambda *_, **__: blamed)
         with pytest.raises(PolicyError if phase == "fill" else TimeoutError):
             run.collect(LANES)
 
