@@ -28,6 +28,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from tallyroll import collector as package
 from tallyroll.collector import torchrl as names
 from tallyroll.collector.batches import assembly
+from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.run_loop import Collector, _Undivided
 from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
@@ -101,6 +102,8 @@ def interrupted_at(
             return  # a signal's handler alone may raise there, and where it may is known
         if sent is None and frame.f_code in GUARDS:
             return
+        if frame.f_code is BatchIterator.__next__.__code__:
+            return  # between taking a batch and returning it the interpreter runs no handler
         count[0] += 1
         if count[0] == number:
             if sent is None:
