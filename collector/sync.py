@@ -200,13 +200,16 @@ class SyncCollector(Collector):
         if options.layout == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
         self._driver, self._rows_ahead = driver, decided(driver.stepped, plan, options)
+        ahead = None
+        if self._rows_ahead.way == "ahead":
+            ahead = RowsAhead.of(driver.stepped, driver.board, plan, options)
         self._drive(
             self._rollout_of(driver, plan),
             plan,
             ranges,
             made.description,
             torchrl,
-            RowsAhead.of(driver.stepped, driver.board, plan, options),
+            ahead,
         )
 
     def _stepping(self) -> dict[str, Decision]:

@@ -42,13 +42,10 @@ class RowsAhead:
         self._checks = RangeChecks((), "off")
 
     @classmethod
-    def of(
-        cls, lanes: Lanes, board: memoryview, plan: SlabPlan, options: Options
-    ) -> "RowsAhead | None":
-        """Make one for ``lanes``; None if `decided` is against it."""
+    def of(cls, lanes: Lanes, board: memoryview, plan: SlabPlan, options: Options) -> "RowsAhead":
+        """Make one for ``lanes``, for which `decided` chose it."""
+        assert isinstance(lanes, SystemLanes)
         slots = options.frames_per_batch // lanes.slab.lanes
-        if not isinstance(lanes, SystemLanes) or decided(lanes, plan, options).way != "ahead":
-            return None
         ahead = cls(lanes.slab, board, slots, _wide(lanes, plan, options))
         lanes.cursor.while_waiting = ahead.proceed
         return ahead
