@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from tensordict.nn.probabilistic import interaction_type, set_interaction_type
 from torchrl.envs.utils import ExplorationType
@@ -332,8 +334,9 @@ def both_again(lane: int) -> SyncVectorEnv:
     return SyncVectorEnv([makes], autoreset_mode=AutoresetMode.DISABLED)
 
 
-def test_others_go_on_while_one_is_replaced() -> None:
-    """Batches come of worker 0 alone until worker 1 can be made; then of both."""
+@contextmanager
+def one_being_replaced() -> Iterator[tuple[MultiprocessCollector, Iterator[TensorDictBase]]]:
+    """Two workers, of which one failed and cannot be made again before `MAY_BE_MADE` is set."""
     FAILURES["left"] = 1
     MADE_LANES.clear()
     MAY_BE_MADE.clear()
@@ -349,6 +352,12 @@ def test_others_go_on_while_one_is_replaced() -> None:
         batches = iter(collector)
         while collector.ledger.respawned == 0:
             next(batches)
+        yield collector, batches
+
+
+def test_others_go_on_while_one_is_replaced() -> None:
+    """Batches come of worker 0 alone until worker 1 can be made; then of both."""
+    with one_being_replaced() as (collector, batches):
         alone = [next(batches) for _ in range(6)][2:]  # the first may hold what was there
         assert all((batch["collector", "lane"] == 0).all() for batch in alone)
         MAY_BE_MADE.set()
@@ -430,21 +439,7 @@ def test_ctrl_c_while_one_is_replaced_is_raised_at_once() -> None:
 @pytest.mark.parametrize("then", ["seed", "close"])
 def test_what_comes_while_one_is_replaced(then: str) -> None:
     """A new seed waits for it, the end does not."""
-    FAILURES["left"] = 1
-    MADE_LANES.clear()
-    MAY_BE_MADE.clear()
-    makes = [partial(late_again, lane) for lane in range(2)]
-    with threaded(
-        makes,
-        mode="async",
-        on_worker_death="respawn",
-        frames_per_batch=20,
-        total_frames=-1,
-        seed=5,
-    ) as collector:
-        batches = iter(collector)
-        while collector.ledger.respawned == 0:
-            next(batches)
+    with one_being_replaced() as (collector, batches):
         if then == "close":
             threading.Timer(0.2, MAY_BE_MADE.set).start()
         else:
