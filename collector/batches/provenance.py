@@ -1,35 +1,11 @@
 """Provenance of a run for the manifest: versions, seeds, and arguments of the call."""
 
-import platform
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import torch
 
 from tallyroll.collector.counting.ledger import Ledger
 
 MOST_SEEDS = 1024
-
-_PACKAGES = ("tallyroll", "tensordict", "torchrl", "gymnasium", "numpy")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that the data depends on."""
-    return dict(_versions())
-
-
-@cache
-def _versions() -> dict[str, str]:
-    """Looked up once: metadata are files, which take longer to read than a collector to make."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def run_provenance(

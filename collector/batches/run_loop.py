@@ -14,7 +14,7 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.provenance import run_provenance, versions
+from tallyroll.collector.batches.provenance import run_provenance
 from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.rows_ahead import RowsAhead
@@ -37,6 +37,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
 from tallyroll.collector.slab.names import spelled_rename
+from tallyroll.collector.versions import versions
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 

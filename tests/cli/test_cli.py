@@ -1625,12 +1625,17 @@ def test_help_teaches_with_examples(words: str, capsys: pytest.CaptureFixture[st
     assert said.count("    tallyroll ") + said.count("\n  tallyroll ") >= 3
 
 
-def test_help_waits_for_no_torch() -> None:
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_no_large_library(option: str) -> None:
     code = (
-        "import sys; from tallyroll.collector.cli.parser import make_parser; "
-        "make_parser().format_help(); sys.exit('torch' in sys.modules)"
+        "import atexit, sys\n"
+        "from tallyroll.collector.cli import main\n"
+        "large = {'torch', 'numpy', 'gymnasium', 'rich'}\n"
+        "atexit.register(lambda: print('imported:', *large & {*sys.modules}))\n"
+        f"main([{option!r}])\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "imported:")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1639,6 +1644,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("tallyroll ")
+    assert f"torch {torch.__version__}, " in said
     assert "torchrl" in said
 
 
