@@ -124,6 +124,20 @@ class SyncCollector(Collector):
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
         SilentReset: while collecting; the batch, or the commit, that shows it is not stored.
+
+    Examples:
+        >>> from tallyroll.collector import SyncCollector
+        >>> collector = SyncCollector(
+        ...     "CartPole-v1", num_envs=8, frames_per_batch=100, total_frames=250, seed=0
+        ... )
+        >>> with collector:
+        ...     for batch in collector:
+        ...         print(len(batch), batch["next", "observation"].shape)
+        100 torch.Size([100, 4])
+        100 torch.Size([100, 4])
+        50 torch.Size([50, 4])
+        >>> collector.ledger.stored
+        250
     """
 
     def __init__(

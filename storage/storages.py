@@ -379,6 +379,18 @@ class MemmapStorage(DiskStorage):
     As `DiskStorage`, with ``path`` a directory. `tensordict.TensorDict.load_memmap`
     opens it too, with the rows of the last refresh; after a kill in the middle of a
     refresh only when a writer has opened and closed the storage again.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tallyroll.storage import MemmapStorage
+        >>> with MemmapStorage(max_size=4) as ring:  # without a path it is temporary
+        ...     print(ring.extend(TensorDict({"x": torch.arange(3)}, [3])))
+        ...     print(ring.extend(TensorDict({"x": torch.arange(3, 6)}, [3])))
+        ...     print(len(ring), ring.span, ring.in_order()["x"], ring.get(-1)["x"])
+        range(0, 3)
+        range(3, 6)
+        4 range(2, 6) tensor([2, 3, 4, 5]) tensor(3)
     """
 
     _format_class = MemmapFormat

@@ -260,6 +260,20 @@ class Collector(ABC):
             ArgumentError: there is neither a storage nor a replay buffer.
             StateError: from within a call, as of the policy; after an exception that ended the run.
             As iterating does.
+
+        Examples:
+            >>> from tallyroll.collector import SyncCollector
+            >>> from tallyroll.storage import MemmapStorage
+            >>> ring = MemmapStorage(max_size=10_000)
+            >>> collector = SyncCollector(
+            ...     "CartPole-v1", num_envs=8, frames_per_batch=8, total_frames=-1, storage=ring
+            ... )
+            >>> collector.collect(8), collector.last_rows
+            (8, range(0, 8))
+            >>> collector.collect(3), collector.ledger.carried  # five wait for the next call
+            (3, 5)
+            >>> collector.shutdown()
+            >>> ring.close()
         """
         writer, assembly = self._writer, self._assembly
         if not writer.stores:

@@ -49,6 +49,21 @@ class Ledger:
         executed = stored + discarded + carried + lost
 
     All counts are in transitions (one lane, one executed action) unless said otherwise.
+
+    Examples:
+        >>> from tallyroll.collector import SyncCollector
+        >>> with SyncCollector(
+        ...     "CartPole-v1", num_envs=8, frames_per_batch=50, total_frames=100, seed=0
+        ... ) as collector:
+        ...     for batch in collector:
+        ...         ledger = collector.ledger
+        ...         print(ledger.executed, ledger.stored, ledger.carried, ledger.discarded)
+        56 50 6 0
+        104 100 0 4
+        >>> ledger.executed == ledger.stored + ledger.discarded + ledger.carried + ledger.lost
+        True
+        >>> ledger.slots == ledger.executed + ledger.reset_slots
+        True
     """
 
     slots: int = 0

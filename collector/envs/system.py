@@ -116,6 +116,39 @@ class System(ABC):
     The entry point of a system in the group ``tallyroll.envs`` names such a class. Its name before
     the first colon of ``create_env_fn`` calls :meth:`make`, and an environment of the system's own
     kind is recognised by :meth:`adopt`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from torchrl.data import Categorical, Unbounded
+        >>> from tallyroll.collector import SyncCollector
+        >>> from tallyroll.collector.envs import Declares, Step, System
+        >>> class Count(System):
+        ...     "Counts to three in each lane."
+        ...
+        ...     def __init__(self, lanes):
+        ...         self.declares = Declares(
+        ...             lanes=lanes,
+        ...             observation={("count",): Unbounded((1,))},  # of one lane
+        ...             action={("action",): Categorical(2)},
+        ...             at_end="final",  # lanes wait for a reset
+        ...         )
+        ...         self.count = np.zeros((lanes, 1), np.float32)
+        ...
+        ...     def reset(self, lanes, seeds, **options):
+        ...         self.count[... if lanes is None else lanes] = 0
+        ...         return [self.count]
+        ...
+        ...     def step(self, action, lanes=None):
+        ...         self.count += 1
+        ...         over = self.count[:, 0] == 3
+        ...         return Step([self.count], [np.ones(len(over))], over, np.zeros_like(over))
+        >>> with SyncCollector(
+        ...     lambda: Count(2), frames_per_batch=10, total_frames=10, layout="lanes"
+        ... ) as collector:
+        ...     for batch in collector:
+        ...         print(batch["count"][..., 0].int())
+        tensor([[0, 1, 2, 0, 1],
+                [0, 1, 2, 0, 1]], dtype=torch.int32)
     """
 
     package: ClassVar[str] = ""

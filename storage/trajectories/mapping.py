@@ -39,6 +39,27 @@ class Trajectories(Mapping[int, TensorDict]):
 
     Raises:
         ColumnsMissing: the rows do not say which trajectory they belong to.
+
+    Examples:
+        >>> from tallyroll.collector import SyncCollector
+        >>> from tallyroll.storage import MemmapStorage
+        >>> storage = MemmapStorage()
+        >>> with SyncCollector(
+        ...     "CartPole-v1",
+        ...     frames_per_batch=12,
+        ...     total_frames=12,
+        ...     max_frames_per_traj=5,
+        ...     storage=storage,
+        ... ) as collector:
+        ...     stored = collector.collect(12)
+        >>> trajectories = storage.trajectories
+        >>> print(trajectories.lengths, trajectories.returns, trajectories.ends)
+        [5 5 2] [5. 5. 2.] ['truncated' 'truncated' 'open']
+        >>> trajectories[1]["observation"].shape
+        torch.Size([5, 4])
+        >>> trajectories.sample_slices(32, 4)["observation"].shape
+        torch.Size([32, 4, 4])
+        >>> storage.close()
     """
 
     __eq__ = object.__eq__

@@ -1,0 +1,50 @@
+"""Examples in docstrings print what they show, and leave nothing on the disk."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """Yield the examples of each docstring of the installed package that has some."""
+    for wing in ("collector", "storage"):
+        for file in sorted((ROOT / wing).rglob("*.py")):
+            if re.search(r"^\s+>>> ", file.read_text("utf-8"), re.MULTILINE):
+                name = ".".join(("tallyroll", *file.relative_to(ROOT).with_suffix("").parts))
+                found = doctest.DocTestFinder().find(import_module(name), globs={})
+                yield from (each for each in found if each.examples)
+
+
+EXAMPLES = {each.name.removeprefix("tallyroll."): each for each in examples()}
+
+
+def test_what_users_meet_first_has_examples() -> None:
+    assert sorted(name.rpartition(".")[2] for name in EXAMPLES) == [
+        "Ledger",
+        "MemmapStorage",
+        "SyncCollector",
+        "System",
+        "Trajectories",
+        "collect",
+    ]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_prints_what_it_shows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    report = io.StringIO()
+    doctest.DocTestRunner(verbose=False).run(EXAMPLES[name], out=report.write)
+    assert report.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
