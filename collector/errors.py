@@ -25,6 +25,27 @@
 from collections.abc import Sequence
 from typing import Any
 
+__all__ = [
+    "ArgumentError",
+    "CollectorError",
+    "EnvironmentRefused",
+    "ItemsDiffer",
+    "LedgerError",
+    "MissingExtra",
+    "NameRefused",
+    "PolicyError",
+    "SharedMemoryBusy",
+    "SilentReset",
+    "SpaceError",
+    "StateError",
+    "TransitionError",
+    "ValueRefused",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerHung",
+    "WorkerRaised",
+]
+
 
 class CollectorError(Exception):
     """Base of every error that :mod:`tallyroll.collector` raises on its own account."""

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
+import mypy.api
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("collector", "storage")
 
-# The public names, pinned: changing them is a decision, not an accident.
-PUBLIC: dict[str, list[str]] = {
-    "tallyroll.collector": [
-        "CollectorError",
+# The public names, pinned: changing them is a decision, not an accident. Errors come on top.
+PUBLIC: dict[str, set[str]] = {
+    "tallyroll.collector": {
         "Episode",
         "Evaluation",
         "FixedWidth",
@@ -31,27 +32,22 @@ PUBLIC: dict[str, list[str]] = {
         "SyncCollector",
         "evaluate",
         "split_trajectories",
-    ],
-    "tallyroll.storage": [
-        "CorruptStorage",
+    },
+    "tallyroll.storage": {
+        "DiskStorage",
         "Finding",
         "H5Storage",
         "MemmapStorage",
         "Report",
-        "RowsMismatch",
+        "RowReader",
         "Schema",
-        "SchemaMismatch",
-        "StorageError",
-        "StorageExists",
-        "StorageFull",
-        "StorageLocked",
-        "StorageMissing",
         "TrajectorySliceSampler",
+        "Trajectories",
         "ZarrStorage",
         "n_step",
         "open_storage",
         "verify",
-    ],
+    },
 }
 
 
@@ -102,7 +98,7 @@ def source_files() -> set[str]:
     return {
         f"tallyroll/{path.relative_to(ROOT)}"
         for path in files
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
     }
 
 
@@ -164,10 +160,32 @@ def test_the_wheel_lives_beside_a_users_storage_and_collector(wheel: Path, tmp_p
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_public_names_are_pinned(package: str) -> None:
-    module = __import__(package, fromlist=["*"])
-    assert list(module.__all__) == PUBLIC[package]
+    module, errors = import_module(package), import_module(f"{package}.errors")
+    assert {*module.__all__} - {*errors.__all__} == PUBLIC[package]
     for name in module.__all__:
         assert getattr(module, name).__doc__, f"{package}.{name} has no docstring"
+    assert {*module.__all__} <= {*dir(module)}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_error_is_exported_beside_what_raises_it(package: str) -> None:
+    module, errors = import_module(package), import_module(f"{package}.errors")
+    classes = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
+    own = {name for name, each in classes.items() if each.__module__ == errors.__name__}
+    assert own == {*errors.__all__} <= {*module.__all__}
+    assert all(getattr(module, name) is classes[name] for name in own)
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_public_names(tmp_path: Path) -> None:
+    names = [(package, name) for package in PUBLIC for name in import_module(package).__all__]
+    lines = [f"from {package} import {name}\nreveal_type({name})" for package, name in names]
+    (tmp_path / "use.py").write_text("\n".join(lines))
+    options = ["--strict", "--follow-imports=silent", f"--cache-dir={os.devnull}"]
+    found, errors, status = mypy.api.run([*options, str(tmp_path / "use.py")])
+    assert (status, errors) == (0, ""), found
+    assert found.count("Revealed type is") == len(names)
+    assert 'Revealed type is "Any"' not in found
 
 
 def imported_modules(path: Path) -> set[str]:

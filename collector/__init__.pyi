@@ -1,0 +1,14 @@
+"""Public names, stated here alone: see `storage/public_names.py`. Every error class is one."""
+
+from tallyroll.collector.batches.layouts import split_trajectories as split_trajectories
+from tallyroll.collector.counting.episode_log import Episode as Episode
+from tallyroll.collector.counting.ledger import Ledger as Ledger
+from tallyroll.collector.envs.fixed_width import FixedWidth as FixedWidth
+from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv as GymnasiumVectorEnv
+from tallyroll.collector.errors import *  # noqa: F403
+from tallyroll.collector.evaluation import Evaluation as Evaluation
+from tallyroll.collector.evaluation import evaluate as evaluate
+from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
+from tallyroll.collector.slab.info import Info as Info
+from tallyroll.collector.sync import SyncCollector as SyncCollector
+from tallyroll.collector.workers.supervision_options import Supervision as Supervision

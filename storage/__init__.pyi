@@ -1,0 +1,16 @@
+"""Public names, stated here alone: see `public_names.py`. Every error class is one."""
+
+from tallyroll.storage.errors import *  # noqa: F403
+from tallyroll.storage.n_steps import n_step as n_step
+from tallyroll.storage.readers.row_reader import RowReader as RowReader
+from tallyroll.storage.rows.schema import Schema as Schema
+from tallyroll.storage.samplers import TrajectorySliceSampler as TrajectorySliceSampler
+from tallyroll.storage.storages import DiskStorage as DiskStorage
+from tallyroll.storage.storages import H5Storage as H5Storage
+from tallyroll.storage.storages import MemmapStorage as MemmapStorage
+from tallyroll.storage.storages import ZarrStorage as ZarrStorage
+from tallyroll.storage.storages import open_storage as open_storage
+from tallyroll.storage.trajectories.mapping import Trajectories as Trajectories
+from tallyroll.storage.verification.findings import Finding as Finding
+from tallyroll.storage.verification.findings import Report as Report
+from tallyroll.storage.verification.storage_checks import verify as verify
