@@ -1,4 +1,4 @@
-"""Contracts of a storage and of a reader of rows: tests that a test module subclasses.
+"""Contracts of a storage and of a reader of rows, and a state machine of a storage: to subclass.
 
 Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
 ``conftest.py`` makes pytest say what differs.
@@ -9,10 +9,11 @@ try:
     import pytest as _pytest  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[test]'"
+        f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[testing]'"
     ) from error
 
 from tallyroll.storage.testing.reader_contract import ReaderContract
+from tallyroll.storage.testing.state_machine import StorageMachine
 from tallyroll.storage.testing.storage_contract import StorageContract
 
-__all__ = ["ReaderContract", "StorageContract"]
+__all__ = ["ReaderContract", "StorageContract", "StorageMachine"]

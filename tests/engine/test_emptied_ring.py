@@ -5,6 +5,7 @@ TorchRL's own storage, given the same rows and the same random numbers, is the o
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import (
     RandomSampler,
@@ -35,30 +35,12 @@ from tallyroll.storage.errors import IndexOutOfRange, NoSlices, NotAnAppend, Tra
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.storages import FORMATS
 from tallyroll.storage.testing.storage_contract import process
+from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 STEPS = 6
 """Rows of each trajectory."""
 ID, STEP, LANE = ("collector", "traj_ids"), ("collector", "step"), ("collector", "lane")
-
-
-def rows(start: int, count: int) -> TensorDict:
-    """Rows ``[start, start + count)`` of one lane, whose observation is the row's number."""
-    number = torch.arange(start, start + count)
-    done = (number % STEPS == STEPS - 1)[:, None]
-    after = {
-        "observation": number[:, None] + 1.0,
-        "reward": number[:, None].float(),
-        "done": done,
-        "terminated": done,
-        "truncated": torch.zeros_like(done),
-    }
-    whose = {
-        "traj_ids": number // STEPS,
-        "step": number % STEPS,
-        "lane": torch.zeros(count, dtype=torch.int32),
-    }
-    columns = {"observation": number[:, None].float(), "next": after, "collector": whose}
-    return TensorDict(columns, [count])
+rows = partial(trajectory_rows, steps=STEPS)
 
 
 def held(storage: Any) -> list[int]:

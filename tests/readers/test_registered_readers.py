@@ -190,7 +190,7 @@ def test_contracts_say_what_they_need(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
-    wanted = f"tallyroll.storage.testing needs {name}: pip install 'tallyroll[test]'"
+    wanted = f"tallyroll.storage.testing needs {name}: pip install 'tallyroll[testing]'"
     assert done.stderr.splitlines()[-1] == f"ImportError: {wanted}"
 
 
