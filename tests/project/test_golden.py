@@ -27,7 +27,7 @@ import tallyroll.collector.errors
 import tallyroll.storage
 import tallyroll.storage.errors
 from tallyroll.collector import MultiprocessCollector, SyncCollector
-from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
+from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, ways
 from tallyroll.storage.storages import DiskStorage
 
 from collect_kit import ByObservation
@@ -131,6 +131,24 @@ def test_a_run_is_what_it_was(source: str, tmp_path: Path) -> None:
     compare(source.lower(), found)
 
 
+@pytest.mark.parametrize("off", [(), ("kernel",)], ids=["kernel", "numpy"])
+def test_a_header_and_its_records_are_what_they_were(off: tuple[str, ...], tmp_path: Path) -> None:
+    """The text of the last record, and every byte of the header but for which file it is."""
+    path, found = tmp_path / "rows", {}
+    with ways.switched_off(*off), MemmapStorage(path, max_size=48) as storage:
+        env = factory(DISABLED, 0, LANES)
+        with SyncCollector(env, ByObservation(), storage=storage, finals="kept", **RUN) as run:
+            for calls in range(1, 30):
+                run.collect(LANES)
+                if calls in (1, 12, 13, 29):
+                    header = bytearray((path / "tallyroll.header").read_bytes())
+                    header[192:224] = bytes(32)
+                    found[f"header after {calls} calls"] = digest(header)
+            assert storage.record is not None
+            found["record"] = storage.record[1].decode()
+    compare("header", found)
+
+
 def compare(name: str, found: dict[str, Any]) -> None:
     """Compare with the golden file of that name, or write it."""
     file = GOLDEN / f"{name}.json"
@@ -180,4 +198,4 @@ def test_public_names_and_what_they_take() -> None:
 
 def test_every_case_has_its_file() -> None:
     cases = {f"{source.lower()}.json" for source in SOURCES}
-    assert {file.name for file in GOLDEN.iterdir()} == {*cases, "public.json"}
+    assert {file.name for file in GOLDEN.iterdir()} == {*cases, "header.json", "public.json"}
