@@ -18,6 +18,7 @@
     │   ├── CapacityMissing           create: the format must know how many rows there will be
     │   ├── MissingLibrary            the format needs a library that is not installed
     │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
+    ├── ExtensionMismatch             (an ImportError) the extension is of another version
     ├── CorruptStorage                the files contradict each other
     ├── InvalidSchema                 columns that a storage cannot hold
     ├── SchemaMismatch                other columns than the storage has
@@ -65,6 +66,7 @@ __all__ = [
     "DamagedTable",
     "DirectoryNotEmpty",
     "DiskFailed",
+    "ExtensionMismatch",
     "ForeignContent",
     "FormatVersionMismatch",
     "IndexOutOfRange",
@@ -167,6 +169,10 @@ class MissingLibrary(OpenError):
 
 class UnsupportedPlatform(OpenError):
     """The platform or file system lacks locks, shared maps or fallocate."""
+
+
+class ExtensionMismatch(StorageError, ImportError):
+    """The compiled extension was built from the sources of another version."""
 
 
 class CorruptStorage(StorageError):

@@ -446,8 +446,8 @@ class Assembly:
 
     def _plain_of(self, block: Block) -> PlainSlots | None:
         """Return what all plain blocks of a slab share; None if its slots are not plain."""
-        plain, checks = self._plain.get(block.slab), self._checks
-        if plain is not None and plain.was_made_for(block.entry, self.state, checks.eased):
+        plain, checks, seed = self._plain.get(block.slab), self._checks, self._ledger.seed
+        if plain is not None and plain.was_made_for(block.entry, self.state, checks.eased, seed):
             return plain
         table, ticks, storage = self._table_of(block), self._ticks, self._writer.direct
         count, bounds = len(block), checks.table(block.slab)
@@ -466,7 +466,7 @@ class Assembly:
             numbering=table.numbering(self.state),
             checks=bounds,
             carry=block.again.carry,
-            amounts=amounts(block.entry.plus(delivered)),
+            amounts=amounts(block.entry.plus(delivered)).tobytes(),
         )
         self._plain[block.slab] = plain = PlainSlots(
             table,
@@ -479,6 +479,7 @@ class Assembly:
             block.entry,
             self.state,
             checks.eased,
+            seed,
             checks.masks_of(block.slab, 1),
         )
         return plain

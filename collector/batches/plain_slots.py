@@ -14,14 +14,17 @@ from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.slab_rows import SlabRows
 from tallyroll.collector.compat import set_gradients
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import LedgerEntry
+from tallyroll.collector.counting.ledger import COUNTS, LedgerEntry
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.rollout.source import Again
+from tallyroll.storage.engine.kernel import require_names
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
+
+require_names("LEDGER", COUNTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,19 @@ class PlainSlots:
     episodes: EpisodeLog
     acting: Acting
     entry: LedgerEntry
-    """Counts of each slot. ``slot`` was made for this entry, for ``state`` and for ``eased``."""
+    """Counts of each slot. ``slot`` was made for this entry, ``state``, ``eased`` and ``seed``."""
     state: LaneState
     eased: int
+    seed: int | None
     masks: Callable[[], bool] | None
     """A check of all masks of legal actions; None: there are none to check."""
 
-    def was_made_for(self, entry: LedgerEntry, state: LaneState, eased: int) -> bool:
+    def was_made_for(
+        self, entry: LedgerEntry, state: LaneState, eased: int, seed: int | None
+    ) -> bool:
         """Return whether ``slot`` was made for these values."""
-        return entry is self.entry and state is self.state and eased == self.eased
+        same = entry is self.entry and state is self.state
+        return same and (eased, seed) == (self.eased, self.seed)
 
     def fill(self) -> None:
         """Step all lanes; a signal's handler may raise at any point."""
@@ -74,8 +81,8 @@ class PlainSlots:
 
     def log(self) -> None:
         """Log the episodes that ended, unless they were logged before."""
-        ended = self.slot.ended
-        if ended["count"]:
+        run = self.slot.run
+        if run.ended:
             with deferred():
-                self.episodes.extend(self.table.ended(ended["count"]))
-                ended["count"] = 0
+                self.episodes.extend(self.table.ended(run.ended))
+                run.ended = 0

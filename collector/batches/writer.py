@@ -27,7 +27,7 @@ from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, 
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.slot_rows import SlotRows
+from tallyroll.storage.engine.slot_rows import RunCounts, SlotRows
 from tallyroll.storage.errors import (
     InvalidSchema,
     NotInitialised,
@@ -35,7 +35,7 @@ from tallyroll.storage.errors import (
     StorageExists,
     StorageMissing,
 )
-from tallyroll.storage.files.run_record import RunRecord, record_bytes
+from tallyroll.storage.files.run_record import RunRecord, record_bytes, record_template
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import (
@@ -58,6 +58,7 @@ _GO_ON = (
 StorageLike = str | Path | DiskStorage
 Columns = Mapping[Key, torch.Tensor | RowRefs]
 _MOST_IDS = 2**62  # so that those of any run fit after them
+_LARGEST_ID = 2**63 - 2  # a larger one of a postproc has no next
 
 
 class ClosedFirstWarning(UserWarning):
@@ -137,7 +138,8 @@ class BatchWriter:
         self.ready = False
         """:meth:`open` was called."""
         self._behind: Shapes = {}
-        self._stored_before = self._next_id = 0
+        self._stored_before = 0
+        self._run = RunCounts()
         self._drawn_at = -1
         """Rows in the storage when the next id was looked for."""
         self.begun = self.storage is None
@@ -216,26 +218,28 @@ class BatchWriter:
     def next_id(self) -> int:
         """One more than the largest trajectory id that was ever stored."""
         ids: Any = None
+        next_id = self._run.next_id
         if self.storage is not None:
             self._drawn_at = self.storage.head
             if self.storage.head:
                 ids = self.storage.column(TRAJ_IDS)
             # Of a ring the rows with the largest ids may be gone.
             record = self._last_record()
-            self._next_id = max(self._next_id, 0 if record is None else record.next_id)
+            next_id = max(next_id, 0 if record is None else record.next_id)
         elif self.replay_buffer is not None:
-            self._next_id = max(self._next_id, _own_range(self.replay_buffer, self))
+            next_id = max(next_id, _own_range(self.replay_buffer, self))
             if len(self.replay_buffer):
                 held = self.replay_buffer.storage.get(slice(0, len(self.replay_buffer)))
                 ids = held.get(TRAJ_IDS, None) if isinstance(held, TensorDictBase) else None
         if ids is not None and len(ids):
-            self._next_id = max(self._next_id, int(ids.max()) + 1)
-        if self._next_id > _MOST_IDS:
+            next_id = max(next_id, int(ids.max()) + 1)
+        if next_id > _MOST_IDS:
             raise StateError(
-                f"expected trajectory ids below {_MOST_IDS}, got {self._next_id - 1} in what is "
+                f"expected trajectory ids below {_MOST_IDS}, got {next_id - 1} in what is "
                 "stored: there is no room for more behind it; begin another storage"
             )
-        return self._next_id
+        self._run.next_id = next_id
+        return next_id
 
     def open(self, rows: Rows, provenance: Mapping[str, Any], behind: Shapes) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does.
@@ -376,7 +380,8 @@ class BatchWriter:
             ItemsDiffer: the buffer's items have another length; nothing is stored.
         """
         if len(rows[TRAJ_IDS]):
-            self._next_id = max(self._next_id, int(rows[TRAJ_IDS].max()) + 1)
+            largest = min(int(rows[TRAJ_IDS].max()), _LARGEST_ID)
+            self._run.next_id = max(self._run.next_id, largest + 1)
         # What an error left may be more than a batch.
         ring = self.storage.ring if self.storage is not None else 0
         pieces = _pieces({**rows, **large}, ring)
@@ -442,8 +447,8 @@ class BatchWriter:
         """
         direct = self.target
         assert direct is not None
-        if next_id > self._next_id:
-            self._next_id = next_id
+        if next_id > self._run.next_id:
+            self._run.next_id = next_id
         record = self._record(ledger, open_lanes, ledger.check())
         written = direct.extend_fixed(rows, index, record=record)
         if len(written) != len(index):
@@ -451,16 +456,12 @@ class BatchWriter:
 
     def slot(self, rows: FixedRows, count: int, ledger: Ledger, **tables: Any) -> SlotRows:
         """The first ``count`` of ``rows``, for a storage. ``tables`` are those of `SlotRows`."""
-        own, counts = vars(self), vars(ledger)
-        run = ((own, "_first_row"), (own, "_stored_before"), (counts, "seed"))
         return SlotRows(
             rows,
             count,
-            record=record_bytes(COUNTS),
-            recorded=(*run, (counts, "incarnation"), *((counts, name) for name in COUNTS)),
-            counts=len(run) + 1,
-            complete=len(run) + 1 + COUNTS.index("episodes_complete"),
-            next_id=(own, "_next_id"),
+            record=record_template(COUNTS, self._first_row, self._stored_before, ledger.seed),
+            run=self._run,
+            ledger=ledger.block,
             **tables,
         )
 
@@ -471,7 +472,7 @@ class BatchWriter:
         """
         if self.storage is None:
             return
-        self._next_id, self._loaded = max(self._next_id, next_id), ledger
+        self._run.next_id, self._loaded = max(self._run.next_id, next_id), ledger
         self._stored_elsewhere = ledger.stored
         if self.ready and self.storage.has_claimed(self):
             self._begin_entry(self.storage.schema, provenance)
@@ -516,7 +517,7 @@ class BatchWriter:
             ledger.incarnation,
             *(ledger.values if values is None else values),
             open_lanes,
-            self._next_id,
+            self._run.next_id,
         )
 
 

@@ -1,13 +1,16 @@
 """The balanced count of a run. Pure: no environment, no tensor, no file."""
 
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
-from operator import add, attrgetter, neg
-from typing import Any, NamedTuple
+from operator import add, attrgetter, index, neg
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tallyroll.collector.errors import LedgerError
+from tallyroll.storage.files.counts import Counts, counts_of
 
 
 class LedgerEntry(NamedTuple):
@@ -39,8 +42,19 @@ class LedgerEntry(NamedTuple):
 NOTHING = LedgerEntry()
 
 
+class _InWords:
+    """An object with a block of counts."""
+
+    block: Counts
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        made = super().__new__(cls)
+        made.block = LedgerCounts()
+        return made
+
+
 @dataclass
-class Ledger:
+class Ledger(_InWords):
     """The balanced count of every slot of a run.
 
     Two equations hold whenever a batch has been delivered (:meth:`check`)::
@@ -48,7 +62,8 @@ class Ledger:
         slots    = executed + reset_slots
         executed = stored + discarded + carried + lost
 
-    All counts are in transitions (one lane, one executed action) unless said otherwise.
+    All counts are in transitions (one lane, one executed action) unless said otherwise. They are
+    words of ``block``, side by side in memory.
 
     Examples:
         >>> from tallyroll.collector import SyncCollector
@@ -105,25 +120,28 @@ class Ledger:
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the packages that made the data."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the values: a copy has a block of its own."""
+        return type(self), tuple(getattr(self, each.name) for each in fields(self))
+
     def check(self) -> tuple[int, ...]:
         """Raise :class:`LedgerError` unless both equations hold and no count is negative.
 
         Returns:
             Every count, in the order of `COUNTS`.
         """
-        accounted = self.stored + self.discarded + self.carried + self.lost
-        if self.slots != self.executed + self.reset_slots:
+        now = self.block
+        if now.slots != now.executed + now.reset_slots:
             raise LedgerError(
-                f"slots = executed + reset_slots does not hold: {self.slots} != "
-                f"{self.executed} + {self.reset_slots}"
+                f"slots = executed + reset_slots does not hold: {now.slots} != "
+                f"{now.executed} + {now.reset_slots}"
             )
-        if self.executed != accounted:
+        if now.executed != now.stored + now.discarded + now.carried + now.lost:
             raise LedgerError(
                 "executed = stored + discarded + carried + lost does not hold: "
-                f"{self.executed} != {self.stored} + {self.discarded} + {self.carried} + "
-                f"{self.lost}"
+                f"{now.executed} != {now.stored} + {now.discarded} + {now.carried} + {now.lost}"
             )
-        values = _counts_of(self)
+        values = tuple(now.words.tolist())
         if min(values) < 0:
             negative = {name: count for name, count in self.counts().items() if count < 0}
             raise LedgerError(f"negative counts: {negative}")
@@ -135,17 +153,17 @@ class Ledger:
         Raises:
             LedgerError: they and the other counts are not what was executed.
         """
-        self.carried = held
+        self.block.carried = held
         self.check()
 
     def counts(self) -> dict[str, int]:
         """Return every count by name."""
-        return dict(zip(COUNTS, _counts_of(self), strict=True))
+        return dict(zip(COUNTS, self.values, strict=True))
 
     @property
     def values(self) -> tuple[int, ...]:
         """Every count, in the order of `COUNTS`, balanced or not."""
-        return _counts_of(self)
+        return tuple(self.block.words.tolist())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts, the seed and the versions, for a report of the run."""
@@ -161,28 +179,47 @@ class Ledger:
 
 
 COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in ("seed", "versions"))
-"""The names of the counts."""
-_counts_of: Callable[[Ledger], tuple[int, ...]] = attrgetter(*COUNTS)
+"""The names of the counts: the one list that says in which order they lie in a block."""
+LedgerCounts = counts_of(*COUNTS)
+
+
+def _count(name: str) -> property:
+    """Return an attribute that reads and sets a word of the ledger's block."""
+
+    def put(ledger: Ledger, count: int) -> None:
+        if not -_LIMIT <= index(count) < _LIMIT:
+            raise LedgerError(f"{name}: expected a count of 64 bits, got {count}")
+        setattr(ledger.block, name, index(count))
+
+    return property(attrgetter(f"block.{name}"), put)  # reading takes no call of Python code
+
+
+_LIMIT = 2**63
+for _name in COUNTS:
+    setattr(Ledger, _name, _count(_name))
 
 
 def post(ledger: Ledger, entry: LedgerEntry) -> None:
-    """Add ``entry``. While a run collects, nothing else changes counts of transitions."""
+    """Add ``entry``, whole: no signal's handler sees a part of it, or interrupts it.
+
+    While a run collects, nothing else changes counts of transitions.
+    """
     if entry is not NOTHING:
-        counts = vars(ledger)
-        for name, count in _changes(entry):
-            counts[name] += count
+        words = ledger.block.words
+        np.add(words, amounts(entry), words)
 
 
 @lru_cache(maxsize=256)
-def _changes(entry: LedgerEntry) -> list[tuple[str, int]]:
-    """Return the changes that are not 0; cached, because most entries equal the one before."""
-    return [change for change in zip(LedgerEntry._fields, entry, strict=True) if change[1]]
+def amounts(entry: LedgerEntry) -> NDArray[np.int64]:
+    """Return the numbers that ``entry`` adds to `COUNTS`, in their order; do not change them.
 
-
-def amounts(entry: LedgerEntry) -> bytes:
-    """Return the numbers that ``entry`` adds to `COUNTS`, in their order, as native int64."""
-    added = entry._asdict()
-    return array("q", [added.get(name, 0) for name in COUNTS]).tobytes()
+    They are cached, because most entries equal the one before.
+    """
+    added = LedgerCounts()
+    for name, count in zip(LedgerEntry._fields, entry, strict=True):
+        if count:
+            added.words[COUNTS.index(name)] = count
+    return added.words
 
 
 @dataclass(frozen=True)

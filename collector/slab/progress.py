@@ -3,16 +3,16 @@
 from typing import Final
 
 BOARD_WORDS: Final = 8
-FILLED: Final = 0
-"""Slots of the slab that are complete."""
-HALT: Final = 1
-"""Not 0: end after the step under way, for good (`STOP`), or to go on later (`PAUSE`)."""
+FILLED, HALT, COUNTED, LEASE = range(4)
+"""Positions of the words on a board:
+
+* the slots of the slab that are complete;
+* not 0: end after the step under way, for good (`STOP`), or to go on later (`PAUSE`);
+* counts so far of a lease: ``slots << 32 | transitions``, one word, never half written;
+* the number of the lease that was begun last.
+"""
 STOP: Final = 1
 PAUSE: Final = 2
-COUNTED: Final = 2
-"""Counts so far of a lease: ``slots << 32 | transitions``, one word, never half written."""
-LEASE: Final = 3
-"""The number of the lease that was begun last."""
 
 
 def counted_word(slots: int, transitions: int) -> int:

@@ -19,6 +19,8 @@
      are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
      carry, in store_slot    SlotRows.carry           the slab (rows), its driver's board (a number)
      store_slot              SlotRows.plan: a tuple   as the tables in the plan, listed above
+     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger;
+                                                      SlotRows refers to all three
      put_step                a step of SystemEnv      the slab, whose slot 0 the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane) */
 
@@ -449,14 +451,13 @@ static char *little_endian(char *to, uint64_t number, int nbytes)
 
 #define NUMBER_NBYTES 20
 
-/* Return whether a template has `count` places for numbers, "%d" each, and fits a record. */
+/* Return whether a template has `count` places for numbers, "%d" each. */
 static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
 {
-    const Py_ssize_t most = length + NUMBER_NBYTES * count;
     for (const char *end = from + length; from < end; from++)
         if (*from == '%' && (count-- == 0 || *++from != 'd'))
             return 0;
-    return count == 0 && most <= RECORD_NBYTES;
+    return count == 0;
 }
 
 /* Write such a template, which SlotRows owns, with the numbers in their places to `to`, a record on
@@ -484,55 +485,84 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
     return (size_t)(to - begin);
 }
 
-/* The numbers of a commit, in their order: see `Kernel.store_slot`. The objects that count them
-   (Header, Engine, Ledger and others) keep each in a dict; the tuple P_PLACES of the plan holds a
-   reference to every dict and key, so that they live as long as the plan, which SlotRows owns. */
-enum { HEAD, RESERVE, SEQUENCE, COMMITS, ENDED, NEXT_ID, RECORDED };
-enum { SLOTS, EXECUTED, RESET_SLOTS, STORED, DISCARDED, CARRIED, LOST };
-enum { P_NUMBERING, P_CHECKS, P_CARRY, P_COLUMNS, P_HEADER, P_AMOUNTS, P_TABLES,
-       P_PLACES = P_TABLES, P_RECORD, P_RING, P_COUNTS, P_COMPLETE, P_WORDS };
-enum { MOST_NUMBERS = 64 };
+/* The counts that a commit changes, one block of words for each object that owns them: the Header,
+   the BatchWriter's run, the Ledger. Python reads and sets the same words by name. Both lists of
+   names must be alike: `kernel.py` compares these, which `name_words` exports, and refuses an
+   extension with others. */
+#define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
+#define RUN(WORD) WORD(next_id) WORD(ended)
+#define LEDGER(WORD)                                                                               \
+    WORD(slots) WORD(executed) WORD(reset_slots) WORD(stored) WORD(discarded) WORD(carried)        \
+    WORD(lost) WORD(random) WORD(policy_calls_on_reset_slots) WORD(ticks) WORD(reset_ticks)        \
+    WORD(episodes_complete) WORD(episodes_cut) WORD(incarnation) WORD(respawned)                   \
+    WORD(agent_transitions)
+#define MEMBER(name) int64_t name;
+#define NAME(name) #name " "
+typedef struct { COMMIT(MEMBER) } Commit;
+typedef struct { RUN(MEMBER) } Run;
+typedef struct { LEDGER(MEMBER) } Ledger;
 
-/* Read numbers that Python keeps in dicts; a place is a dict and a key, and None reads as -1.
-   Return 1 if all of them fit 64 bits, 0 if one does not, -1 after an error. All references here
-   are borrowed: from the plan, which the caller holds, and from its dicts. */
-static int read_numbers(PyObject *places, int64_t *numbers, Py_ssize_t count)
+enum { LEDGER_WORDS = sizeof(Ledger) / sizeof(int64_t) };
+#define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger ones might not fit */
+/* The numbers of a record: the incarnation, the ledger, open trajectories, and the next id. */
+enum { RECORD_NUMBERS = 1 + LEDGER_WORDS + 2 };
+
+enum { P_NUMBERING, P_CHECKS, P_CARRY, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
+       P_RECORD = P_TABLES, P_RING, P_PARTS };
+enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, BLOCKS };
+
+/* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
+typedef struct {
+    Table tables[P_TABLES];
+    int opened;
+    const int64_t *numbering;
+    Commit *commit;
+    Run *run;
+    Ledger *ledger;
+    const char *record;
+    Py_ssize_t length;
+    int64_t ring;
+} Plan;
+
+static void close_plan(Plan *plan)
 {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *found = PyDict_GetItemWithError(PyTuple_GetItem(places, 2 * i),
-                                                  PyTuple_GetItem(places, 2 * i + 1));
-        if (found == NULL) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_KeyError, "a number is not where it was");
-            return -1;
-        }
-        numbers[i] = found == Py_None ? -1 : PyLong_AsLongLong(found);
-        if (numbers[i] == -1 && PyErr_Occurred()) {
-            if (!PyErr_ExceptionMatches(PyExc_OverflowError))
-                return -1;
-            PyErr_Clear();
-            return 0;
-        }
-    }
-    return 1;
+    while (plan->opened)
+        PyBuffer_Release(&plan->tables[--plan->opened].buffer);
 }
 
-static int write_numbers(PyObject *places, const int64_t *before, const int64_t *after,
-                         Py_ssize_t count)
+/* Open a plan, which the caller must close. */
+static int open_plan(PyObject *parts, Plan *plan)
 {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (before[i] == after[i])
-            continue;
-        PyObject *number = PyLong_FromLongLong(after[i]);
-        if (number == NULL)
-            return -1;
-        int failed = PyDict_SetItem(PyTuple_GetItem(places, 2 * i),
-                                    PyTuple_GetItem(places, 2 * i + 1), number);
-        Py_DECREF(number);
-        if (failed)
-            return -1;
+    static const Py_ssize_t least[] = {NUMBER_WORDS,    0,            1,     COLUMN_WORDS,
+                                       RECORD_SLOT + 2, LEDGER_WORDS, BLOCKS};
+    plan->opened = 0;
+    if (!PyTuple_Check(parts) || PyTuple_Size(parts) != P_PARTS) {
+        PyErr_SetString(PyExc_TypeError, "a plan has other parts");
+        return -1;
     }
-    return 0;
+    for (; plan->opened < P_TABLES; plan->opened++) {
+        const int part = plan->opened;
+        if (open_table(PyTuple_GetItem(parts, part), &plan->tables[part], least[part]) < 0)
+            goto failed;
+    }
+    const int64_t *blocks = plan->tables[P_BLOCKS].words;
+    plan->numbering = plan->tables[P_NUMBERING].words;
+    plan->commit = (Commit *)at(blocks[COMMIT_BLOCK]);
+    plan->run = (Run *)at(blocks[RUN_BLOCK]);
+    plan->ledger = (Ledger *)at(blocks[LEDGER_BLOCK]);
+    plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_RING));
+    char *record = NULL;
+    if (PyErr_Occurred() ||
+        PyBytes_AsStringAndSize(PyTuple_GetItem(parts, P_RECORD), &record, &plan->length) < 0)
+        goto failed;
+    plan->record = record;
+    if (plan->tables[P_AMOUNTS].count == LEDGER_WORDS &&
+        can_spell(record, plan->length, RECORD_NUMBERS))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a plan has other numbers");
+failed:
+    close_plan(plan);
+    return -1;
 }
 
 /* Return whether a trajectory begins or ends in the first slot. */
@@ -546,15 +576,21 @@ static int is_eventful(const int64_t *t)
     return found;
 }
 
-/* Return whether the ledger's counts, with those of the slot, balance and none is negative. */
-static int balances(const int64_t *counts, int64_t count)
+/* Add the counts of a slot to a ledger; return whether it balances then and none is negative. */
+static int add_to(Ledger *ledger, const int64_t *amounts)
 {
-    for (int64_t i = 0; i < count; i++)
-        if (counts[i] < 0)
+    int64_t *count = (int64_t *)ledger;
+    for (int i = 0; i < LEDGER_WORDS; i++) {
+        if (count[i] > LARGEST_COUNT)
             return 0;
-    return counts[SLOTS] == counts[EXECUTED] + counts[RESET_SLOTS] &&
-           counts[EXECUTED] ==
-               counts[STORED] + counts[DISCARDED] + counts[CARRIED] + counts[LOST];
+        count[i] += amounts[i];
+        if (count[i] < 0)
+            return 0;
+    }
+    ledger->carried = 0;
+    return ledger->slots == ledger->executed + ledger->reset_slots &&
+           ledger->executed ==
+               ledger->stored + ledger->discarded + ledger->carried + ledger->lost;
 }
 
 /* Copy the last observations to the beginning of the next slot, and set the number of complete
@@ -567,103 +603,91 @@ static void carry(const Table *table)
     *(int64_t *)at(table->words[0]) = 0;
 }
 
-/* store_slot(plan, room, version, watched). SlotRows owns the plan, and the plan its tables. */
+static int64_t slot_of(const Plan *plan)
+{
+    const int64_t head = plan->commit->head;
+    return plan->ring ? head % plan->ring : head;
+}
+
+/* Return whether the slot needs nothing more than `store`, but for the ledger: there is room for it
+   and its record, its values are within their bounds, and the caller need not see it before. */
+static int is_plain(const Plan *plan, int64_t room, int watched)
+{
+    const Commit *now = plan->commit;
+    return now->head >= 0 && now->reserve == now->head &&
+           slot_of(plan) + plan->numbering[LANES] <= room &&
+           plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
+           !(watched && is_eventful(plan->numbering)) && inside(&plan->tables[P_CHECKS], 1);
+}
+
+/* Write the record of a commit and its seal, in which the counts are those after it; return the
+   record's length. */
+static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_id,
+                           const Commit *after, char *record, char *seal)
+{
+    int64_t numbers[RECORD_NUMBERS], open = 0;
+    const int64_t *step = (const int64_t *)at(plan->numbering[STATE_STEP]);
+    for (int64_t lane = 0; lane < plan->numbering[LANES]; lane++)
+        open += step[lane] != 0;
+    numbers[0] = ledger->incarnation;
+    memcpy(numbers + 1, ledger, sizeof *ledger);
+    numbers[1 + LEDGER_WORDS] = open;
+    numbers[2 + LEDGER_WORDS] = next_id;
+    const size_t length = spell(record, plan->record, plan->length, numbers);
+    char *to = little_endian(seal, (uint64_t)after->sequence, 8);
+    to = little_endian(to, (uint64_t)after->head, 8);
+    to = little_endian(to, length, 8);
+    little_endian(to, checksum(checksum(0, seal, 24), record, length), 4);
+    return length;
+}
+
+/* Number, commit and count the slot, and return how many episodes ended. Nothing fails here, and no
+   handler of a signal runs. `ledger` has the slot's counts, but for episodes. */
+static int64_t store(const Plan *plan, Ledger *ledger, int64_t version)
+{
+    const int64_t *t = plan->numbering, *header = plan->tables[P_HEADER].words;
+    const int64_t slot = slot_of(plan), rows = t[LANES];
+    Commit after = *plan->commit;
+    char record[RECORD_NBYTES], seal[SEAL_NBYTES];
+    for (int64_t lane = 0; lane < rows; lane++)
+        ((int64_t *)at(t[VERSION]))[lane] = version;
+    const int64_t ended = number(t, 1, NULL) & 0xFFFFFFFF, largest = *(int64_t *)at(t[LARGEST]);
+    const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
+    ledger->episodes_complete += ended;
+    after.reserve = after.head += rows;
+    after.sequence++;
+    after.commits++;
+    const size_t length = write_record(plan, ledger, next_id, &after, record, seal);
+    commit(&plan->tables[P_COLUMNS], slot, 0, rows, header,
+           at(header[RECORD_SLOT + after.sequence % 2]), word_of(after.head), seal, SEAL_NBYTES,
+           record, length);
+    carry(&plan->tables[P_CARRY]);
+    *plan->ledger = *ledger;
+    *plan->commit = after;
+    plan->run->next_id = next_id;
+    plan->run->ended += ended;
+    return ended;
+}
+
+/* store_slot(plan, room, version, watched) */
 static PyObject *store_slot(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
+    Plan plan;
     if (want(given, 4) < 0)
         return NULL;
-    PyObject *plan = args[0], *stored = NULL;
     int64_t room = PyLong_AsLongLong(args[1]), version = PyLong_AsLongLong(args[2]);
     int watched = PyObject_IsTrue(args[3]);
-    if (PyErr_Occurred())
+    if (PyErr_Occurred() || open_plan(args[0], &plan) < 0)
         return NULL;
-    if (!PyTuple_Check(plan) || PyTuple_Size(plan) != P_WORDS) {
-        PyErr_SetString(PyExc_TypeError, "a plan has other parts");
-        return NULL;
-    }
-    static const Py_ssize_t least[] = {NUMBER_WORDS, 0,      1, COLUMN_WORDS, RECORD_SLOT + 2,
-                                       LOST + 1};
-    Table tables[P_TABLES];
-    int opened = 0;
-    for (; opened < P_TABLES; opened++)
-        if (open_table(PyTuple_GetItem(plan, opened), &tables[opened], least[opened]) < 0)
-            goto done;
-
-    const int64_t *t = tables[P_NUMBERING].words, *header = tables[P_HEADER].words;
-    const Table *amounts = &tables[P_AMOUNTS];
-    PyObject *places = PyTuple_GetItem(plan, P_PLACES);
-    const int64_t ring = PyLong_AsLongLong(PyTuple_GetItem(plan, P_RING));
-    const int64_t counts_at = PyLong_AsLongLong(PyTuple_GetItem(plan, P_COUNTS));
-    const int64_t complete = PyLong_AsLongLong(PyTuple_GetItem(plan, P_COMPLETE));
-    char *template = NULL;
-    Py_ssize_t length = 0, count = PyTuple_Check(places) ? PyTuple_Size(places) / 2 : 0;
-    int64_t before[MOST_NUMBERS], after[MOST_NUMBERS], recorded[MOST_NUMBERS];
-    if (PyErr_Occurred() ||
-        PyBytes_AsStringAndSize(PyTuple_GetItem(plan, P_RECORD), &template, &length) < 0)
-        goto done;
-    if (count > MOST_NUMBERS || counts_at < RECORDED || complete < counts_at ||
-        complete >= count || counts_at + amounts->count > count ||
-        !can_spell(template, length, count - RECORDED + 2)) {
-        PyErr_SetString(PyExc_ValueError, "a plan has other numbers");
-        goto done;
-    }
-    const int read = read_numbers(places, before, count);
-    if (read < 0)
-        goto done;
     int64_t ended = -1;
-    if (!read)
-        goto told;
-
-    const int64_t rows = t[LANES], slot = ring ? before[HEAD] % ring : before[HEAD];
-    const int eventful = is_eventful(t);
-    if (before[RESERVE] != before[HEAD] || before[HEAD] < 0 || slot + rows > room ||
-        (eventful && watched) || !inside(&tables[P_CHECKS], 1))
-        goto told;
-    memcpy(after, before, (size_t)count * sizeof *after);
-    for (Py_ssize_t i = 0; i < amounts->count; i++)
-        after[counts_at + i] += amounts->words[i];
-    after[counts_at + CARRIED] = 0;
-    if (!balances(after + counts_at, amounts->count))
-        goto told;
-
-    const int64_t head = before[HEAD] + rows;
-    after[HEAD] = after[RESERVE] = head;
-    after[SEQUENCE]++;
-    after[COMMITS]++;
-    /* From here on nothing fails, and no handler of a signal runs until the slot is stored. */
-    for (int64_t lane = 0; lane < rows; lane++)
-        ((int64_t *)at(t[VERSION]))[lane] = version;
-    ended = number(t, 1, NULL) & 0xFFFFFFFF;
-    after[complete] += ended;
-    after[ENDED] += ended;
-    const int64_t largest = *(int64_t *)at(t[LARGEST]);
-    if (largest >= after[NEXT_ID])
-        after[NEXT_ID] = largest + 1;
-    int64_t open = 0;
-    for (int64_t lane = 0; lane < rows; lane++)
-        open += ((const int64_t *)at(t[STATE_STEP]))[lane] != 0;
-    memcpy(recorded, after + RECORDED, (size_t)(count - RECORDED) * sizeof *recorded);
-    recorded[count - RECORDED] = open;
-    recorded[count - RECORDED + 1] = after[NEXT_ID];
-    char record[RECORD_NBYTES], seal[SEAL_NBYTES], *to = seal;
-    const size_t spelt = spell(record, template, length, recorded);
-    to = little_endian(to, (uint64_t)after[SEQUENCE], 8);
-    to = little_endian(to, (uint64_t)head, 8);
-    to = little_endian(to, spelt, 8);
-    little_endian(to, checksum(checksum(0, seal, 24), record, spelt), 4);
-    commit(&tables[P_COLUMNS], slot, 0, rows, header,
-           at(header[RECORD_SLOT + after[SEQUENCE] % 2]), word_of(head), seal, SEAL_NBYTES, record,
-           spelt);
-    carry(&tables[P_CARRY]);
-    if (write_numbers(places, before, after, count) < 0)
-        goto done;
-told:
-    stored = PyLong_FromLongLong(ended);
-done:
-    while (opened)
-        PyBuffer_Release(&tables[--opened].buffer);
-    return stored;
+    if (is_plain(&plan, room, watched)) {
+        Ledger ledger = *plan.ledger;
+        if (add_to(&ledger, plan.tables[P_AMOUNTS].words))
+            ended = store(&plan, &ledger, version);
+    }
+    close_plan(&plan);
+    return PyLong_FromLongLong(ended);
 }
 
 /* nth_marked(marks, uniform, chosen): write to `chosen`, int64, for each row of marks, one byte
@@ -1009,8 +1033,19 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* Export the names of the words of each block, in their order. */
+static int name_words(PyObject *module)
+{
+    if (PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0)
+        return -1;
+    return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)name_words}, {0, NULL}};
+
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_kernel", NULL, 0, functions, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_kernel", NULL, 0, functions, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__kernel(void)

@@ -98,8 +98,8 @@ class Engine:
         """The pools for reads of some of the columns, by these columns."""
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self._look_at = 0.0
-        self.commits = 0
-        """Commits of rows made through this engine."""
+        self.known = header.known
+        """Counts that a writer keeps."""
         follows_ring = lock is None and self.ring
         self._reader = ReaderLock(format.inside, format.lock_path) if follows_ring else None
         self._opened_at = header.head
@@ -297,8 +297,7 @@ class Engine:
 
     def _plan(self, slot: SlotRows, columns: Columns) -> None:
         header = self._header
-        numbers = (*header.numbers, (vars(self), "commits"))
-        slot.make_plan(columns.table_of(slot.rows), header.addresses, numbers, self.ring)
+        slot.make_plan(columns.table_of(slot.rows), header.addresses, header.known, self.ring)
         slot.columns, slot.is_small = columns, columns.are_few(slot.count)
 
     def _warm_up(self, head: int) -> None:
@@ -364,7 +363,7 @@ class Engine:
         return self._committed(start, head, now)
 
     def _committed(self, start: int, head: int, now: float) -> range:
-        self.commits += 1
+        self.known.commits += 1
         self._warm_up(head)
         if now >= self._refresh_at:
             self._refresh(head)
@@ -624,7 +623,7 @@ class Engine:
             header.set_floor(header.head)
             if self._power:
                 header.sync()
-            self.commits += 1
+            self.known.commits += 1
 
     def replace(
         self, columns: Sequence[np.ndarray], head: int, reserve: int, floor: int = 0
@@ -647,7 +646,7 @@ class Engine:
             self._header.set_floor(floor)
             if self._power:
                 self._header.sync()
-            self.commits += 1
+            self.known.commits += 1
 
     def settle(self) -> None:
         """Return when everything is on the disk, the rows of other processes too.

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tallyroll.storage import ways
+from tallyroll.storage.errors import ExtensionMismatch
+from tallyroll.storage.files.commit_header import CommitCounts
 
 
 class Kernel(Protocol):
@@ -159,11 +161,38 @@ def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Itera
     return table_of(chain.from_iterable(zip(targets, sources, row_nbytes, strict=True)))
 
 
-_kernel: Kernel | None
+_kernel: Any
 try:
     from tallyroll.storage.engine import _kernel  # type: ignore[no-redef]
 except ImportError:
     _kernel = None
+
+
+def require_names(block: str, names: tuple[str, ...]) -> None:
+    """Refuse an extension that has other words in a block of counts, or in another order.
+
+    Args:
+        block: the name under which the extension exports its own names.
+        names: those of Python's list.
+
+    Raises:
+        ExtensionMismatch: they differ, and the extension is not switched off.
+    """
+    global _kernel
+    built = tuple(getattr(_kernel, block, "").split())
+    if _kernel is None or built == names:
+        return
+    if not ways.is_on("kernel"):
+        _kernel = None
+        return
+    raise ExtensionMismatch(
+        f"expected the extension {_kernel.__file__} to have the words {', '.join(names)} in "
+        f"{block}, got {', '.join(built) or 'none'}: it was built from other sources. Install "
+        f"tallyroll again, or set {ways.VARIABLE}=-kernel to do without the extension."
+    )
+
+
+require_names("COMMIT", CommitCounts.names)
 
 
 def is_built() -> bool:
@@ -173,4 +202,5 @@ def is_built() -> bool:
 
 def compiled() -> Kernel | None:
     """Return the functions; None if they were not built, or are switched off."""
-    return _kernel if ways.is_on("kernel") else None
+    kernel: Kernel | None = _kernel if ways.is_on("kernel") else None
+    return kernel

@@ -24,11 +24,11 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tallyroll.storage.errors import CopyOfOpenStorage, CorruptStorage, RecordTooLarge
+from tallyroll.storage.files.counts import counts_of
 from tallyroll.storage.files.header_words import (
     BORN,
     CLOSED_AT,
@@ -68,8 +68,12 @@ _SLOTS_AT, _SLOT_NBYTES = 4096, 69632
 HEADER_NBYTES = _SLOTS_AT + 2 * _SLOT_NBYTES
 """Bytes of the header, a whole number of pages."""
 
-Place = tuple[dict[str, Any], str]
-"""The place of a whole number that an object keeps: the dict of its attributes, and the name."""
+CommitCounts = counts_of("head", "reserve", "floor", "sequence", "commits")
+"""Counts of a storage that a writer keeps, so that it need not read them from the file.
+
+Head, reserve and floor are -1 where another process writes, so that they must be read. ``sequence``
+is that of the last record, and ``commits`` those of rows through this header.
+"""
 OneCommit = tuple[bytes, int, bytes]
 """The addresses that a commit writes to, the word of its count, and the head of its record."""
 
@@ -133,9 +137,8 @@ class Header:
             ) from error
         except OSError as error:
             raise failed(path, error, 0) from error
-        self._reserve: int | None = None
-        self._head: int | None = None
-        self._floor: int | None = None
+        self.known = CommitCounts()
+        self.follow()
         self._spelt = (0, word_of(0))
         """The count that was stored last as reserve, and its word, mostly stored as head next."""
         try:
@@ -146,21 +149,25 @@ class Header:
             if self._knows_file:
                 self._refuse_copy(accept_copy=accept_copy)
             self._check_counts()
-            self._sequence = self._checked_sequence()
+            self.known.sequence = self._checked_sequence()
             self._left_open = self.open
             self._places = [self._places_of(index) for index in (0, 1)] if writable else []
         except BaseException:
             self.close()
             raise
-        if not writable:
-            self.close()  # the map is all that it takes
-        # Only the writer changes the counts, so it need not read them again.
         if writable:
-            self._reserve, self._head, self._floor = self.reserve, self.head, self.floor
+            self._know()
+        else:
+            self.close()  # the map is all that it takes
 
     def follow(self) -> None:
         """Read the counts from the file every time: another process writes now."""
-        self._reserve = self._head = self._floor = None
+        self.known.head = self.known.reserve = self.known.floor = -1
+
+    def _know(self) -> None:
+        """Read the counts, which only this writer changes from here on."""
+        known = self.known
+        known.reserve, known.head, known.floor = self.reserve, self.head, self.floor
 
     def _mapped(self, writable: bool) -> mmap.mmap:
         size = os.fstat(self._file).st_size
@@ -272,40 +279,43 @@ class Header:
     @property
     def reserve(self) -> int:
         """The number of rows that may have been written, committed or not."""
-        return self._count(_RESERVE) if self._reserve is None else self._reserve
+        reserve = self.known.reserve
+        return reserve if reserve >= 0 else self._count(_RESERVE)
 
     @reserve.setter
     def reserve(self, rows: int) -> None:
         word = word_of(rows)
         self._words[_RESERVE] = word
-        self._reserve, self._spelt = rows, (rows, word)
+        self.known.reserve, self._spelt = rows, (rows, word)
 
     @property
     def head(self) -> int:
         """The number of rows that are committed."""
-        return self._count(_HEAD) if self._head is None else self._head
+        head = self.known.head
+        return head if head >= 0 else self._count(_HEAD)
 
     @head.setter
     def head(self, rows: int) -> None:
         count, word = self._spelt
         self._words[_HEAD] = word if count == rows else word_of(rows)
-        self._head = rows
+        self.known.head = rows
 
     @property
     def counts(self) -> tuple[int, int] | None:
         """Head and reserve of a writer; None if another process may change them."""
-        head, reserve = self._head, self._reserve
-        return None if head is None or reserve is None else (head, reserve)
+        head, reserve = self.known.head, self.known.reserve
+        return None if head < 0 or reserve < 0 else (head, reserve)
 
     @property
     def floor(self) -> int:
         """The row at which the ring was emptied last, 0 if it never was."""
-        return self._count(_FLOOR) if self._floor is None else self._floor
+        floor = self.known.floor
+        return floor if floor >= 0 else self._count(_FLOOR)
 
     def set_floor(self, row: int) -> None:
         """Store ``row`` as the floor, once no row below it is valid."""
         self._words[_FLOOR] = word_of(row)
-        self._floor = row
+        self.known.floor = row
 
     @property
     def open(self) -> bool:
@@ -360,7 +370,7 @@ class Header:
         length = len(payload)
         if length > RECORD_LIMIT:
             check_record_size(payload)
-        sequence = self._sequence + 1
+        sequence = self.known.sequence + 1
         start = self._slot_start(sequence % 2)
         body = start + _SLOT_HEAD_NBYTES
         self._map[body : body + length] = payload
@@ -368,7 +378,7 @@ class Header:
         # The sequence last: a kill before it leaves an older one, and no sign of damage.
         _REST.pack_into(self._map, start + _SEQUENCE_NBYTES, head, length, crc)
         _SEQUENCE.pack_into(self._map, start, sequence)
-        self._sequence = sequence
+        self.known.sequence = sequence
 
     def commit_in_one(self, rows: int, payload: bytes) -> OneCommit | None:
         """Return addresses, word and seal with which the kernel commits ``rows`` more rows.
@@ -376,19 +386,18 @@ class Header:
         The caller must call :meth:`committed` then. Return None if an earlier commit was
         interrupted, or if another process writes.
         """
-        head = self._head
-        if head is None or self._reserve != head:
+        known = self.known
+        if known.head < 0 or known.reserve != known.head:
             return None
-        head += rows
-        sequence = self._sequence + 1
+        head, sequence = known.head + rows, known.sequence + 1
         seal = _SLOT.pack(sequence, head, len(payload), _slot_crc(sequence, head, payload))
         return self._places[sequence % 2], word_of(head), seal
 
     def committed(self, rows: int) -> None:
         """Record that the kernel made the commit of ``rows`` rows from `commit_in_one`."""
-        assert self._head is not None
-        self._reserve = self._head = self._head + rows
-        self._sequence += 1
+        known = self.known
+        known.reserve = known.head = known.head + rows
+        known.sequence += 1
 
     @property
     def addresses(self) -> bytes:
@@ -397,11 +406,6 @@ class Header:
         The map of this header owns the memory.
         """
         return self._places[0] + self._places[1][-_SEQUENCE_NBYTES:]
-
-    @property
-    def numbers(self) -> tuple[Place, ...]:
-        """Places of a writer's head, reserve and last sequence; the kernel updates them."""
-        return tuple((vars(self), name) for name in ("_head", "_reserve", "_sequence"))
 
     def _places_of(self, index: int) -> bytes:
         """Return addresses of `reserve`, `head` and a record slot, for `Kernel.commit_rows`."""
@@ -416,7 +420,7 @@ class Header:
             slot = self._read_slot(index)
             if slot and slot[1] > head:
                 _SLOT.pack_into(self._map, self._slot_start(index), 0, 0, 0, 0)
-        self._sequence = self._newest_sequence()
+        self.known.sequence = self._newest_sequence()
 
     def _forget_torn(self) -> None:
         for index in (0, 1):

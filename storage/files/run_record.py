@@ -72,6 +72,15 @@ def record_bytes(counts: tuple[str, ...]) -> bytes:
     return json.dumps(record).replace("%", "%%").replace(": 0", ": %d").encode()
 
 
+def record_template(
+    counts: tuple[str, ...], first_row: int, stored_before: int, seed: int | None
+) -> bytes:
+    """Return the bytes of a record of one run, with ``%d`` for each number that changes in it."""
+    fixed = first_row, stored_before, -1 if seed is None else seed
+    spelt = record_bytes(counts).replace(b"%d", b"%b")
+    return spelt % (*(b"%d" % number for number in fixed), *[b"%d"] * (len(counts) + 3))
+
+
 def is_count(value: Any) -> bool:
     """Return whether a value is a whole number of 64 bits; `verify` reports negative ones."""
     return type(value) is int and -(2**63) <= value < 2**63

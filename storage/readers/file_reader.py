@@ -174,7 +174,7 @@ class FileReader(RowReader):
         engine = self.engine
         if engine is None:
             return 0
-        return engine.commits if engine.owns_lock else engine.head
+        return engine.known.commits if engine.owns_lock else engine.head
 
     @property
     @told

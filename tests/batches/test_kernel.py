@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tallyroll.collector.batches.slab_rows import SlabRows
+from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
 from tallyroll.collector.envs import system_env
@@ -23,6 +24,8 @@ from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.engine.fixed_rows import FixedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
+from tallyroll.storage.engine.slot_rows import RunCounts
+from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.rows.schema import Schema
 
@@ -287,7 +290,7 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         anything.put_step(bytes(64), "d", *[np.zeros(1)] * 4)
     with pytest.raises(ValueError, match="too short"):
         anything.put_step(bytes(48), b"d", *[np.zeros(1)] * 4)
-    for plan in ((), [0] * 11, (0,) * 11):
+    for plan in ((), [0] * 9, (0,) * 9):
         with pytest.raises(TypeError):
             anything.store_slot(plan, 1, 0, False)
     for wrong in ([0, 4], [-1, 0], [2**62, 1]):
@@ -298,36 +301,26 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
 def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
     lanes = np.zeros(64, np.int64)
     numbering = table_of([1, 1, *[lanes.ctypes.data] * 20])
-    columns, header, amounts = bytes(24), bytes(32), bytes(8 * 7)
-    counts = dict.fromkeys("abcdefghijklmnop", 0)
-    places = tuple(part for name in counts for part in (counts, name))
+    commit, run, ledger = CommitCounts(), RunCounts(), LedgerCounts()
+    blocks = table_of(block.address for block in (commit, run, ledger))
+    whole = b"%d" * (len(COUNTS) + 3)
 
-    def stored(
-        record: bytes = b"%d" * 12, at: int = 6, complete: int = 7, given: Any = places
-    ) -> int:
-        plan = numbering, b"", bytes(8), columns, header, amounts, given, record, 0, at, complete
-        return kernel.store_slot(plan, 0, 0, False)
+    def stored(record: bytes = whole, counts: int = len(COUNTS), given: bytes = blocks) -> int:
+        tables = numbering, b"", bytes(8), bytes(24), bytes(32), bytes(8 * counts), given
+        return kernel.store_slot((*tables, record, 0), 0, 0, False)
 
-    assert stored() == -1
+    assert stored() == stored(whole + b" " * 4000) == -1
     for wrong in (
-        {"record": b"%d" * 11},
-        {"record": b"%d" * 13},
-        {"record": b"%d" * 11 + b"%s"},
-        {"record": b"%d" * 11 + b"%"},
-        {"record": b"%d" * 12 + b" " * 4000},
-        {"at": 5},
-        {"at": 11},
-        {"complete": 5},
-        {"complete": 16},
-        {"given": places[:20]},
-        {"given": None},
+        {"record": whole[2:]},
+        {"record": whole + b"%d"},
+        {"record": whole[:-2] + b"%s"},
+        {"record": whole[:-2] + b"%"},
+        {"counts": len(COUNTS) + 1},
     ):
         with pytest.raises(ValueError, match="other numbers"):
-            stored(**wrong)
-    with pytest.raises(KeyError):
-        stored(given=(*places[:-1], "not there"))
-    counts["p"] = 2**70
-    assert stored() == -1
-    counts["p"] = "text"  # type: ignore[assignment]
+            stored(**wrong)  # type: ignore[arg-type]
+    for short in ({"counts": len(COUNTS) - 1}, {"given": blocks[8:]}):
+        with pytest.raises(ValueError, match="too short"):
+            stored(**short)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        stored()
+        stored(None)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Blocks of counts: names give positions, and an extension with other positions is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tallyroll.collector.counting.ledger import COUNTS
+from tallyroll.storage import ways
+from tallyroll.storage.engine import kernel
+from tallyroll.storage.engine.slot_rows import RunCounts
+from tallyroll.storage.errors import ExtensionMismatch
+from tallyroll.storage.files.commit_header import CommitCounts
+from tallyroll.storage.files.counts import counts_of
+
+BLOCKS = {"COMMIT": CommitCounts.names, "RUN": RunCounts.names, "LEDGER": COUNTS}
+
+
+@given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
+def test_the_words_of_a_block_are_its_counts_in_order(values: list[int]) -> None:
+    names = [f"count_{number}" for number in range(len(values))]
+    block: Any = counts_of(*names)()
+    assert not block.words.any()
+    for name, value in zip(names, values, strict=True):
+        setattr(block, name, value)
+    assert block.words.tolist() == values
+    assert block.words.ctypes.data == block.address
+    block.words[:] = np.array(values[::-1], np.int64)
+    assert [getattr(block, name) for name in names] == values[::-1]
+
+
+@pytest.mark.parametrize("block", list(BLOCKS))
+def test_the_extension_has_the_same_names(block: str) -> None:
+    if kernel.compiled() is None:
+        pytest.skip("there is no compiler")
+    kernel.require_names(block, BLOCKS[block])
+    assert tuple(getattr(kernel._kernel, block).split()) == BLOCKS[block]
+
+
+@pytest.mark.parametrize("block", list(BLOCKS))
+@given(data=st.data())
+def test_a_moved_name_is_refused(block: str, data: st.DataObject) -> None:
+    names = BLOCKS[block]
+    moved = data.draw(st.permutations(names) | st.just(names[:-1]) | st.just((*names, "more")))
+    built = SimpleNamespace(**{block: " ".join(moved) + " "}, __file__="kernel.so")
+    with pytest.MonkeyPatch.context() as patch, ways.switched_off():
+        patch.setattr(kernel, "_kernel", built)
+        ways.switch_off(frozenset())
+        if tuple(moved) == names:
+            kernel.require_names(block, names)
+            return
+        with pytest.raises(ExtensionMismatch, match=rf"kernel.so to have .* in {block}, got"):
+            kernel.require_names(block, names)
+        with ways.switched_off("kernel"):
+            kernel.require_names(block, names)
+        assert not kernel.is_built()
+
+
+def test_a_stale_extension_is_refused_when_it_is_imported() -> None:
+    """An older one exports no names of the ledger."""
+    script = f"""
+import sys, types
+stale = types.ModuleType("tallyroll.storage.engine._kernel")
+stale.__dict__.update(COMMIT={" ".join(BLOCKS["COMMIT"])!r}, RUN={" ".join(BLOCKS["RUN"])!r})
+stale.__file__ = "kernel.so"
+sys.modules[stale.__name__] = stale
+import tallyroll.storage.engine
+tallyroll.storage.engine._kernel = stale
+import tallyroll.collector.batches.plain_slots
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, ways.VARIABLE: ""},
+    )
+    assert done.returncode == 1
+    assert "ExtensionMismatch: expected the extension kernel.so" in done.stderr
+    assert "in LEDGER, got none: it was built from other sources" in done.stderr
