@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
-from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     NotAnAppend,
@@ -189,7 +189,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         Raises:
             WriteError: refused, with nothing written.
         """
-        span = self.writer.write_fixed(rows, index, record)
+        span = self.writer.append(IndexedRows(rows, index), record)
         if self._attached_entities_list:
             buffers.tell_buffers(self, span)
         return span

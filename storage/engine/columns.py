@@ -1,19 +1,22 @@
-"""Columns in memory maps, and the fastest way to copy rows into them."""
+"""Columns in memory maps: which rows go through the map, which through the file, and how."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import compiled, copy_table
+from tallyroll.storage.engine.kernel import Kernel, compiled, copy_table
 from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
+
+if TYPE_CHECKING:
+    from tallyroll.storage.engine.fixed_rows import FixedRows
 
 _WRITE_NBYTES = 2**14
 """Arrays from this size on are written through the file. Through the map every new page costs
@@ -50,53 +53,21 @@ class Columns:
     def __init__(
         self, format: Format, schema: Schema, arrays: list[np.ndarray], *, warm: bool
     ) -> None:
-        self.arrays, self._kernel = arrays, compiled()
+        self.arrays = arrays
+        self.kernel: Kernel | None = compiled()
         self.room = len(arrays[0])
         """Slots that are mapped."""
         self.warm = warm
         """Every slot was written by this process, so that its pages are mapped."""
         self._format = format
-        self._row_nbytes = [column.row_nbytes for column in schema.columns]
-        self._widest = max(self._row_nbytes)
+        self.row_nbytes = [column.row_nbytes for column in schema.columns]
+        self._widest = max(self.row_nbytes)
+        self.has_large = self._widest >= LARGE_NBYTES
+        """Some rows are large, so that they may come as references."""
         self._count = -1
         self._moves: list[tuple[int, int, ctypes.c_size_t]] = []
         self._move = _move
         self._tables: dict[FixedRows, bytes] = {}
-
-    def copy(self, slot: int, arrays: list[np.ndarray], at: int, count: int) -> None:
-        """Copy rows ``[at, at + count)`` of the arrays to slots from ``slot`` on."""
-        if len(arrays[0]) != count:
-            arrays = [array[at : at + count] for array in arrays]
-        if self._widest >= LARGE_NBYTES:
-            self._copy_large(slot, arrays, count)
-            return
-        to = slice(slot, slot + count)
-        if self.in_place(slot, count):
-            for column, array in zip(self.arrays, arrays, strict=False):
-                column[to] = array
-            return
-        for index, array in enumerate(arrays):
-            if array.nbytes < _WRITE_NBYTES or not array.flags.c_contiguous:
-                self.arrays[index][to] = array
-            else:
-                self._format.write(index, slot, array)
-
-    def _copy_large(self, slot: int, arrays: Sequence[np.ndarray | RowRefs], count: int) -> None:
-        """Copy as `copy` does, where some rows are large and may still lie elsewhere."""
-        to = slice(slot, slot + count)
-        for index, (column, array) in enumerate(zip(self.arrays, arrays, strict=False)):
-            in_place = self.warm or array.nbytes < _WRITE_NBYTES
-            if isinstance(array, RowRefs):
-                if in_place:
-                    array.copy_to(column[to])
-                    continue
-                step = max(1, _GATHER_NBYTES // self._widest)
-                for at in range(0, count, step):
-                    self._format.write(index, slot + at, np.asarray(array[at : at + step]))
-            elif in_place or not array.flags.c_contiguous:
-                column[to] = array
-            else:
-                self._format.write(index, slot, array)
 
     def in_place(self, slot: int, count: int) -> bool:
         """Return whether ``count`` rows fit into the map from ``slot`` on, and go through it."""
@@ -117,31 +88,24 @@ class Columns:
         for (base, row_nbytes, nbytes), address in zip(self._moves, addresses, strict=True):
             move(base + slot * row_nbytes, address, nbytes)
 
-    def copy_fixed(self, slot: int, rows: FixedRows, index: RowIndex) -> None:
-        """Copy some rows of fixed memory to slots from ``slot`` on, which must be `in_place`."""
-        if (kernel := self._kernel) is not None:
-            table = self.table_of(rows)
-            if isinstance(index, range):
-                kernel.copy_rows(table, slot, index.start, len(index))
-            else:
-                kernel.gather_rows(table, slot, index, len(rows.arrays[0]))
+    def goes_through_map(self, nbytes: int) -> bool:
+        """Return whether an array of so many bytes goes through the map, and not the file."""
+        return self.warm or nbytes < _WRITE_NBYTES
+
+    def write(self, place: int, slot: int, values: np.ndarray | RowRefs) -> None:
+        """Write the values of a column to slots from ``slot`` on, through the file."""
+        if isinstance(values, np.ndarray):
+            self._format.write(place, slot, values)
             return
-        count = len(index)
-        if isinstance(index, range):
-            first = index.start
-            starts = zip(rows.addresses, self._row_nbytes, strict=True)
-            self.copy_memory(slot, count, [address + first * size for address, size in starts])
-            return
-        to = slice(slot, slot + count)
-        for column, array in zip(self.arrays, rows.arrays, strict=True):
-            # The index is within bounds: "clip" is the mode in which NumPy writes to out directly.
-            array.take(index, axis=0, out=column[to], mode="clip")
+        step = max(1, _GATHER_NBYTES // self._widest)
+        for at in range(0, len(values), step):
+            self._format.write(place, slot + at, np.asarray(values[at : at + step]))
 
     def table_of(self, rows: FixedRows) -> bytes:
         """Return the table of `Kernel.copy_rows` for ``rows``, made once."""
         table = self._tables.get(rows)
         if table is None:
-            table = copy_table(self._bases, rows.addresses, self._row_nbytes)
+            table = copy_table(self._bases, rows.addresses, self.row_nbytes)
             self._tables[rows] = table
         return table
 
@@ -150,11 +114,11 @@ class Columns:
 
         Return False, with nothing copied, without a kernel or if a slot does not exist.
         """
-        kernel = self._kernel
+        kernel = self.kernel
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
             return False
         if room.table is None or room.of is not self:
-            sources, row_nbytes = self._bases, self._row_nbytes
+            sources, row_nbytes = self._bases, self.row_nbytes
             if only is not None:
                 sources = [sources[place] for place in only]
                 row_nbytes = [row_nbytes[place] for place in only]
@@ -174,7 +138,7 @@ class Columns:
         self._count = -1  # after an interrupt the next call plans again
         self._moves = [
             (base, nbytes, ctypes.c_size_t(count * nbytes))
-            for base, nbytes in zip(self._bases, self._row_nbytes, strict=True)
+            for base, nbytes in zip(self._bases, self.row_nbytes, strict=True)
         ]
         self._move = _move_alone if count * self._widest < _ALONE_NBYTES else _move
         self._count = count

@@ -6,7 +6,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from tallyroll.storage.engine.commit_engine import LOOK_SECONDS, Durability, Engine
+from tallyroll.storage.engine.commit_engine import Durability, Engine
+from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.files.commit_header import Header, header_bytes
 from tallyroll.storage.files.lock import WriterLock
@@ -73,7 +74,7 @@ def open_existing(
         header = _header_of(format, manifest, schema, writable=True, accept_copy=accept_copy)
         engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
-        engine.reserve_rows(capacity)
+        engine.space.reserve(capacity)
         if format.durable:
             # Earlier writers may not have waited for the disk.
             engine.settle()
@@ -156,7 +157,7 @@ def create_new(
         header = _header_of(format, manifest, schema, writable=True)
         engine = _start(format, schema, header, lock, durability)
         undo.callback(engine.abandon)
-        engine.reserve_rows(capacity)
+        engine.space.reserve(capacity)
         header.begin_writing()
         if format.durable:
             engine.settle()

@@ -7,7 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
+from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.new_rows import ArrayRows, NewRows
 from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
@@ -64,3 +67,51 @@ class FixedRows:
             else array.take(index, axis=0)
             for array in self.arrays
         ]
+
+
+class IndexedRows(NewRows):
+    """The rows of fixed memory that an index names."""
+
+    __slots__ = ("_index", "_memory")
+
+    in_one_call = True
+
+    def __init__(self, memory: FixedRows, index: RowIndex) -> None:
+        self._memory, self._index, self.count = memory, index, len(index)
+
+    def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
+        """Commit a range of rows and a record in one call, if the last commit was not cut off."""
+        kernel, index = columns.kernel, self._index
+        if kernel is None or not record or type(index) is not range:
+            return False
+        one = header.commit_in_one(self.count, record)
+        if one is None:
+            return False
+        table = columns.table_of(self._memory)
+        kernel.commit_rows(table, slot, index.start, self.count, *one, record)
+        header.committed(self.count)
+        return True
+
+    def copy_to(self, columns: Columns, slot: int) -> None:
+        """Copy the rows of each column, in the order of the index."""
+        kernel, memory, index = columns.kernel, self._memory, self._index
+        if kernel is not None:
+            table = columns.table_of(memory)
+            if isinstance(index, range):
+                kernel.copy_rows(table, slot, index.start, self.count)
+            else:
+                kernel.gather_rows(table, slot, index, len(memory.arrays[0]))
+        elif isinstance(index, range):
+            starts = zip(memory.addresses, columns.row_nbytes, strict=True)
+            first = index.start
+            columns.copy_memory(slot, self.count, [at + first * nbytes for at, nbytes in starts])
+        else:
+            to = slice(slot, slot + self.count)
+            for column, array in zip(columns.arrays, memory.arrays, strict=True):
+                # The index is within bounds: "clip" is the mode in which NumPy writes to out
+                # directly.
+                array.take(index, axis=0, out=column[to], mode="clip")
+
+    def as_arrays(self) -> ArrayRows:
+        """Return views or copies of the rows, or references to large ones."""
+        return ArrayRows(self._memory.taken(self._index))

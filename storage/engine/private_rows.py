@@ -18,6 +18,7 @@ from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.files.mapping import Area
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.rows.schema import Schema
 
 _COPIED_NBYTES: Final = 2**16
@@ -66,6 +67,8 @@ class PrivateRows:
         self._leases: list[weakref.ref[_Lease]] = []
         self._begin = self._end = np.empty(0, np.uintp)
         self._closed = False
+        self.watches = False
+        """True if `hold` may find an address in a lent area."""
 
     def rows(
         self, columns: Sequence[np.ndarray], slots: slice, only: Places | None, *, watched: bool
@@ -128,14 +131,10 @@ class PrivateRows:
     def _watch(self, lease: _Lease) -> None:
         living = [one for ref in self._leases if (one := ref()) is not None] + [lease]
         self._leases = [weakref.ref(one) for one in living]
+        self.watches = True
         # Leases that end later stay in the list: that costs a needless copy, no more.
         self._begin = np.array([one.begin for one in living], np.uintp)
         self._end = np.array([one.end for one in living], np.uintp)
-
-    @property
-    def watches(self) -> bool:
-        """True if `hold` may find an address in a lent area."""
-        return bool(self._leases)
 
     def hold(self, addresses: Sequence[int]) -> np.ndarray:
         """Return whether each of ``addresses`` lies in a lent area, bool [addresses]."""
@@ -143,9 +142,9 @@ class PrivateRows:
         within: np.ndarray = np.any((at >= self._begin) & (at < self._end), axis=1)
         return within
 
-    def copied(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    def copied(self, arrays: Sequence[np.ndarray | RowRefs]) -> list[np.ndarray | RowRefs]:
         """Return ``arrays``, with copies in the place of those that lie in a lent area."""
         # Rows that are still to be gathered come from elsewhere.
         addresses = [a.ctypes.data if isinstance(a, np.ndarray) else 0 for a in arrays]
         held = self.hold(addresses)
-        return [a.copy() if own else a for a, own in zip(arrays, held, strict=True)]
+        return [np.array(a, order="C") if own else a for a, own in zip(arrays, held, strict=True)]

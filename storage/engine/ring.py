@@ -31,6 +31,11 @@ def slots_of(rows: Rows, size: int) -> Rows:
     return rows % size if size else rows
 
 
+def in_use(rows: int, size: int) -> int:
+    """Return the number of slots that ``rows`` rows take."""
+    return min(rows, size) if size else rows
+
+
 def pieces(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
     """Split rows ``[start, stop)``, at most ``size`` of them, into one or two runs of slots.
 

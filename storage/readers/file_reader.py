@@ -44,17 +44,17 @@ class _FileColumn(ColumnReader):
 
     @property
     def array(self) -> np.ndarray:
-        return self._engine.committed()[self._place]
+        return self._engine.space.committed()[self._place]
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         engine = self._engine
         slots = rows % engine.ring if engine.ring else rows
         # Rows are there: "clip" is the mode in which NumPy writes to `out` directly.
-        return engine.columns()[self._place].take(slots, axis=0, out=out, mode="clip")
+        return engine.space.arrays()[self._place].take(slots, axis=0, out=out, mode="clip")
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         engine = self._engine
-        column, ring = engine.columns()[self._place], engine.ring
+        column, ring = engine.space.arrays()[self._place], engine.ring
         if not ring:
             return column[start:stop]
         parts = [column[slot : slot + n] for slot, _, n in pieces(start, stop, ring)]
@@ -96,8 +96,8 @@ class FileReader(RowReader):
     def let_go(self) -> Engine | None:
         """Become closed, and return the engine, which the caller must close."""
         engine, self.engine, self.closed = self.engine, None, True
-        if engine is not None and engine.owns_lock:
-            self._last_head = engine.head
+        if engine is not None and engine.right.held:
+            self._last_head = engine.counts.head
         return engine
 
     def lose(self, head: int) -> None:
@@ -150,23 +150,23 @@ class FileReader(RowReader):
         if self.engine is None:
             self.require_open()
             return range(0)
-        return self.engine.span
+        return self.engine.counts.span
 
     @property
     def head(self) -> int:
         if self.engine is None:
             self.require_open()
             return 0
-        return self.engine.head
+        return self.engine.counts.head
 
     @property
     def floor(self) -> int:
-        return 0 if self.engine is None else self.engine.floor
+        return 0 if self.engine is None else self.engine.counts.floor
 
     @property
     def last_head(self) -> int:
         engine = self.engine
-        return self._last_head if engine is None else engine.head
+        return self._last_head if engine is None else engine.counts.head
 
     @property
     def revision(self) -> int:
@@ -174,7 +174,7 @@ class FileReader(RowReader):
         engine = self.engine
         if engine is None:
             return 0
-        return engine.known.commits if engine.owns_lock else engine.head
+        return engine.known.commits if engine.right.held else engine.counts.head
 
     @property
     @told
@@ -206,24 +206,24 @@ class FileReader(RowReader):
     @property
     def record(self) -> tuple[int, bytes] | None:
         self.require_open()
-        return None if self.engine is None else self.engine.record
+        return None if self.engine is None else self.engine.counts.record
 
     @property
     def record_damaged(self) -> bool:
-        return self.running().record_damaged
+        return self.running().counts.record_damaged
 
     @property
     def left_open(self) -> bool:
-        return self.running().left_open
+        return self.running().counts.left_open
 
     @property
     def is_written(self) -> bool:
         files = self.format
-        return self.running().owns_lock or is_held(files.inside, files.lock_path)
+        return self.running().right.held or is_held(files.inside, files.lock_path)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         files = self.format
-        return read_table(files.inside, files.episodes_path, dtype, self.running().head)
+        return read_table(files.inside, files.episodes_path, dtype, self.running().counts.head)
 
     def shown_wrongly(self) -> Iterator[str]:
         return self.format.shown_wrongly(lambda: self.head)
@@ -238,7 +238,7 @@ class FileReader(RowReader):
 
     def shown(self, key: Key) -> np.ndarray:
         engine, place = self._place_of(key)
-        return engine.private(slice(None), (place,))[0]
+        return engine.copies.private(slice(None), (place,))[0]
 
     def column(self, key: Key) -> ColumnReader:
         return _FileColumn(*self._place_of(key))
@@ -252,7 +252,7 @@ class FileReader(RowReader):
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         engine, slots = self.running(), self.slots_of(rows)
-        columns = engine.columns()
+        columns = engine.space.arrays()
         if keys is not None:
             columns = [columns[engine.keys.index(key)] for key in keys]
         return [column.take(slots, axis=0) for column in columns]
@@ -260,32 +260,32 @@ class FileReader(RowReader):
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         # From the pool, to which arrays return when nothing refers to them.
         if not self.ring:
-            return self.running().gather(rows)
+            return self.running().copies.gather(rows)
         if isinstance(rows, np.ndarray):
-            return self.running().gather(self.slots_of(rows))
+            return self.running().copies.gather(self.slots_of(rows))
         slots: dict[int, np.ndarray] = {}  # many are the same
         for each in rows:
             if id(each) not in slots:
                 slots[id(each)] = each % self.ring
-        return self.running().gather([slots[id(each)] for each in rows])
+        return self.running().copies.gather([slots[id(each)] for each in rows])
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         engine = self.running()
         only, nest = (None, self.nest) if keys is None else self.chosen(keys)
-        span = engine.span
+        span = engine.counts.span
         try:
             where = resolve(index, len(span))
         except IndexOutOfRange:
             # There a moment ago, and again when a writer is done with a batch: take waits.
-            if (rows := engine.most_rows(span)) == len(span):
+            if (rows := engine.copies.most_rows(span)) == len(span):
                 raise
             where = resolve(index, rows)
         if isinstance(where, slice):
-            if (first := engine.first_shown(span)) is not None:
+            if (first := engine.copies.first_shown(span)) is not None:
                 slots = slice(first + where.start, first + where.stop, where.step)
-                arrays = engine.private(slots, only)
+                arrays = engine.copies.private(slots, only)
                 rows = nest(arrays, (len(arrays[0]),))
-                if span.start > engine.floor:  # it began again
+                if span.start > engine.counts.floor:  # it began again
                     gives = partial(in_all_slots, slots, span.start, self.ring)
                     came_from(rows, self.origin, gives)
                 else:
@@ -296,13 +296,13 @@ class FileReader(RowReader):
             these = range(where.start, where.stop, where.step)
             where = np.arange(where.start, where.stop, where.step)
             if self.ring:
-                arrays, numbers = engine.take_numbered(where, only)
+                arrays, numbers = engine.copies.take_numbered(where, only)
                 rows = nest(arrays, where.shape)
                 came_from(rows, self.origin, partial(np.asarray, numbers))
                 return rows
-            rows = nest(engine.take(where, only), where.shape)
+            rows = nest(engine.copies.take(where, only), where.shape)
             came_from(rows, self.origin, these)
             return rows
         if isinstance(where, int):
-            return nest(engine.take(np.array([where]), only), (1,))[0]
-        return nest(engine.take(where, only), where.shape)
+            return nest(engine.copies.take(np.array([where]), only), (1,))[0]
+        return nest(engine.copies.take(where, only), where.shape)

@@ -15,18 +15,14 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
-from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.new_rows import ArrayRows, NewRows, TensorRows
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
-    ColumnsMissing,
-    InvalidSchema,
     ReadOnlyStorage,
-    RowsMismatch,
     RunUnderWay,
     SchemaMismatch,
     StorageFull,
@@ -35,20 +31,17 @@ from tallyroll.storage.files.checksums import Progress, checksums
 from tallyroll.storage.files.commit_header import check_record_size
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.files.paths import told
-from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.batch_check import require_flat
-from tallyroll.storage.rows.batch_dims import batch_dims_of
-from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
-from tallyroll.storage.rows.nesting import array_of, leaves, require_rows
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Told, origin_of
 from tallyroll.storage.rows.origin import came_from as came_from_rows
-from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import oldest_first
 from tallyroll.storage.stores.copied_rows import CopiedRows
-from tallyroll.storage.trajectories.id_checks import IdChecks, Ids, renumbered
+from tallyroll.storage.stores.given_rows import GivenRows, with_new_ids
+from tallyroll.storage.trajectories.id_checks import IdChecks, Ids
 from tallyroll.storage.trajectories.index import says_whose
 
 
@@ -87,7 +80,7 @@ class RowWriter:
         self._staged: bytes | None = None
         self._run: weakref.ref[object] | None = None
         self._run_begun = False
-        self._copied = CopiedRows(self)
+        self._given, self._copied = GivenRows(reader), CopiedRows(self)
         if reader.mode == "create":
             self.files.refuse_existing()
             reader.ring = max_size or 0
@@ -144,7 +137,7 @@ class RowWriter:
     def require_schema(self, schema: Schema) -> None:
         """Implement `DiskStorage.require_schema`."""
         reader = self.reader
-        reader.running().require_writer()
+        reader.running().right.require()
         if different := reader.schema.differences(schema):
             raise SchemaMismatch(
                 f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
@@ -180,14 +173,14 @@ class RowWriter:
             if engine is None:
                 self._capacity = max(self._capacity, rows)
                 return
-            engine.require_writer()
-            if self.grows or rows <= engine.room:
-                engine.reserve_rows(rows)
+            engine.right.require()
+            if self.grows or rows <= engine.space.columns.room:
+                engine.space.reserve(rows)
             else:
                 self._reopen(engine, rows)
 
     def _reopen(self, engine: Engine, capacity: int) -> None:
-        reader, head = self.reader, engine.head
+        reader, head = self.reader, engine.counts.head
         try:
             engine.close()
             reader.open(writable=True, **{**self._options, "capacity": capacity})
@@ -204,12 +197,12 @@ class RowWriter:
         reader = self.reader
         with self.turn:
             engine = reader.running()
-            engine.require_writer()
-            columns = dict(zip(engine.schema.keys, engine.committed(), strict=True))
+            engine.right.require()
+            columns = dict(zip(engine.schema.keys, engine.space.committed(), strict=True))
             rows = len(next(iter(columns.values())))
             done = {
                 "at": datetime.now(UTC).isoformat(timespec="seconds"),
-                "head": engine.head,
+                "head": engine.counts.head,
                 "checksums": checksums(columns, rows, progress),
             }
             try:
@@ -226,7 +219,7 @@ class RowWriter:
         reader = self.reader
         with self.turn:
             try:
-                if reader.engine is not None and reader.engine.owns_lock:
+                if reader.engine is not None and reader.engine.right.held:
                     reader.trajectory_index.save(reader, synced=self.durability == "power")
                     if (runs := self._copied.settled()) is not reader.runs:
                         self.write_runs(runs)
@@ -259,7 +252,7 @@ class RowWriter:
         """Close a storage that the user did not close, and warn of it."""
         if self._files is None or (engine := self._files.engine) is None:
             return
-        if engine.owns_lock and not self.temporary:
+        if engine.right.held and not self.temporary:
             warnings.warn(
                 f"unclosed storage {self.path}", ResourceWarning, stacklevel=3, source=self
             )
@@ -267,7 +260,7 @@ class RowWriter:
 
     def copy(self, rows: Mapping[Key, np.ndarray]) -> None:
         """Append rows of the storage that this one becomes a copy of."""
-        self.reader.running().append(rows)
+        self.reader.running().append(self._given.checked(rows))
 
     def replace(self, source: RowReader) -> None:
         """Take over all rows of a ring of the same size and schema, and their numbers."""
@@ -283,7 +276,7 @@ class RowWriter:
         reader = self.reader
         with self.turn:
             engine = reader.running()
-            engine.require_writer()
+            engine.right.require()
             reader.trajectory_index.make_way(reader, range(reader.ring))
             engine.empty()
 
@@ -356,8 +349,7 @@ class RowWriter:
         With ``items`` they come from a replay buffer, and each may be several transitions.
         """
         kind, came_from = type(rows), None
-        tensors = kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
-        if tensors:
+        if kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase)):
             came_from, rows = origin_of(rows), oldest_first(rows)
         with self.turn:
             if ids != "fresh":
@@ -366,18 +358,17 @@ class RowWriter:
             own = record is not None or (ids == "fresh" and (came_from is None or self._run_lives))
             copied = self._copied
             if came_from is None and not copied.is_of_others(own):
-                return self._append(rows, tensors, record, without, ids, items=items)
+                return self._append(rows, record, without, ids, items=items)
             if copied.goes_on(came_from):
-                span = self._append(rows, tensors, record, without, ids, items=items)
+                span = self._append(rows, record, without, ids, items=items)
                 copied.count(came_from)
                 return span
             with self._noted(came_from, own):
-                return self._append(rows, tensors, record, without, ids, came_from, items=items)
+                return self._append(rows, record, without, ids, came_from, items=items)
 
     def _append(
         self,
         rows: Any,
-        tensors: bool,
         record: bytes | None,
         without: Key | None,
         ids: Ids,
@@ -387,23 +378,32 @@ class RowWriter:
     ) -> range:
         reader = self.reader
         if ids == "renumber":
-            rows = self._renumbered(rows)
-        if reader.ring:
+            checks = None if reader.engine is None else self._id_checks
+            rows = with_new_ids(rows, reader, checks)
+        if reader.ring and reader.trajectory_index.counted is not None:
             reader.trajectory_index.make_way(reader, rows)
-        engine, span, watch = reader.engine, None, None
-        if engine is not None and ids != "fresh":
-            watch = self._id_checks
-        if tensors and engine is not None:
-            span = engine.append_tensors(rows, record, without, watch)
-        if span is None:
-            arrays = self._arrays(rows, without, came_from, items=items)
-            if engine is None and ids != "fresh":
-                watch = self._id_checks
-            span = reader.running().append(arrays, record, watch)
-        if watch is not None:
-            watch.settle(span.stop)
+        checked = self._checked(rows, without, ids, came_from, items=items)
+        assert reader.engine is not None
+        span = reader.engine.append(checked, record)
+        if ids != "fresh" and self._id_checks is not None:
+            self._id_checks.settle(span.stop)
         self._staged = None
         return span
+
+    def _checked(
+        self, rows: Any, without: Key | None, ids: Ids, came_from: Told, *, items: bool
+    ) -> ArrayRows | TensorRows:
+        """Return rows that can be written with these ids; a new storage gets its files first."""
+        if (engine := self.reader.engine) is None:
+            self.reader.require_open()
+            schema = self._given.schema(rows, without, items=items)
+            self.initialise(schema, self._copied.first_entry(came_from))
+        else:
+            engine.right.look()
+        checked = self._given.checked(rows, without)
+        if ids != "fresh" and self._id_checks is not None:
+            self._id_checks.admit(checked.values)
+        return checked
 
     def write_more(self, rows: TensorDictBase, without: Key | None, ids: Ids) -> None:
         """Write more rows than a ring has, in pieces, of which the last ones stay.
@@ -411,24 +411,24 @@ class RowWriter:
         The rows are items of a replay buffer. An error is raised before the first piece is
         written.
         """
-        reader, came_from, rows = self.reader, origin_of(rows), oldest_first(rows)
+        came_from, rows = origin_of(rows), oldest_first(rows)
         with self.turn:
-            arrays = self._arrays(rows, without, came_from, items=True)
-            reader.running().check(arrays, None if ids == "fresh" else self._id_checks)
-            size = reader.ring
+            self._checked(rows, without, ids, came_from, items=True)
+            size = self.reader.ring
             for start in range(0, len(rows), size):
                 piece = rows[start : start + size]
                 if came_from is not None:
                     came_from_rows(piece, *came_from)
                 self.write(piece, None, without, ids)
 
-    def write_fixed(self, rows: FixedRows, index: RowIndex, record: bytes | None) -> range:
-        """Implement `DiskStorage.extend_fixed`."""
+    def append(self, rows: NewRows, record: bytes | None = None) -> range:
+        """Append the rows of a collector's run, of which it made the ids; see `Engine.append`."""
         reader = self.reader
         with self.turn:
-            if reader.ring:
-                reader.trajectory_index.make_way(reader, index)
-            span = reader.running().append_fixed(rows, index, record)
+            index = reader.trajectory_index
+            if index.counted is not None and reader.ring:
+                index.make_way(reader, range(rows.count))
+            span = reader.running().append(rows, record)
             self._staged = None
             return span
 
@@ -448,7 +448,7 @@ class RowWriter:
         """Record where the rows come from that the context writes; undo it if they are refused."""
         engine, copied, known = self.reader.engine, self._copied, self._copied.copy
         if engine is not None:
-            engine.require_writer()
+            engine.right.require()
             runs = self.reader.runs
         changed = copied.note(came_from, own=own)
         try:
@@ -468,83 +468,6 @@ class RowWriter:
     def _id_checks(self) -> IdChecks | None:
         """The checks of ids that callers write; None if rows have no ids."""
         return IdChecks(self.reader) if says_whose(self.reader.schema) else None
-
-    def _renumbered(self, rows: Any) -> Any:
-        """Return the rows with ids above those that are stored or were given away."""
-        tensors = isinstance(rows, TensorDictBase)
-        found = rows.get(TRAJ_IDS, None) if tensors or isinstance(rows, Mapping) else None
-        nobodys = self.reader.engine is not None and self._id_checks is None
-        if found is None or not _whole(found) or nobodys:
-            raise ColumnsMissing(
-                f'ids="renumber" changes whole numbers in the column {spell(TRAJ_IDS)}, which '
-                f"these rows or {self.path} do not have. Leave it out."
-            )
-        record = RunRecord.parse(self.reader.record)
-        base = max(0, record.next_id) if record is not None and is_count(record.next_id) else 0
-        if self.reader.engine is not None and self._id_checks is not None:
-            base = max(base, self._id_checks.largest() + 1)
-        ids = renumbered(found.numpy(force=True) if tensors else np.asarray(found), base)
-        if not tensors:
-            return {**rows, TRAJ_IDS: ids}
-        return rows.copy().set(TRAJ_IDS, torch.from_numpy(ids))
-
-    def _arrays(
-        self,
-        rows: Any,
-        without: Key | None = None,
-        came_from: Told = None,
-        *,
-        items: bool = False,
-    ) -> Mapping[Key, np.ndarray]:
-        if type(rows) is not dict and isinstance(rows, TensorDictBase):
-            return self._arrays_of(rows, without, came_from, items)
-        if not isinstance(rows, Mapping):
-            raise RowsMismatch(
-                f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
-            )
-        if self.reader.engine is None:
-            schema = Schema.of(rows)
-            require_rows(rows, len(next(iter(rows.values()))))
-            require_flat(rows)
-            self.initialise(schema)
-        return rows
-
-    def _arrays_of(
-        self, rows: TensorDictBase, without: Key | None, came_from: Told, items: bool
-    ) -> dict[Key, np.ndarray]:
-        if not rows.batch_dims:
-            raise RowsMismatch("rows have a batch size [N], got []. Use unsqueeze(0) for one row.")
-        try:
-            found = leaves(rows)
-            if without is not None:
-                found.pop(without, None)
-            require_rows(found, rows.batch_size[0])
-            if self.reader.engine is None:
-                if not items:
-                    require_flat(found)
-                schema = Schema.of_leaves(found, batch_dims_of(rows))
-                self.initialise(schema, self._copied.first_entry(came_from))
-            arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
-        except InvalidSchema as error:
-            if self.reader.engine is None:
-                raise
-            raise RowsMismatch(f"these rows do not fit {self.path}: {error}") from error
-        if self._sixteen_bits:
-            self._check_sixteen_bits(found)
-        return arrays
-
-    @cached_property
-    def _sixteen_bits(self) -> list[Column]:
-        return [column for column in self.reader.schema.columns if column.numpy_dtype == np.uint16]
-
-    def _check_sixteen_bits(self, found: dict[Key, torch.Tensor]) -> None:
-        # bfloat16 and uint16 are the same array: tell them apart while they are tensors.
-        for column in self._sixteen_bits:
-            if column.key in found and (got := found[column.key].dtype) != column.dtype:
-                raise RowsMismatch(
-                    f"these rows do not fit {self.path}: {spell(column.key)} has {got}, expected "
-                    f"{column.dtype}. Nothing was written."
-                )
 
 
 class NoWriter:
@@ -601,9 +524,3 @@ def _renew_turns() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_turns)
-
-
-def _whole(numbers: Any) -> bool:
-    if isinstance(numbers, torch.Tensor):
-        return not (numbers.is_floating_point() or numbers.is_complex())
-    return np.asarray(numbers).dtype.kind in "iu"

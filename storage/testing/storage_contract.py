@@ -197,7 +197,7 @@ def engine_of(storage: DiskStorage) -> Engine:
 def hold_and_fork(connection: Connection, kind: type[DiskStorage], path: Path) -> None:
     """Open for writing, fork, and wait: the fork tries to write and says what it got."""
     storage = kind(path, mode="append")
-    engine_of(storage)._look_at = float("inf")  # the next look at the lock file is not due yet
+    engine_of(storage).right.look_at = float("inf")  # the next look at the lock file is not due yet
     child = os.fork()
     if child == 0:
         try:
@@ -805,7 +805,8 @@ class StorageContract:
             elif step == "record":
                 patch.setattr(engine._header, "write_record", interrupt)
             else:
-                patch.setattr(engine._columns, "arrays", [*engine._columns.arrays[:2], None, None])
+                columns = engine.space.columns
+                patch.setattr(columns, "arrays", [*columns.arrays[:2], None, None])
             with pytest.raises((KeyboardInterrupt, TypeError)):
                 storage.extend(arrays(100, 3), record=b"bad")
         assert storage.record == (6, b"good")
@@ -830,10 +831,10 @@ class StorageContract:
             engine = engine_of(storage)
             done: list[tuple[str, int]] = []
             monkeypatch.setattr(
-                engine._format, "sync", lambda start=0: done.append(("rows", engine.head))
+                engine._format, "sync", lambda start=0: done.append(("rows", engine.counts.head))
             )
             monkeypatch.setattr(
-                engine._header, "sync", lambda: done.append(("header", engine.head))
+                engine._header, "sync", lambda: done.append(("header", engine.counts.head))
             )
             storage.extend(rows(1, 2))
             assert done == [("rows", 1), ("header", 3)]

@@ -118,7 +118,7 @@ def test_ids_are_never_used_again_though_their_rows_are_gone(tmp_path: Path) -> 
         # Rows without the largest id: as if its trajectory had been the first to go.
         engine = storage.reader.engine
         assert engine is not None
-        column = engine._columns.arrays[engine.schema.keys.index(IDS)]
+        column = engine.space.columns.arrays[engine.schema.keys.index(IDS)]
         column.flags.writeable = True
         column[:] = 0
         again, _ = collect("CartPole-v1", total_frames=200, storage=storage, **CARTPOLE)

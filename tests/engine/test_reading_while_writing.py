@@ -18,7 +18,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.engine.commit_engine import Engine
+from tallyroll.storage.engine.row_copies import RowCopies
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
 
@@ -215,7 +215,7 @@ def test_without_the_second_look_rows_are_torn(
     """Or else the tests above would see nothing."""
     case, path = CASES["ring"], tmp_path / "rows"
     monkeypatch.setattr(
-        Engine, "_take_checked", lambda self, index, only: (self.gather(index, only), index)
+        RowCopies, "_take_checked", lambda self, index, only: (self.gather(index, only), index)
     )
     with process(write, case, path) as (_, connection):
         receive(connection)

@@ -19,6 +19,7 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.engine import ring as ring_
 from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.new_rows import ArrayRows, TensorRows
 from tallyroll.storage.errors import (
     BatchTooLong,
     IndexOutOfRange,
@@ -171,14 +172,14 @@ def test_only_memory_maps_are_rings(kind: Any, path: Path) -> None:
 
 def interrupted(storage: MemmapStorage, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append 6 rows of noise and stop when half the columns are overwritten."""
-    copy = Columns.copy
+    copy = ArrayRows.copy_to
 
-    def half(self: Columns, slot: int, sources: list[Any], at: int, count: int) -> None:
-        copy(self, slot, sources[: len(sources) // 2], at, count)
+    def half(self: ArrayRows, columns: Columns, slot: int) -> None:
+        copy(ArrayRows(self.values[: len(self.values) // 2]), columns, slot)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Columns, "copy", half)
+        patch.setattr(ArrayRows, "copy_to", half)
         with pytest.raises(KeyboardInterrupt):
             storage.extend(rows(at + 1000, 6))
 
@@ -401,8 +402,8 @@ def test_power_durability_waits_for_the_reserve_before_a_row_is_overwritten(
 
             return noted
 
-        for name in ("copy", "copy_memory"):
-            monkeypatch.setattr(Columns, name, note("rows", getattr(Columns, name)))
+        for kind in (ArrayRows, TensorRows):
+            monkeypatch.setattr(kind, "copy_to", note("rows", kind.copy_to))
         monkeypatch.setattr(header, "sync", note("header", header.sync))
         monkeypatch.setattr(engine._format, "sync", note("data", engine._format.sync))
         storage.extend(form(3, 7))

@@ -13,8 +13,10 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, n_step, n_steps, open_storage
-from tallyroll.storage.engine import commit_engine as engine
+from tallyroll.storage.engine import row_copies
 from tallyroll.storage.engine.commit_engine import Engine
+from tallyroll.storage.engine.counts import Counts
+from tallyroll.storage.engine.row_copies import RowCopies
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.storages import DiskStorage
@@ -207,7 +209,7 @@ def test_rows_that_are_overwritten_while_they_are_copied_are_copied_again(
     index = torch.arange(RING).reshape(5, 12)
     act = times(laps, lambda: writer.write(count))
     where: tuple[Any, str] = (
-        (Engine, "_slots_in_time") if moment == "their slots" else (engine, "rows_in")
+        (RowCopies, "_slots_in_time") if moment == "their slots" else (row_copies, "rows_in")
     )
     with after(*where, act):
         got = reader.get(index)
@@ -228,10 +230,10 @@ def test_rows_that_a_writer_began_to_overwrite_give_way_to_others(
 
     def begin() -> None:
         mine._reserve(head, head + begun)
-        for column in mine._columns.arrays:
+        for column in mine.space.columns.arrays:
             column[writer.storage.slots_of(np.arange(head, head + begun))] = 1
 
-    with after(engine, "rows_in", times(1, begin)):
+    with after(row_copies, "rows_in", times(1, begin)):
         got = reader.get(torch.arange(RING - begun))
     numbers = got["observation"][:, 0].long()
     assert head + begun - RING <= numbers.min() <= numbers.max() < head
@@ -241,10 +243,10 @@ def test_rows_that_a_writer_began_to_overwrite_give_way_to_others(
 def test_a_writer_that_is_always_faster_is_told_in_time(
     writer: Writer, reader: DiskStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.storage.engine.commit_engine._PATIENCE_SECONDS", 0.001)
+    monkeypatch.setattr("tallyroll.storage.engine.row_copies._PATIENCE_SECONDS", 0.001)
     lap = times(60, lambda: writer.write(RING, size=RING))
     wording = rf"is a ring of {RING} rows, and its writer overwrites them faster than these 30 can"
-    with after(engine, "rows_in", lap), pytest.raises(Overrun, match=wording):
+    with after(row_copies, "rows_in", lap), pytest.raises(Overrun, match=wording):
         reader.get(torch.arange(30))
     assert len(reader.get(torch.arange(30))) == 30, "the reader cannot go on"
 
@@ -262,9 +264,9 @@ def test_links_and_table_of_a_reader_that_is_lapped_between_two_looks(
         assert_table(reader, writer.storage.head)
         reader.trajectories.sample_slices(3, 2)
         writer.write(30)
-    mine = engine_of(reader)
+    counts = engine_of(reader).counts
     for use in ("table", "slices"):
-        with before(Engine, "span", times(1, lambda: writer.write(count)), only=mine):
+        with before(Counts, "span", times(1, lambda: writer.write(count)), only=counts):
             if use == "table":
                 assert len(reader.trajectories.table)
             else:
@@ -350,7 +352,7 @@ def test_n_steps_of_a_ring_that_is_half_overwritten(
     """An index means the same row as to `get`, and the rows that are gone are nobody's."""
     mine, head = engine_of(writer.storage), writer.storage.head
     mine._reserve(head, head + begun)
-    for column in mine._columns.arrays:
+    for column in mine.space.columns.arrays:
         column[writer.storage.slots_of(np.arange(head, head + begun))] = 1
     for storage in (reader, writer.storage):
         index = torch.arange(len(storage))

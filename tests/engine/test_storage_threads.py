@@ -128,7 +128,7 @@ def test_views_of_a_ring_are_handed_out_between_writes(
         alone: list[bool] = []
 
         def lent(*args: Any, **options: Any) -> list[np.ndarray]:
-            alone.append(engine._mutex._is_owned())  # type: ignore[attr-defined]
+            alone.append(engine.space.mutex._is_owned())  # type: ignore[attr-defined]
             return lend(*args, **options)
 
         monkeypatch.setattr(PrivateRows, "rows", lent)

@@ -207,7 +207,8 @@ def rows(path: Path, draw: random.Random) -> None:
         engine = storage.reader.engine
         assert engine is not None
         for _ in range(draw.choice([1, 1, 4])):
-            column = draw.choice(engine._columns.arrays)[: len(storage)].reshape(len(storage), -1)
+            arrays = engine.space.columns.arrays
+            column = draw.choice(arrays)[: len(storage)].reshape(len(storage), -1)
             at = slice(None) if draw.random() < 0.3 else draw.randrange(len(storage))
             if column.dtype.kind == "i":
                 column[at] = np.array(signed(draw)).astype(column.dtype)
@@ -371,7 +372,7 @@ def test_no_ids_are_left(recorded: bool, bases: Path, tmp_path: Path) -> None:
         with open_storage(path, "append") as storage:
             assert storage.reader.engine is not None
             keys = storage.schema.keys
-            ids = storage.reader.engine._columns.arrays[keys.index(("collector", "traj_ids"))]
+            ids = storage.reader.engine.space.columns.arrays[keys.index(("collector", "traj_ids"))]
             ids[:ROWS] = 2**63 - 1
     with pytest.raises(StateError, match="no room for more behind it"):
         collect(path, 2 * ROWS, resume=True)

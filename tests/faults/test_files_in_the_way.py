@@ -135,7 +135,7 @@ def test_a_column_of_nothing_but_nonsense(path: Path, column: str, value: int) -
         assert engine is not None
         table = storage.episodes_path
         before = table.read_bytes()
-        engine._columns.arrays[engine.schema.keys.index(("collector", column))][:ROWS] = value
+        engine.space.columns.arrays[engine.schema.keys.index(("collector", column))][:ROWS] = value
     table.write_bytes(before)
     assert verify(path).findings
 

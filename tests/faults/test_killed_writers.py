@@ -30,8 +30,8 @@ from tallyroll.storage import (
     StorageLocked,
     open_storage,
 )
-from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.commit_engine import LOOK_SECONDS
+from tallyroll.storage.engine.new_rows import ArrayRows
+from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
 from tallyroll.storage.errors import TooManyFiles, WriterForked
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
@@ -189,17 +189,17 @@ def test_a_removed_lock_file_stops_its_writer(case: Case, tmp_path: Path) -> Non
 def test_a_lock_file_removed_in_the_middle_of_a_long_append(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, copy = tmp_path / "rows", Columns.copy
+    path, copy = tmp_path / "rows", ArrayRows.copy_to
     with case.create(path) as first:
         first.extend(oracle(0, 300), record=record_of(300))
 
-        def long(self: Columns, *args: Any) -> None:
+        def long(self: ArrayRows, *args: Any) -> None:
             copy(self, *args)
             first.lock_path.unlink(missing_ok=True)
             time.sleep(2 * LOOK_SECONDS)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Columns, "copy", long)
+            patch.setattr(ArrayRows, "copy_to", long)
             with pytest.raises(StorageLocked, match="was removed while this process writes"):
                 first.extend(oracle(300, 100))
     with case.kind(path, mode="append") as second:
@@ -334,10 +334,12 @@ def test_power_durability_syncs_in_order(
             inode = os.fstat(file).st_ino
             note("header" if inode == header_file else names.setdefault(inode, "rows"))
 
-        copy, flush = Columns.copy, Region.sync
+        copy, flush = ArrayRows.copy_to, Region.sync
         monkeypatch.setattr(os, "fdatasync", synced)
         monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(Columns, "copy", lambda self, *args: (note("copy"), copy(self, *args)))
+        monkeypatch.setattr(
+            ArrayRows, "copy_to", lambda self, *args: (note("copy"), copy(self, *args))
+        )
         monkeypatch.setattr(Region, "sync", lambda self, start: (note("rows"), flush(self, start)))
         storage.extend(oracle(500, 200), record=record_of(700))
         monkeypatch.undo()

@@ -24,10 +24,11 @@ from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
-from tallyroll.storage.engine import commit_engine
-from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine import columns
 from tallyroll.storage.engine.commit_engine import Engine
+from tallyroll.storage.engine.fixed_rows import IndexedRows
 from tallyroll.storage.engine.kernel import compiled
+from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.files.commit_header import Header
 
 from collect_kit import ByObservation
@@ -120,12 +121,12 @@ def test_killed_at_any_moment(ring: int | None, lanes: int, mode: str, tmp_path:
 # --- at each step of a commit ---------------------------------------------------------------------
 
 POINTS: list[tuple[Any, str]] = [
-    (Engine, "_admit"),
+    (RightToWrite, "look"),
     (Engine, "_reserve"),
-    (Columns, "copy_fixed"),
+    (IndexedRows, "copy_to"),
     (Engine, "_commit"),
     (Header, "write_record"),
-    (Engine, "append_fixed"),
+    (Engine, "append"),
 ]
 """Functions on the way of a commit: killed before and behind each."""
 
@@ -185,6 +186,9 @@ class Fatal:
     def __init__(self, way: str, place: str | int, calls: int) -> None:
         self._way, self._place, self._left = way, place, calls
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(compiled(), name)
+
     def commit_rows(self, table: bytes, *args: Any) -> None:
         table, header = self._spoilt("commit_rows", table, args[3])
         kernel: Any = compiled()
@@ -218,7 +222,7 @@ def killed_within_one_call(folder: str) -> int:
             def act(path: Path = path, told: Told = told, fatal: Fatal = fatal) -> None:
                 faulthandler.disable()
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                with patch.object(commit_engine, "compiled", lambda: fatal):
+                with patch.object(columns, "compiled", lambda: fatal):
                     collect_for_ever(path, RING, 4, "DISABLED", told)
 
             _, status = os.waitpid(forked(act), 0)

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import H5Storage, MemmapStorage, Schema, StorageMissing, ZarrStorage, verify
-from tallyroll.storage.engine import commit_engine as engine
+from tallyroll.storage.engine import mapped_space
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.errors import DiskFailed, NotAStorage, StorageError
 from tallyroll.storage.files.commit_header import header_bytes
@@ -483,7 +483,7 @@ def wrong_in(storage: DiskStorage, promise: Promise) -> str | None:
 @pytest.fixture(autouse=True)
 def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of growth and chunks of few pages, and no waiting for the disk under the tests."""
-    monkeypatch.setattr(engine, "_FIRST_ROOM_NBYTES", 2**13)
+    monkeypatch.setattr(mapped_space, "_FIRST_ROOM_NBYTES", 2**13)
     monkeypatch.setattr(zarr_metadata, "_KIB", 32)
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, os.fstat)

@@ -147,8 +147,8 @@ def test_closing_trims_the_files_to_the_rows(path: Path) -> None:
 
 
 def test_space_grows_by_doubling_up_to_a_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tallyroll.storage.engine.commit_engine._FIRST_ROOM_NBYTES", 29 * 16)
-    monkeypatch.setattr("tallyroll.storage.engine.commit_engine._LARGEST_STEP_NBYTES", 29 * 64)
+    monkeypatch.setattr("tallyroll.storage.engine.mapped_space._FIRST_ROOM_NBYTES", 29 * 16)
+    monkeypatch.setattr("tallyroll.storage.engine.mapped_space._LARGEST_STEP_NBYTES", 29 * 64)
     rooms = []
     with MemmapStorage(path) as storage:
         for row in range(300):

@@ -40,7 +40,7 @@ from tallyroll.collector.errors import (
     TransitionError,
 )
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.engine import commit_engine
+from tallyroll.storage.engine import right_to_write
 from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import StorageClosed, StorageLocked
 from tallyroll.storage.replay import buffers
@@ -482,7 +482,7 @@ def test_what_was_dropped_is_gone_at_once(tmp_path: Path) -> None:
     for _ in range(6):
         run.collect(LANES)
     run.shutdown()
-    columns = weakref.ref(storage.writer.reader.engine._columns)  # type: ignore[union-attr]
+    columns = weakref.ref(storage.writer.reader.engine.space.columns)  # type: ignore[union-attr]
     storage.close()
     slot = weakref.ref(next(iter(run._assembly._plain.values())).slot)
     gc.collect()
@@ -593,7 +593,7 @@ def test_a_lock_file_that_is_gone_is_told(tmp_path: Path) -> None:
         collector.collect(LANES)
     (lock,) = [each for each in (tmp_path / "rows").iterdir() if "lock" in each.name]
     lock.unlink()
-    time.sleep(2 * commit_engine.LOOK_SECONDS)
+    time.sleep(2 * right_to_write.LOOK_SECONDS)
     with pytest.raises(StorageLocked):
         collector.collect(LANES)
     collector.ledger.check()

@@ -445,7 +445,7 @@ def damage(path: Path, key: Any, row: Any, change: Any) -> None:
         assert engine is not None
         table = storage.episodes_path
         before = table.read_bytes() if table.exists() else None
-        column = engine._columns.arrays[engine.schema.keys.index(key)]
+        column = engine.space.columns.arrays[engine.schema.keys.index(key)]
         column.flags.writeable = True
         column[row] = change(column[row]) if callable(change) else change
     if before is not None:  # the table is as the rows were

@@ -284,7 +284,7 @@ def test_a_writer_at_work(path: Path) -> None:
 
 def spoilt_row(path: Path) -> None:
     with open_storage(path, "append") as storage:
-        column = storage.reader.engine._columns.arrays[0]  # type: ignore[union-attr]
+        column = storage.reader.engine.space.columns.arrays[0]  # type: ignore[union-attr]
         column[7] = 99
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.new_rows import ArrayRows
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, Header, word_of
 from tallyroll.storage.files.header_words import INODE, inode_of, moved_into
 
@@ -37,7 +38,7 @@ _ALL = 2**62
 _CHANGING = ("mkdir", "rmdir", "unlink", "pwrite", "ftruncate", "posix_fallocate")
 _RENAMING = ("rename", "replace")
 _IN_MEMORY: tuple[tuple[type, str], ...] = (
-    (Columns, "copy"),
+    (ArrayRows, "copy_to"),
     (Columns, "copy_memory"),
     (Header, "write_record"),
     (Header, "forget_uncommitted"),

@@ -1,0 +1,81 @@
+"""Which rows are there: the counts and the record of a header, of one moment."""
+
+from __future__ import annotations
+
+from tallyroll.storage.engine.ring import first_valid
+from tallyroll.storage.files.commit_header import Header
+
+_LOOKS = 100
+
+
+class Counts:
+    """The counts of a storage, which another process may change.
+
+    Args:
+        header: the header that has them.
+        follows: as the attribute.
+    """
+
+    def __init__(self, header: Header, *, follows: bool) -> None:
+        self._header, self._ring = header, header.ring
+        self.follows = follows
+        """True if another process may write, so that counts and a ring's rows may change."""
+
+    def follow(self) -> None:
+        """Let another process write from now on."""
+        self.follows = True
+        self._header.follow()
+
+    @property
+    def head(self) -> int:
+        """The number of rows committed so far, by any process."""
+        return self._header.head
+
+    @property
+    def floor(self) -> int:
+        """The row at which the ring was emptied last, from which indices are counted."""
+        return self._header.floor
+
+    @property
+    def span(self) -> range:
+        """The numbers of the valid rows, counted over all rows ever written."""
+        if not self._ring:
+            return range(self._header.head)
+        head, reserve = self.now()
+        return range(min(head, first_valid(reserve, self._ring)), head)
+
+    def now(self) -> tuple[int, int]:
+        """Return ``head`` and ``reserve`` of one moment, or an older head, which hides rows."""
+        header = self._header
+        counts = header.counts
+        if counts is not None:
+            return counts
+        head, reserve = header.head, header.reserve
+        for _ in range(_LOOKS if self.follows else 0):
+            if header.head == head:
+                break
+            head, reserve = header.head, header.reserve
+        return head, reserve
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest record, with the rows committed when it was written."""
+        header = self._header
+        if not self.follows:
+            return header.record
+        # Records are written in turn: one that comes meanwhile may hide the newest.
+        for _ in range(_LOOKS):
+            head, record = header.head, header.record
+            if record is not None and header.head == head:
+                break
+        return record
+
+    @property
+    def record_damaged(self) -> bool:
+        """True if the newest record fails its check."""
+        return self._header.record_damaged
+
+    @property
+    def left_open(self) -> bool:
+        """True if a writer has the storage open, or did not close it."""
+        return self._header.open

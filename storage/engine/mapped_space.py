@@ -1,0 +1,111 @@
+"""The space for a storage's rows: mapped columns, and files that grow."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+
+from tallyroll.storage.engine.columns import Columns
+from tallyroll.storage.engine.ring import in_use
+from tallyroll.storage.errors import BatchTooLong, StorageFull
+from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.mapping import Access
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.space import require_room
+from tallyroll.storage.rows.schema import Schema
+
+_FIRST_ROOM_NBYTES = 2**20
+_LARGEST_STEP_NBYTES = 2**28
+
+
+class MappedSpace:
+    """The columns of a storage in memory maps, made anew as its files grow.
+
+    Args:
+        format: its files, open.
+        schema: its columns.
+        header: its header.
+        access: how files are mapped.
+    """
+
+    columns: Columns
+
+    def __init__(self, format: Format, schema: Schema, header: Header, access: Access) -> None:
+        self.ring = ring = header.ring
+        self.mutex = threading.RLock()
+        """The lock that is held while rows are appended, and while they are read from a ring."""
+        self._format, self._schema, self._header = format, schema, header
+        self._access: Access = access
+        self.warm_at = header.head + ring if ring else sys.maxsize
+        """Rows with which this process has written every slot of the ring."""
+        self._remap(in_use(header.head, ring), warm=False)
+
+    def follow(self) -> None:
+        """Let another process write from now on: threads of it, which do not exist here, may have
+        held the lock.
+        """
+        self._access, self.mutex = "read", threading.RLock()
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return one array [room, ...] a column, slot by slot; room holds all committed rows."""
+        slots = in_use(self._header.head, self.ring)
+        if slots > self.columns.room:
+            with self.mutex:  # one thread at a time
+                if slots > self.columns.room:
+                    self._remap(slots, warm=self.columns.warm)
+        return self.columns.arrays
+
+    def committed(self) -> list[np.ndarray]:
+        """Return one read-only array [slots, ...] a column, uncopied, of all slots in use."""
+        slots = in_use(self._header.head, self.ring)
+        arrays = [column[:slots] for column in self.arrays()]
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+    def make_for(self, count: int, stop: int) -> None:
+        """Make room for the rows ``[stop - count, stop)``, and for some more.
+
+        Raises:
+            BatchTooLong: the ring has fewer slots.
+            StorageFull: there is no space.
+        """
+        if self.ring and count > self.ring:
+            raise BatchTooLong(
+                f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
+                "that the first of them would be lost. Nothing was written; write fewer at a time, "
+                f"or the last {self.ring} of them."
+            )
+        rows, room = in_use(stop, self.ring), self.columns.room
+        if rows <= room:
+            return
+        row_nbytes = self._schema.row_nbytes
+        largest = max(1, _LARGEST_STEP_NBYTES // row_nbytes)
+        step = min(max(room, _FIRST_ROOM_NBYTES // row_nbytes), largest)
+        comfortable = in_use(max(rows, room + step), self.ring)
+        try:
+            self._format.grow(comfortable)
+        except StorageFull:
+            if comfortable == rows:
+                raise
+            self._format.grow(rows)
+        self._remap(rows, warm=self.columns.warm)
+
+    def reserve(self, rows: int) -> None:
+        """Reserve space for ``rows`` rows in all, in a ring for no more than its slots.
+
+        Raises:
+            StorageFull: there is none.
+        """
+        rows = in_use(rows, self.ring)
+        with self.mutex:
+            if rows > (room := self.columns.room):
+                require_room(self._format, self._schema, rows, there=room)
+                self._format.grow(rows)
+                self._remap(rows, warm=self.columns.warm)
+
+    def _remap(self, rows: int, *, warm: bool) -> None:
+        arrays = self._format.arrays(rows, self._access)
+        self.columns = Columns(self._format, self._schema, arrays, warm=warm)
