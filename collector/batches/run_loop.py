@@ -19,6 +19,7 @@ from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.undivided import OWN_INSTANCE, Undivided, add_end_note
 from tallyroll.collector.batches.value_checks import Range
 from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.compat import generator_states
@@ -32,7 +33,7 @@ from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.fill_and_carry import Rollout
-from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
+from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
@@ -41,7 +42,6 @@ from tallyroll.collector.versions import versions
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
-_OWN_INSTANCE = "make an environment for each collector, or shut this one down before"
 _STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
 
@@ -190,7 +190,8 @@ class Collector(ABC):
             torchrl=torchrl,
             ahead=ahead,
         )
-        self._undivided = _Undivided(self._assembly)
+        self._status, self._one_call = self._assembly.status, self._assembly.one_call
+        self._undivided = Undivided(self._assembly)
         self.episodes = self._assembly.episodes
 
     @property
@@ -199,14 +200,14 @@ class Collector(ABC):
 
         Decisions that may change during the run are read again at each access.
         """
-        assembly = self._assembly
+        storing = self._assembly.plan
         return RunPlan(
             **self._stepping(),
             counts=self._rollout.counts,
-            rows=assembly.rows,
-            batches=assembly.batches,
-            commits=assembly.commits,
-            extension=assembly.extension,
+            rows=storing.rows,
+            batches=storing.batches,
+            commits=storing.commits,
+            extension=storing.extension,
         )
 
     @abstractmethod
@@ -225,8 +226,8 @@ class Collector(ABC):
 
     def _make_ready(self) -> bool:
         """Make the next batch ready, where there is one; False where the run is over."""
-        if self._assembly.over:
-            self._assembly.refuse_ended()
+        if self._status.over:
+            self._status.refuse_ended()
             return False
         self._ready_batch()
         return True
@@ -275,7 +276,7 @@ class Collector(ABC):
             >>> collector.shutdown()
             >>> ring.close()
         """
-        writer, assembly = self._writer, self._assembly
+        writer, one_call = self._writer, self._one_call
         if not writer.stores:
             raise ArgumentError(
                 "collect(n) stores transitions: give the collector a storage=, or iterate over it"
@@ -284,11 +285,11 @@ class Collector(ABC):
             n = positive("n", n)
         before = self.ledger.stored
         try:
-            if assembly.over:
-                assembly.refuse_ended()
-            elif not assembly.collect_plain(n):
+            if self._status.over:
+                self._status.refuse_ended()
+            elif one_call is None or not one_call.collect(n):
                 with self._undivided:
-                    assembly.collect(n)
+                    self._assembly.collect(n)
         finally:
             stored = self.ledger.stored
             self.last_rows = writer.rows_of(before, stored)
@@ -316,14 +317,14 @@ class Collector(ABC):
         except Exception as again:
             if error is None:
                 raise
-            _add_end_note(error, again)
+            add_end_note(error, again)
 
     def stop(self) -> None:
         """End the run after the step under way; complete rows make a last, shorter batch.
 
         Safe to call from a signal handler or another thread.
         """
-        self._assembly.stopped = True
+        self._status.stopped = True
         self._rollout.stop()
 
     def shutdown(self) -> None:
@@ -335,7 +336,7 @@ class Collector(ABC):
             try:
                 if hasattr(self, "_assembly"):
                     let_go(self._assembly)
-                    if not self._assembly.over:
+                    if not self._status.over:
                         self._assembly.end()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
@@ -357,9 +358,9 @@ class Collector(ABC):
         """
         if not hasattr(self, "_assembly"):
             return
-        if self._assembly.busy and not self._assembly.lost:
-            raise StateError(f"a collector is stepping this environment; {_OWN_INSTANCE}")
-        self._assembly.busy = self._assembly.lost = True
+        if self._status.busy and not self._status.lost:
+            raise StateError(f"a collector is stepping this environment; {OWN_INSTANCE}")
+        self._status.busy = self._status.lost = True
 
     # --- the policy, and how it does --------------------------------------------------------------
 
@@ -504,63 +505,7 @@ class Collector(ABC):
             self._lane_seeds, policy_version=self.policy_version
         )
         self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
-        self._assembly.over = self._budget.remaining(ledger.stored) == 0
-
-
-class _Undivided(deferred):
-    """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
-
-    __slots__ = ("_assembly",)
-
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
-
-    def __enter__(self) -> None:
-        """Let handlers wait, and stay where they are until the run is over."""
-        if self._assembly.busy:
-            if self._assembly.lost:
-                raise StateError(
-                    "another collector drove the environment since, and what followed here would "
-                    f"be rows that never were; {_OWN_INSTANCE}"
-                )
-            raise StateError(
-                "the collector is collecting already: it was called from within, by its policy or "
-                "its environment, or from another thread; let the call under way return before"
-            )
-        # Handlers must not wait for ever after what is raised here, wherever that is.
-        self._inner, self._outer, self._assembly.intact = False, False, True
-        try:
-            super().__enter__()
-            self._assembly.busy, self._assembly.intact = True, False
-            keep_for(self._assembly)
-            self._assembly.settle()
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the run where there was an error, and call the handlers."""
-        try:
-            self._assembly.busy = False
-            if error is not None and not self._assembly.intact:
-                try:
-                    self._assembly.end_by(error)
-                except Exception as again:  # noqa: BLE001  `error` is raised
-                    _add_end_note(error, again)
-            if self._assembly.over:
-                let_go(self._assembly)
-        finally:
-            super().__exit__(kind, error, trace)
-
-
-def _add_end_note(error: BaseException, again: Exception) -> None:
-    """Add a note to ``error``, which is raised, on further errors at the end of the run."""
-    error.add_note(f"tallyroll: and at the end of the run: {type(again).__name__}: {again}")
+        self._status.over = self._budget.remaining(ledger.stored) == 0
 
 
 def _mean(values: Sequence[float]) -> float:

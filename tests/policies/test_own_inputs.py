@@ -153,7 +153,7 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
             collector.collect(LANES)
         collector.shutdown()
         at_once = collector.plan.commits.way == "one call"
-        assert bool(collector._assembly._plain) == at_once, "some slots were plain ones"
+        assert bool(collector._one_call._plain) == at_once, "some slots were plain ones"
         slab = weakref.ref(collector._rollout.driver.slab)  # type: ignore[attr-defined]
         del collector
         assert slab() is None

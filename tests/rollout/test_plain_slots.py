@@ -27,7 +27,7 @@ from torchrl.envs.utils import exploration_type
 
 import tallyroll.storage
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import run_loop
+from tallyroll.collector.batches import undivided
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
@@ -275,7 +275,7 @@ def test_a_slot_that_was_left_is_the_next_one(
             collector.collect(LANES)
         with monkeypatch.context() as patched:
             patched.setattr(PlainSlots, "store", lambda *_: False)
-            patched.setattr(run_loop._Undivided, "__enter__", interrupt)
+            patched.setattr(undivided.Undivided, "__enter__", interrupt)
             with pytest.raises(Interruption):
                 collector.collect(LANES)
         assert collector.ledger.stored == 6 * LANES
@@ -350,7 +350,7 @@ def test_a_slot_whose_step_stopped_the_run_is_stored(
             if way == "longer":
                 patched.setattr(PlainSlots, "store", lambda *_: False)
             assert run.collect(LANES) == LANES
-        assert run._assembly.over
+        assert run._status.over
         assert run.ledger.episodes_cut > 0
         assert run.collect(LANES) == 0
         run.shutdown()
@@ -484,11 +484,11 @@ def test_what_was_dropped_is_gone_at_once(tmp_path: Path) -> None:
     run.shutdown()
     columns = weakref.ref(storage.writer.reader.engine.space.columns)  # type: ignore[union-attr]
     storage.close()
-    slot = weakref.ref(next(iter(run._assembly._plain.values())).slot)
+    slot = weakref.ref(next(iter(run._one_call._plain.values())).slot)
     gc.collect()
     gc.disable()
     try:
-        run._assembly._plain.clear()
+        run._one_call._plain.clear()
         assert slot() is None
         del storage, run
         gc.collect(0)
@@ -635,7 +635,7 @@ def test_the_run_is_over_with_its_last_row(tmp_path: Path) -> None:
     ) as run:
         for calls in range(1, 11):
             assert run.collect(LANES) == LANES
-            assert run._assembly.over is (calls == 10)
+            assert run._status.over is (calls == 10)
         assert b'"open": 0' in (run._writer.storage.record or (0, b""))[1]  # type: ignore[union-attr]
 
 

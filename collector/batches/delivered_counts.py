@@ -1,0 +1,111 @@
+"""Changes of a ledger's counts by the delivery of rows."""
+
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+
+from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options import Options
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.names import new_name, split
+from tallyroll.storage.rows.keys import NEXT, POLICY_VERSION, RANDOM_VERSION, Key
+
+
+class DeliveredCounts:
+    """Counts of the transitions, ticks, episodes and agents in rows that are delivered.
+
+    Args:
+        options: of the run.
+        plan: the columns of its rows.
+        draws: whether random actions are an exception that is counted.
+
+    Raises:
+        ArgumentError: there is no column of the name that ``frame_skip`` is.
+    """
+
+    def __init__(self, options: Options, plan: SlabPlan, *, draws: bool) -> None:
+        self.draws = draws
+        self._ticks = _ticks(options, plan)
+        self.masks, self._agents = _agents(options, plan)
+        self.column = self._ticks if isinstance(self._ticks, tuple) else None
+        """The column that counts ticks; None: a transition is always as many."""
+        self._looks = draws or self.column is not None or bool(self.masks)
+
+    def of(self, part: Part | SlabPart, count: int) -> LedgerEntry:
+        """Return the changes by the delivery of ``part``, of ``count`` rows."""
+        if not self._looks:
+            return self.of_rows(count, part.ends)
+        drawn = 0
+        if self.draws:
+            version = part.array(POLICY_VERSION)
+            drawn = int(np.count_nonzero(version == RANDOM_VERSION))
+        if isinstance(self._ticks, int):
+            ticks = count * self._ticks
+        else:
+            before, after = part.array(self._ticks), part.array((NEXT, *self._ticks))
+            ticks = int((after - before).sum())
+        agents = count * self._agents
+        for mask in self.masks:
+            agents += int(np.count_nonzero(part.array(mask)))
+        return _delivered(count, drawn, ticks, part.ends, agents)
+
+    def of_rows(self, count: int, ends: int = 0) -> LedgerEntry:
+        """Return the changes by ``count`` rows of which no column has to be looked at."""
+        assert isinstance(self._ticks, int)
+        return _delivered(count, 0, count * self._ticks, ends, count * self._agents)
+
+    def of_resets(self, part: Part | SlabPart) -> LedgerEntry:
+        """Return the ticks within the resets before the episodes that begin in ``part``."""
+        if self.column is None:
+            return NOTHING
+        ticks = sum(int(part.at(self.column, begun).sum()) for begun in part.begun)
+        return LedgerEntry(reset_ticks=ticks)
+
+
+@lru_cache(maxsize=256)
+def _delivered(count: int, drawn: int, ticks: int, ends: int, agents: int) -> LedgerEntry:
+    return LedgerEntry(
+        stored=count, random=drawn, ticks=ticks, episodes_complete=ends, agent_transitions=agents
+    )
+
+
+def is_one_float(plan: SlabPlan) -> bool:
+    """Return whether a lane's reward is one float32 or float64."""
+    if len(plan.rewards) != 1:
+        return False
+    reward = plan.layout[plan.rewards[0]]
+    return prod(reward.shape) == 1 and reward.dtype in (torch.float32, torch.float64)
+
+
+def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:
+    """Return the masks of groups of agents, and the number of agents in groups without one."""
+    masks, others = [], 0
+    for key in plan.dones:
+        mask = new_name((*key[1:-1], "mask"), options.rename, plan.layout)
+        if mask in plan.layout and plan.layout[mask].dtype is torch.bool:
+            masks.append(mask)
+        else:
+            others += int(np.prod(plan.layout[key].shape))
+    return masks, others
+
+
+def _ticks(options: Options, plan: SlabPlan) -> int | Key:
+    """Return the ticks of a transition, or the column that counts them.
+
+    Raises:
+        ArgumentError: there is no such column.
+    """
+    if isinstance(options.frame_skip, int):
+        return options.frame_skip
+    key = new_name(split(options.frame_skip), options.rename, plan.layout)
+    if key not in plan.layout:
+        raise ArgumentError(
+            f"frame_skip: expected a number, or the info key that counts ticks, got "
+            f"{options.frame_skip!r}; there is no such column"
+        )
+    return key

@@ -1,0 +1,72 @@
+"""Rows that a storage copies from the memory of a slab, and small batches made there."""
+
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.collector.batches.laying_out import LayingOut
+from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.batches.small_batches import SmallBatches
+from tallyroll.collector.batches.writer import BatchWriter
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.run_plan import FEW_SLOTS
+from tallyroll.collector.slab.slab import Slab
+
+
+class InSlab:
+    """Stores rows that stay in their slab, and lays small batches out from there.
+
+    Args:
+        source: makes rows of blocks.
+        writer: has a storage that copies them from a slab.
+        laying_out: knows what is yielded.
+        device: of batches.
+        batches: whether small batches are laid out from a slab too.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        writer: BatchWriter,
+        laying_out: LayingOut,
+        device: torch.device | None,
+        *,
+        batches: bool,
+    ) -> None:
+        self._source, self._writer, self._laying_out = source, writer, laying_out
+        self._device, self._most_slots = device, FEW_SLOTS if batches else 0
+        self._tables: dict[Slab, SlabRows] = {}
+        """The row table of each slab."""
+        self._small: dict[SlabRows, SmallBatches] = {}
+
+    def table_of(self, block: Block, *, yields: bool) -> SlabRows | None:
+        """Return the row table of the block's slab; None if its rows are gathered first."""
+        if yields and block.used > self._most_slots:
+            return None
+        table = self._tables.get(block.slab)
+        if table is None:
+            table = self._tables[block.slab] = SlabRows(block.slab, self._source.plan)
+        return table
+
+    def store(self, part: SlabPart, ledger: Ledger, open_lanes: int) -> None:
+        """Commit the rows of ``part``, and the ledger that includes them."""
+        if (schema := self._writer.schema) is not None:
+            rows = part.table.fixed(schema)
+            self._writer.write_fixed(rows, part.index, part.next_id, ledger, open_lanes)
+
+    def batch(self, part: SlabPart) -> TensorDictBase:
+        """Lay ``part`` out, one row after the other."""
+        batches = self._small.get(part.table)
+        if batches is None:
+            laying_out, source = self._laying_out, self._source
+            batches = self._small[part.table] = SmallBatches(
+                part.table,
+                laying_out.keys,
+                source.plan.dones,
+                source.behind,
+                marks=laying_out.marks,
+                inits=laying_out.inits,
+            )
+        batch = batches.batch(part)
+        return batch if self._device is None else batch.to(self._device)

@@ -1,0 +1,73 @@
+"""The plan of a run from its slab on: where rows are, how they are stored and laid out."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Self
+
+from tallyroll.collector.batches.delivered_counts import DeliveredCounts, is_one_float
+from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.value_checks import RangeChecks
+from tallyroll.collector.batches.writer import BatchWriter
+from tallyroll.collector.options import Options
+from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.collector.run_plan import (
+    Decision,
+    StoringTraits,
+    batching,
+    committing,
+    extension_used,
+    placing,
+)
+from tallyroll.storage.engine.kernel import is_built
+from tallyroll.storage.readers.file_reader import FileReader
+
+
+@dataclass(frozen=True)
+class StoringPlan:
+    """The decisions of a `RunPlan` that are made when rows are about to be stored."""
+
+    rows: Decision
+    batches: Decision
+    commits: Decision
+    extension: Decision
+
+    @classmethod
+    def of(cls, traits: StoringTraits) -> Self:
+        """Decide for a run with ``traits``."""
+        rows = placing(traits)
+        extension = extension_used(built=traits.extension)
+        return cls(rows, batching(traits, rows), committing(traits, rows), extension)
+
+
+def traits_of(
+    options: Options,
+    source: RowSource,
+    rollout: TransitionSource,
+    writer: BatchWriter,
+    counts: DeliveredCounts,
+    checks: RangeChecks,
+    torchrl: TorchrlLayout | None,
+) -> StoringTraits:
+    """Look at a run for its plan."""
+    plan, storage, slab = source.plan, writer.target, rollout.slabs[0]
+    return StoringTraits(
+        postproc=options.postproc is not None,
+        replay_buffer=writer.replay_buffer is not None,
+        storage="" if storage is None else type(storage).__name__,
+        has_engine=storage is not None and isinstance(storage.reader, FileReader),
+        waits_for_disk=storage is not None and storage.writer.durability == "power",
+        elsewhere=[key for key in plan.layout if key not in slab.flat],
+        by_lane="" if rollout.counts.way == "whole" else rollout.counts.because,
+        arrivals=slab.lane is not None,
+        extension=is_built(),
+        one_float_reward=is_one_float(plan),
+        draws=counts.draws,
+        masked_agents=bool(counts.masks),
+        counts_ticks=counts.column is not None,
+        follows_flags=torchrl is not None and torchrl.follows,
+        resets_batches=options.reset_at_each_iter,
+        wide_bounds=checks.table(slab) is None,
+        slots_of_batch=ceil(options.largest_batch / slab.lanes),
+        yields_large=bool(source.large) and options.yield_large,
+    )

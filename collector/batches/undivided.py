@@ -1,0 +1,68 @@
+"""The guard of calls that collect: all of one, or the run ends and nothing of it is stored."""
+
+from types import TracebackType
+
+from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.errors import StateError
+from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
+
+OWN_INSTANCE = "make an environment for each collector, or shut this one down before"
+
+
+class Undivided(deferred):
+    """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
+
+    __slots__ = ("_assembly", "_status")
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly, self._status = assembly, assembly.status
+
+    def __enter__(self) -> None:
+        """Let handlers wait, and stay where they are until the run is over."""
+        status = self._status
+        if status.busy:
+            if status.lost:
+                raise StateError(
+                    "another collector drove the environment since, and what followed here would "
+                    f"be rows that never were; {OWN_INSTANCE}"
+                )
+            raise StateError(
+                "the collector is collecting already: it was called from within, by its policy or "
+                "its environment, or from another thread; let the call under way return before"
+            )
+        self._assembly.note_call()
+        # Handlers must not wait for ever after what is raised here, wherever that is.
+        self._inner, self._outer, status.intact = False, False, True
+        try:
+            super().__enter__()
+            status.busy, status.intact = True, False
+            keep_for(self._assembly)
+            self._assembly.settle()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the run where there was an error, and call the handlers."""
+        status = self._status
+        try:
+            status.busy = False
+            if error is not None and not status.intact:
+                try:
+                    self._assembly.end_by(error)
+                except Exception as again:  # noqa: BLE001  `error` is raised
+                    add_end_note(error, again)
+            if status.over:
+                let_go(self._assembly)
+        finally:
+            super().__exit__(kind, error, trace)
+
+
+def add_end_note(error: BaseException, again: Exception) -> None:
+    """Add a note to ``error``, which is raised, on further errors at the end of the run."""
+    error.add_note(f"tallyroll: and at the end of the run: {type(again).__name__}: {again}")
