@@ -179,6 +179,10 @@ class Assembly:
         """Note that a call begins, which an exception may end from here on."""
         self.status.begin_call(self._ledger.stored)
 
+    def leave(self) -> None:
+        """Let gradients and exploration be as they were, if an exception left them."""
+        self._acting.__exit__()
+
     def settle(self) -> None:
         """Count the slot that the last plain call left."""
         if self.one_call is not None:

@@ -55,18 +55,20 @@ class PlainSlots:
         return same and (eased, seed) == (self.eased, self.seed)
 
     def fill(self) -> None:
-        """Step all lanes; a signal's handler may raise at any point."""
-        acting = self.acting
-        gradients, exploration = torch.is_grad_enabled(), acting.place.get()
+        """Step all lanes, within :attr:`acting`; a signal's handler may raise at any point.
+
+        After an exception the caller leaves :attr:`acting` once more.
+        """
+        acting = self.acting  # not by `with`: that is two calls more
+        before = acting.before = torch.is_grad_enabled(), acting.place.get()
         try:
             set_gradients(False)
             acting.place.put(acting.exploration)
             self.again.fill()
-        finally:  # signals' handlers run after calls of compiled functions
-            try:
-                acting.place.put(exploration)
-            finally:
-                set_gradients(gradients)
+        finally:
+            set_gradients(before[0])
+            acting.place.put(before[1])
+            acting.before = None
 
     def store(self, finals: FinalsWatch) -> bool:
         """Check, number, count and store the filled slot; False, with nothing done, if refused."""

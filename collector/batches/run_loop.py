@@ -83,8 +83,6 @@ class Collector(ABC):
         resume: Resume,
     ) -> None:
         self._options = options
-        self._ready: list[Any] = []
-        """Batches that are made and will be yielded next."""
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
         self._budget = Budget(options.total_frames)
@@ -191,6 +189,7 @@ class Collector(ABC):
             ahead=ahead,
         )
         self._status, self._one_call = self._assembly.status, self._assembly.one_call
+        self._ready = self._status.ready
         self._undivided = Undivided(self._assembly)
         self.episodes = self._assembly.episodes
 
@@ -234,10 +233,15 @@ class Collector(ABC):
 
     def _ready_batch(self, size: int | None = None) -> None:
         """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""
-        with self._undivided:
-            batch = self._assembly.batch(size)
-            if batch is not None:
-                self._ready.append(batch)
+        busy = self._status.busy
+        try:
+            with self._undivided:
+                batch = self._assembly.batch(size)
+                if batch is not None:
+                    self._ready.append(batch)
+        except BaseException as error:
+            self._undivided.leave(error, was_busy=busy)
+            raise
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
@@ -283,13 +287,16 @@ class Collector(ABC):
             )
         if type(n) is not int or n < 1:
             n = positive("n", n)
-        before = self.ledger.stored
+        before, busy = self.ledger.stored, self._status.busy
         try:
             if self._status.over:
                 self._status.refuse_ended()
             elif one_call is None or not one_call.collect(n):
                 with self._undivided:
                     self._assembly.collect(n)
+        except BaseException as error:
+            self._undivided.leave(error, was_busy=busy)
+            raise
         finally:
             stored = self.ledger.stored
             self.last_rows = writer.rows_of(before, stored)
@@ -431,11 +438,16 @@ class Collector(ABC):
 
     def _restart(self, then: Callable[[], None] | None = None) -> None:
         """Start new trajectories; transitions that wait for the next batch are discarded."""
-        with self._undivided:
-            self._assembly.discard()
-            self._assembly.restart_lanes()
-            if then is not None:
-                then()
+        busy = self._status.busy
+        try:
+            with self._undivided:
+                self._assembly.discard()
+                self._assembly.restart_lanes()
+                if then is not None:
+                    then()
+        except BaseException as error:
+            self._undivided.leave(error, was_busy=busy)
+            raise
 
     @abstractmethod
     def _env_state(self) -> Any:

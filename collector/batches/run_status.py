@@ -1,5 +1,7 @@
 """The status of a run: under way or over, and by what it was ended."""
 
+from typing import Any
+
 from tallyroll.collector.batches.writer import BatchWriter
 from tallyroll.collector.errors import StateError
 
@@ -21,6 +23,8 @@ class RunStatus:
         """True if another collector drives the environment; this one then stays ``busy``."""
         self.yields = False
         """True if the call under way is to yield the rows that it stores."""
+        self.ready: list[Any] = []
+        """Batches to be yielded next; more are made only when there are none."""
         self.given = stored
         """Transitions of the run that were stored before the call under way."""
         self._ended_by = ""
@@ -50,9 +54,10 @@ class RunStatus:
         said += f" ({text[:200]}). " if text else ". "
         rows = writer.rows_of(self.given, stored)
         said += f"{writer.committed}. "
-        if rows and self.yields:
+        missing = self.yields and not self.ready
+        if rows and missing:
             said += f"Rows {rows.start:,} to {rows.stop - 1:,} of these were not yielded. "
-        elif stored > self.given and self.yields:
+        elif stored > self.given and missing:
             said += f"The last {stored - self.given:,} of these were not yielded. "
         if writer.storage is not None:
             return said + (

@@ -1,5 +1,6 @@
 """The guard of calls that collect: all of one, or the run ends and nothing of it is stored."""
 
+from threading import get_ident
 from types import TracebackType
 
 from tallyroll.collector.batches.assembly import Assembly
@@ -12,10 +13,12 @@ OWN_INSTANCE = "make an environment for each collector, or shut this one down be
 class Undivided(deferred):
     """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
 
-    __slots__ = ("_assembly", "_status")
+    __slots__ = ("_assembly", "_status", "_thread")
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._status = assembly, assembly.status
+        self._thread: int | None = None
+        """The thread that is inside."""
 
     def __enter__(self) -> None:
         """Let handlers wait, and stay where they are until the run is over."""
@@ -33,6 +36,7 @@ class Undivided(deferred):
         self._assembly.note_call()
         # Handlers must not wait for ever after what is raised here, wherever that is.
         self._inner, self._outer, status.intact = False, False, True
+        self._thread = get_ident()
         try:
             super().__enter__()
             status.busy, status.intact = True, False
@@ -52,6 +56,8 @@ class Undivided(deferred):
         status = self._status
         try:
             status.busy = False
+            if error is not None:
+                self._assembly.leave()
             if error is not None and not status.intact:
                 try:
                     self._assembly.end_by(error)
@@ -61,6 +67,17 @@ class Undivided(deferred):
                 let_go(self._assembly)
         finally:
             super().__exit__(kind, error, trace)
+        self._thread = None
+
+    def leave(self, error: BaseException, *, was_busy: bool) -> None:
+        """Exit after ``error``, if it was raised between the guard and what it guards.
+
+        An exception that is raised at any instruction, such as that of a thread that another one
+        interrupts, can come before the interpreter calls :meth:`__exit__`. ``was_busy``: another
+        call was under way before this one, which was refused.
+        """
+        if not was_busy and self._thread == get_ident():
+            self.__exit__(type(error), error, error.__traceback__)
 
 
 def add_end_note(error: BaseException, again: Exception) -> None:

@@ -247,18 +247,21 @@ class BatchWriter:
         ``rows`` are like those to come; ``behind`` are the batch dimensions behind the rows of
         nested TensorDicts.
         """
-        self.ready, self._behind = True, behind
+        self._behind = behind
         if self.replay_buffer is not None:
             _require_takes(self.replay_buffer.storage, rows)
-        if self.storage is None:
-            return
+        if self.storage is not None:
+            self._open_files(self.storage, rows, provenance)
+        self.ready = True
+
+    def _open_files(self, storage: DiskStorage, rows: Rows, provenance: Mapping[str, Any]) -> None:
         require_storable(rows)
-        self._first_row = self.storage.head
+        self._first_row = storage.head
         if self._last is not None:
             self._first_row = self._last.first_row
             _same_source(self._last.environment, provenance["environment"])
         try:
-            self._make_files(Schema.of(as_tensordict(rows, None, behind)), provenance)
+            self._make_files(Schema.of(as_tensordict(rows, None, self._behind)), provenance)
         except InvalidSchema as error:
             error.add_note("tallyroll: rename= gives a column of an environment another name")
             raise

@@ -15,14 +15,16 @@ class Acting:
         exploration: the type.
     """
 
-    __slots__ = ("_exploration_before", "_gradients_before", "exploration", "place")
+    __slots__ = ("before", "exploration", "place")
 
     def __init__(self, exploration: ExplorationType) -> None:
         self.exploration, self.place = exploration, ExplorationPlace()
+        self.before: tuple[bool, Any] | None = None
+        """Gradients and exploration as they were; None outside."""
 
     def __enter__(self) -> None:
         """Begin."""
-        self._gradients_before, self._exploration_before = torch.is_grad_enabled(), self.place.get()
+        self.before = torch.is_grad_enabled(), self.place.get()
         try:  # signals' handlers run after calls of compiled functions
             set_gradients(False)
             self.place.put(self.exploration)
@@ -31,8 +33,10 @@ class Acting:
             raise
 
     def __exit__(self, *_: Any) -> None:
-        """Let both be as they were."""
-        try:
-            self.place.put(self._exploration_before)
-        finally:
-            set_gradients(self._gradients_before)
+        """Let both be as they were. Idempotent, also after an exception in its middle."""
+        if self.before is not None:
+            try:
+                self.place.put(self.before[1])
+            finally:
+                set_gradients(self.before[0])
+            self.before = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 Look = Callable[[Any], object]
@@ -15,10 +16,15 @@ class Interruption(Exception):
 
 
 @contextmanager
-def traced(folder: str, instruction: Look, begin: Look | None = None) -> Iterator[None]:
+def traced(
+    folder: str,
+    instruction: Look,
+    begin: Look | None = None,
+    only: Collection[CodeType] | None = None,
+) -> Iterator[None]:
     """Call ``instruction`` with the frame before each one of code in files of ``folder``.
 
-    ``begin`` is called where a function of it begins.
+    ``begin`` is called where a function of it begins. ``only`` are functions' codes; None: all.
     """
 
     def local(frame: Any, event: str, _: Any) -> Any:
@@ -28,6 +34,8 @@ def traced(folder: str, instruction: Look, begin: Look | None = None) -> Iterato
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if only is not None and frame.f_code not in only:
             return None
         frame.f_trace_opcodes = True
         if begin is not None:
