@@ -83,7 +83,6 @@ class OneCall:
                 return not status.stopped
         except BaseException as error:  # noqa: BLE001  raised by the loop
             self.raised = error
-            self._acting.__exit__()
         finally:
             status.busy = False
         self._left, self.ready = plain, None

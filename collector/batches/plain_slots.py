@@ -55,9 +55,9 @@ class PlainSlots:
         return same and (eased, seed) == (self.eased, self.seed)
 
     def fill(self) -> None:
-        """Step all lanes, within :attr:`acting`; a signal's handler may raise at any point.
+        """Step all lanes; a signal's handler may raise at any point.
 
-        After an exception the caller leaves :attr:`acting` once more.
+        The caller raises an exception again within the run's guard, which leaves ``acting`` too.
         """
         acting = self.acting  # not by `with`: that is two calls more
         before = acting.before = torch.is_grad_enabled(), acting.place.get()
