@@ -18,7 +18,7 @@ from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import compiled, table_of
+from tallyroll.storage.engine.kernel import compiled, require_names, table_of
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -158,28 +158,43 @@ class SlabRows:
         return part
 
     def _table_for(self, state: LaneState) -> bytes:
-        """Return the addresses and numbers that the kernel needs, in the order of its words."""
+        """Return the addresses and numbers that the kernel needs, in the order of its words.
+
+        Raises:
+            ExtensionMismatch: its words are others.
+        """
         slab, columns = self.slab, self.columns
         size = slab.slots * slab.lanes
         self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
         self._ended = np.empty(size, EPISODE)
         own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
-        arrays = (
-            *(own.traj_id, own.step, own.returns, own.first_version, own.length),
-            *(self._begun, self._ended, self._largest),
-        )
-        valid = self._slots.get(NEXT_VALID)
-        return table_of(
-            [
-                *(slab.lanes, state.lanes),
-                *(columns[key].ctypes.data for key in (TERMINATED, TRUNCATED, DONE)),
-                0 if valid is None else valid.ctypes.data,
-                *(int(self._makes_done), int(self._makes_truncated)),
-                *(reward.ctypes.data, int(reward.dtype == np.float64)),
-                *(columns[key].ctypes.data for key in (POLICY_VERSION, TRAJ_IDS, STEP, LANE)),
-                *(array.ctypes.data for array in arrays),
-            ]
-        )
+        address, valid = _address_of, self._slots.get(NEXT_VALID)
+        words = {
+            "lanes": slab.lanes,
+            "stride": state.lanes,
+            "terminated": address(columns[TERMINATED]),
+            "truncated": address(columns[TRUNCATED]),
+            "done": address(columns[DONE]),
+            "next_valid": 0 if valid is None else address(valid),
+            "makes_done": self._makes_done,
+            "makes_truncated": self._makes_truncated,
+            "reward": address(reward),
+            "reward_is_double": reward.dtype == np.float64,
+            "version": address(columns[POLICY_VERSION]),
+            "traj_ids": address(columns[TRAJ_IDS]),
+            "step": address(columns[STEP]),
+            "lane": address(columns[LANE]),
+            "state_id": address(own.traj_id),
+            "state_step": address(own.step),
+            "state_return": address(own.returns),
+            "state_version": address(own.first_version),
+            "state_length": address(own.length),
+            "begun": address(self._begun),
+            "episodes": address(self._ended),
+            "largest": address(self._largest),
+        }
+        require_names("NUMBERING", tuple(words))
+        return table_of(words.values())
 
     # --- by NumPy ---------------------------------------------------------------------------------
 
@@ -282,3 +297,8 @@ class SlabPart:
         column, index = self.table.columns[key], np.asarray(self.index)
         nbytes = column.itemsize * int(np.prod(column.shape[1:]))
         return (lambda rows: column.take(index[rows], axis=0)), nbytes
+
+
+def _address_of(array: Array) -> int:
+    address: int = array.ctypes.data
+    return address

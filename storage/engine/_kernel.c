@@ -14,7 +14,7 @@
                                                       sources: FixedRows.arrays, the slab's columns
      gather_rows, appends    Columns._tables          the same
      gather_rows, reads      Room.table               targets: Room.arrays; sources: Columns.arrays
-     the header              Header._places           Header._map, the map of its file
+     the header              Header.addresses         Header._map, the map of its file
      number_slots            SlabRows._table          SlabRows (columns, outputs), LaneState (state)
      are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
      carry, in store_slot    SlotRows.carry           the slab (rows), its driver's board (a number)
@@ -79,6 +79,12 @@ static inline void fetch(const char *row, int64_t size)
     for (int64_t byte = 0; byte < size && byte < FETCHED_NBYTES; byte += LINE_NBYTES)
         FETCH(row + byte);
 }
+
+/* Words that Python makes or reads by name. A list of names gives the members of a struct, and is
+   exported by `name_words`: Python's own list must be alike, which `kernel.py` makes sure of when it
+   imports the extension. */
+#define MEMBER(name) int64_t name;
+#define NAME(name) #name " "
 
 /* Copy rows of `size` bytes from source[index[i]] to target[i]. The rows lie anywhere in memory, so
    that later rows are fetched while one is copied, far enough ahead that each arrives in time.
@@ -256,14 +262,16 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
-/* Words of the numbering table, which SlabRows makes and keeps. SlabRows holds the columns up to
-   LANE, and owns the outputs BEGUN, EPISODES and LARGEST; LaneState owns the arrays named STATE. */
-enum {
-    LANES, STRIDE, TERMINATED, TRUNCATED, DONE, NEXT_VALID, MAKES_DONE, MAKES_TRUNCATED,
-    REWARD, REWARD_IS_DOUBLE, VERSION, TRAJ_IDS, STEP, LANE,
-    STATE_ID, STATE_STEP, STATE_RETURN, STATE_VERSION, STATE_LENGTH,
-    BEGUN, EPISODES, LARGEST, NUMBER_WORDS
-};
+/* The numbering table: sizes, flags, and addresses. SlabRows makes and keeps it; it holds the columns
+   up to `lane`, and owns the outputs `begun`, `episodes` and `largest`. LaneState owns the arrays
+   named `state`. */
+#define NUMBERING(WORD)                                                                            \
+    WORD(lanes) WORD(stride) WORD(terminated) WORD(truncated) WORD(done) WORD(next_valid)          \
+    WORD(makes_done) WORD(makes_truncated) WORD(reward) WORD(reward_is_double) WORD(version)       \
+    WORD(traj_ids) WORD(step) WORD(lane) WORD(state_id) WORD(state_step) WORD(state_return)        \
+    WORD(state_version) WORD(state_length) WORD(begun) WORD(episodes) WORD(largest)
+typedef struct { NUMBERING(MEMBER) } Numbering;
+enum { NUMBERING_WORDS = sizeof(Numbering) / sizeof(int64_t) };
 
 #define EPISODE_NBYTES 45
 
@@ -282,28 +290,28 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
 
 /* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
    the slab, to the arrays of LaneState, and to the outputs of SlabRows. */
-static int64_t number(const int64_t *t, int64_t slots, const char *taken)
+static int64_t number(const Numbering *t, int64_t slots, const char *taken)
 {
-    const int64_t lanes = t[LANES];
-    const char *terminated = at(t[TERMINATED]);
-    char *truncated = at(t[TRUNCATED]), *done = at(t[DONE]);
-    char *valid = t[NEXT_VALID] ? at(t[NEXT_VALID]) : NULL;
-    const float *narrow = (const float *)at(t[REWARD]);
-    const double *wide = (const double *)at(t[REWARD]);
-    const int64_t *version = (const int64_t *)at(t[VERSION]);
-    int64_t *ids = (int64_t *)at(t[TRAJ_IDS]), *steps = (int64_t *)at(t[STEP]);
-    int64_t *id = (int64_t *)at(t[STATE_ID]), *step = (int64_t *)at(t[STATE_STEP]);
-    double *total = (double *)at(t[STATE_RETURN]);
-    int64_t *first = (int64_t *)at(t[STATE_VERSION]), *length = (int64_t *)at(t[STATE_LENGTH]);
-    int64_t *begun = (int64_t *)at(t[BEGUN]);
-    const int32_t *number = (const int32_t *)at(t[LANE]);
+    const int64_t lanes = t->lanes;
+    const char *terminated = at(t->terminated);
+    char *truncated = at(t->truncated), *done = at(t->done);
+    char *valid = t->next_valid ? at(t->next_valid) : NULL;
+    const float *narrow = (const float *)at(t->reward);
+    const double *wide = (const double *)at(t->reward);
+    const int64_t *version = (const int64_t *)at(t->version);
+    int64_t *ids = (int64_t *)at(t->traj_ids), *steps = (int64_t *)at(t->step);
+    int64_t *id = (int64_t *)at(t->state_id), *step = (int64_t *)at(t->state_step);
+    double *total = (double *)at(t->state_return);
+    int64_t *first = (int64_t *)at(t->state_version), *length = (int64_t *)at(t->state_length);
+    int64_t *begun = (int64_t *)at(t->begun);
+    const int32_t *number = (const int32_t *)at(t->lane);
     int64_t begins = 0, ends = 0, i = 0, largest = -1;
 
     for (int64_t slot = 0; slot < slots; slot++) {
         for (int64_t lane = 0; lane < lanes; lane++, i++) {
-            if (t[MAKES_TRUNCATED])
+            if (t->makes_truncated)
                 truncated[i] = done[i] && !terminated[i];
-            if (t[MAKES_DONE])
+            if (t->makes_done)
                 done[i] = terminated[i] || truncated[i];
             if (valid)
                 valid[i] = !done[i];
@@ -319,17 +327,17 @@ static int64_t number(const int64_t *t, int64_t slots, const char *taken)
                 largest = id[lane];
             step[lane]++;
             length[lane]++;
-            total[lane] += t[REWARD_IS_DOUBLE] ? wide[i] : (double)narrow[i];
+            total[lane] += t->reward_is_double ? wide[i] : (double)narrow[i];
             if (done[i]) {
-                tell(at(t[EPISODES]) + EPISODE_NBYTES * ends++, id[lane], number[i], total[lane],
+                tell(at(t->episodes) + EPISODE_NBYTES * ends++, id[lane], number[i], total[lane],
                      length[lane], terminated[i], first[lane], version[i]);
-                id[lane] += t[STRIDE];
+                id[lane] += t->stride;
                 step[lane] = length[lane] = 0;
                 total[lane] = 0.0;
             }
         }
     }
-    *(int64_t *)at(t[LARGEST]) = largest;
+    *(int64_t *)at(t->largest) = largest;
     return begins << 32 | ends;
 }
 
@@ -342,16 +350,17 @@ static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t 
     if (want(given, 3) < 0)
         return NULL;
     int64_t slots = PyLong_AsLongLong(args[1]);
-    if (PyErr_Occurred() || open_table(args[0], &table, NUMBER_WORDS) < 0)
+    if (PyErr_Occurred() || open_table(args[0], &table, NUMBERING_WORDS) < 0)
         return NULL;
+    const Numbering *t = (const Numbering *)table.words;
     int64_t found = -1;
     if (args[2] == Py_None) {
-        found = number(table.words, slots, NULL);
+        found = number(t, slots, NULL);
     } else if (PyObject_GetBuffer(args[2], &mask, PyBUF_SIMPLE) == 0) {
-        if (mask.len < slots * table.words[LANES])
+        if (mask.len < slots * t->lanes)
             PyErr_SetString(PyExc_ValueError, "a mask is too short");
         else
-            found = number(table.words, slots, (const char *)mask.buf);
+            found = number(t, slots, (const char *)mask.buf);
         PyBuffer_Release(&mask);
     }
     PyBuffer_Release(&table.buffer);
@@ -486,9 +495,7 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
 }
 
 /* The counts that a commit changes, one block of words for each object that owns them: the Header,
-   the BatchWriter's run, the Ledger. Python reads and sets the same words by name. Both lists of
-   names must be alike: `kernel.py` compares these, which `name_words` exports, and refuses an
-   extension with others. */
+   the BatchWriter's run, the Ledger. Python reads and sets the same words by name. */
 #define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
 #define RUN(WORD) WORD(next_id) WORD(ended)
 #define LEDGER(WORD)                                                                               \
@@ -496,8 +503,6 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
     WORD(lost) WORD(random) WORD(policy_calls_on_reset_slots) WORD(ticks) WORD(reset_ticks)        \
     WORD(episodes_complete) WORD(episodes_cut) WORD(incarnation) WORD(respawned)                   \
     WORD(agent_transitions)
-#define MEMBER(name) int64_t name;
-#define NAME(name) #name " "
 typedef struct { COMMIT(MEMBER) } Commit;
 typedef struct { RUN(MEMBER) } Run;
 typedef struct { LEDGER(MEMBER) } Ledger;
@@ -515,7 +520,7 @@ enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, BLOCKS };
 typedef struct {
     Table tables[P_TABLES];
     int opened;
-    const int64_t *numbering;
+    const Numbering *numbering;
     Commit *commit;
     Run *run;
     Ledger *ledger;
@@ -533,7 +538,7 @@ static void close_plan(Plan *plan)
 /* Open a plan, which the caller must close. */
 static int open_plan(PyObject *parts, Plan *plan)
 {
-    static const Py_ssize_t least[] = {NUMBER_WORDS,    0,            1,     COLUMN_WORDS,
+    static const Py_ssize_t least[] = {NUMBERING_WORDS, 0,            1,     COLUMN_WORDS,
                                        RECORD_SLOT + 2, LEDGER_WORDS, BLOCKS};
     plan->opened = 0;
     if (!PyTuple_Check(parts) || PyTuple_Size(parts) != P_PARTS) {
@@ -546,7 +551,7 @@ static int open_plan(PyObject *parts, Plan *plan)
             goto failed;
     }
     const int64_t *blocks = plan->tables[P_BLOCKS].words;
-    plan->numbering = plan->tables[P_NUMBERING].words;
+    plan->numbering = (const Numbering *)plan->tables[P_NUMBERING].words;
     plan->commit = (Commit *)at(blocks[COMMIT_BLOCK]);
     plan->run = (Run *)at(blocks[RUN_BLOCK]);
     plan->ledger = (Ledger *)at(blocks[LEDGER_BLOCK]);
@@ -566,13 +571,13 @@ failed:
 }
 
 /* Return whether a trajectory begins or ends in the first slot. */
-static int is_eventful(const int64_t *t)
+static int is_eventful(const Numbering *t)
 {
-    const char *terminated = at(t[TERMINATED]), *truncated = at(t[TRUNCATED]), *done = at(t[DONE]);
-    const int64_t *step = (const int64_t *)at(t[STATE_STEP]);
+    const char *terminated = at(t->terminated), *truncated = at(t->truncated), *done = at(t->done);
+    const int64_t *step = (const int64_t *)at(t->state_step);
     int found = 0;
-    for (int64_t lane = 0; lane < t[LANES]; lane++)
-        found |= (t[MAKES_DONE] ? terminated[lane] | truncated[lane] : done[lane]) | !step[lane];
+    for (int64_t lane = 0; lane < t->lanes; lane++)
+        found |= (t->makes_done ? terminated[lane] | truncated[lane] : done[lane]) | !step[lane];
     return found;
 }
 
@@ -615,7 +620,7 @@ static int is_plain(const Plan *plan, int64_t room, int watched)
 {
     const Commit *now = plan->commit;
     return now->head >= 0 && now->reserve == now->head &&
-           slot_of(plan) + plan->numbering[LANES] <= room &&
+           slot_of(plan) + plan->numbering->lanes <= room &&
            plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
            !(watched && is_eventful(plan->numbering)) && inside(&plan->tables[P_CHECKS], 1);
 }
@@ -626,8 +631,8 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
                            const Commit *after, char *record, char *seal)
 {
     int64_t numbers[RECORD_NUMBERS], open = 0;
-    const int64_t *step = (const int64_t *)at(plan->numbering[STATE_STEP]);
-    for (int64_t lane = 0; lane < plan->numbering[LANES]; lane++)
+    const int64_t *step = (const int64_t *)at(plan->numbering->state_step);
+    for (int64_t lane = 0; lane < plan->numbering->lanes; lane++)
         open += step[lane] != 0;
     numbers[0] = ledger->incarnation;
     memcpy(numbers + 1, ledger, sizeof *ledger);
@@ -645,13 +650,14 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
    handler of a signal runs. `ledger` has the slot's counts, but for episodes. */
 static int64_t store(const Plan *plan, Ledger *ledger, int64_t version)
 {
-    const int64_t *t = plan->numbering, *header = plan->tables[P_HEADER].words;
-    const int64_t slot = slot_of(plan), rows = t[LANES];
+    const Numbering *t = plan->numbering;
+    const int64_t *header = plan->tables[P_HEADER].words;
+    const int64_t slot = slot_of(plan), rows = t->lanes;
     Commit after = *plan->commit;
     char record[RECORD_NBYTES], seal[SEAL_NBYTES];
     for (int64_t lane = 0; lane < rows; lane++)
-        ((int64_t *)at(t[VERSION]))[lane] = version;
-    const int64_t ended = number(t, 1, NULL) & 0xFFFFFFFF, largest = *(int64_t *)at(t[LARGEST]);
+        ((int64_t *)at(t->version))[lane] = version;
+    const int64_t ended = number(t, 1, NULL) & 0xFFFFFFFF, largest = *(int64_t *)at(t->largest);
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
     ledger->episodes_complete += ended;
     after.reserve = after.head += rows;
@@ -1033,10 +1039,11 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Export the names of the words of each block, in their order. */
+/* Export the names of the words, in their order. */
 static int name_words(PyObject *module)
 {
-    if (PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
+    if (PyModule_AddStringConstant(module, "NUMBERING", NUMBERING(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));

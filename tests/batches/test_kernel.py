@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.engine.fixed_rows import FixedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
 from tallyroll.storage.engine.slot_rows import RunCounts
+from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.rows.schema import Schema
@@ -169,6 +171,20 @@ def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
         for name in ("traj_id", "step", "returns", "first_version", "length"):
             one, other = (getattr(state, name) for state in states)
             assert np.allclose(one, other), name
+
+
+def test_a_moved_word_of_the_numbering_is_refused(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(False, "done", torch.float32)
+    table = SlabRows(plan.slab(1, 2), plan)
+    first, *rest = kernel.NUMBERING.split()  # type: ignore[attr-defined]
+    moved = SimpleNamespace(NUMBERING=" ".join([*rest, first]), __file__="kernel.so")
+    monkeypatch.setattr("tallyroll.storage.engine.kernel._kernel", moved)
+    with pytest.raises(
+        ExtensionMismatch, match=r"the words lanes, stride, .* got stride, .*lanes:"
+    ):
+        table.numbering(LaneState.fresh(2))
 
 
 def _fill(slab: Slab, rng: np.random.Generator) -> None:
