@@ -23,8 +23,9 @@ from tallyroll.storage.engine.ring import in_use, pieces, slots_of
 from tallyroll.storage.engine.row_copies import RowCopies
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import StorageError
-from tallyroll.storage.files.commit_header import RECORD_LIMIT, Header, check_record_size
+from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import ReaderLock, WriterLock
+from tallyroll.storage.files.record_slots import RECORD_LIMIT, check_record_size
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.schema import Schema
 

@@ -73,7 +73,7 @@ class Counts:
     @property
     def record_damaged(self) -> bool:
         """True if the newest record fails its check."""
-        return self._header.record_damaged
+        return self._header.records.damaged
 
     @property
     def left_open(self) -> bool:

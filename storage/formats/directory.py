@@ -14,8 +14,8 @@ from tallyroll.storage.errors import CorruptStorage, DirectoryNotEmpty, NotAStor
 from tallyroll.storage.files.commit_header import (
     HEADER_NBYTES,
     committed_counts,
-    refuse_newer,
 )
+from tallyroll.storage.files.header_identity import refuse_newer
 from tallyroll.storage.files.manifest import Manifest, read_manifest, write_manifest
 from tallyroll.storage.files.paths import refuse_impossible, require_creatable, translated
 from tallyroll.storage.formats.base import Format

@@ -28,9 +28,9 @@ from tallyroll.storage.errors import (
     StorageFull,
 )
 from tallyroll.storage.files.checksums import Progress, checksums
-from tallyroll.storage.files.commit_header import check_record_size
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.record_slots import check_record_size
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader

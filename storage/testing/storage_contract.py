@@ -64,7 +64,8 @@ from tallyroll.storage.errors import (
     StorageClosed,
     WriterForked,
 )
-from tallyroll.storage.files.commit_header import RECORD_LIMIT, Header
+from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.record_slots import RECORD_LIMIT
 from tallyroll.storage.files.versions import FORMAT_VERSION
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage

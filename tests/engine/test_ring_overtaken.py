@@ -19,6 +19,7 @@ from tallyroll.storage.engine.counts import Counts
 from tallyroll.storage.engine.row_copies import RowCopies
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.record_slots import RecordSlots
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories import mapping
 from tallyroll.storage.trajectories.columns import RowOrder, unread
@@ -190,7 +191,7 @@ def test_records_that_come_between_two_looks_hide_none(
             writer.write(count, size=1)
 
     header = engine_of(reader)._header
-    with before(Header, "_read_slot", act, only=header):
+    with before(RecordSlots, "read", act, only=header.records):
         record = reader.record
     head = writer.storage.head
     assert record == (head, str(head).encode())

@@ -20,7 +20,8 @@ from tensordict import TensorDict
 
 from tallyroll.storage import CorruptStorage, Schema
 from tallyroll.storage.errors import IndexOutOfRange, InvalidSchema, NotAnAppend
-from tallyroll.storage.files.commit_header import RECORD_LIMIT, Header, header_bytes
+from tallyroll.storage.files.commit_header import Header, header_bytes
+from tallyroll.storage.files.record_slots import RECORD_LIMIT
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.indexing import consecutive, resolve
 from tallyroll.storage.rows.schema import Column

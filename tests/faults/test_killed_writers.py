@@ -270,7 +270,7 @@ def test_the_last_good_record_is_never_written_over(
             with pytest.raises(KeyboardInterrupt):
                 storage.extend(oracle(3, 3), record=b"never committed")
         with monkeypatch.context() as patch:
-            patch.setattr("tallyroll.storage.files.commit_header._SEQUENCE", Interrupting)
+            patch.setattr("tallyroll.storage.files.record_slots._SEQUENCE", Interrupting)
             with pytest.raises(KeyboardInterrupt):
                 storage.put_record(b"torn")
         assert storage.record == (3, record_of(3))

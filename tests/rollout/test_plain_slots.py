@@ -683,7 +683,7 @@ def test_records_are_written_in_turn(tmp_path: Path) -> None:
         for _ in range(9):
             run.collect(LANES)
             header = storage.writer.reader.engine._header  # type: ignore[union-attr]
-            slots = [header._read_slot(index) for index in (0, 1)]
+            slots = [header.records.read(index) for index in (0, 1)]
             assert sorted(slot[1] for slot in slots) == [storage.head - LANES, storage.head]
             assert abs(slots[0][0] - slots[1][0]) == 1
 

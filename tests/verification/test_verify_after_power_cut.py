@@ -21,7 +21,9 @@ import pytest
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import H5Storage, Report, open_storage, verify
-from tallyroll.storage.files.commit_header import _SLOT_NBYTES, _SLOTS_AT, Header, word_of
+from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.header_words import word_of
+from tallyroll.storage.files.record_slots import STARTS
 from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.formats.hdf5.user_block import newest_manifest
 from tallyroll.storage.storages import DiskStorage
@@ -135,7 +137,7 @@ def torn_record(path: Path, page: int = 0, *, ahead: int = 1) -> None:
     """The next record: one page of it came to the disk, the other did not."""
     header = header_of(path)
     content = header.read_bytes()
-    slots = [_SLOTS_AT + index * _SLOT_NBYTES for index in (0, 1)]
+    slots = STARTS
     sequence = 1 + max(struct.unpack_from("<q", content, at)[0] for at in slots)
     at = slots[sequence % 2]
     payload = b"c" * 2 * PAGE
@@ -292,7 +294,7 @@ def older_record(path: Path) -> None:
     """The last record is gone, and rows were committed with it."""
     header = header_of(path)
     content = header.read_bytes()
-    slots = [_SLOTS_AT + index * _SLOT_NBYTES for index in (0, 1)]
+    slots = STARTS
     for at in slots:
         damage(header, at, bytes(28))
     assert content != header.read_bytes()

@@ -32,7 +32,8 @@ from tallyroll.storage.errors import (
     PathIsTaken,
     StorageFull,
 )
-from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts, refuse_newer
+from tallyroll.storage.files.commit_header import HEADER_NBYTES, committed_counts
+from tallyroll.storage.files.header_identity import refuse_newer
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
 from tallyroll.storage.files.mapping import Access, Area, map_file
 from tallyroll.storage.files.paths import (

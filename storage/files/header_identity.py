@@ -1,0 +1,77 @@
+"""The first bytes of a header: magic, format version, slots of the ring, CRC of the schema."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.files.header_words import COUNT_BITS
+from tallyroll.storage.files.versions import (
+    FORMAT_VERSION,
+    READABLE,
+    is_newer,
+    mismatch,
+    require_readable,
+)
+
+_MAGIC = b"TALLYROL"
+_IDENTITY = struct.Struct("<8sqqq")
+_CHECKSUM = struct.Struct("<I")
+_MOST_SLOTS = 2 ** (COUNT_BITS - 2)
+
+
+def identity_bytes(schema_crc: int, ring: int) -> bytes:
+    """Return the first bytes for a ring of so many slots, 0 for a storage that grows."""
+    identity = _IDENTITY.pack(_MAGIC, FORMAT_VERSION, ring, schema_crc)
+    return identity + _CHECKSUM.pack(zlib.crc32(identity))
+
+
+def refuse_newer(header: bytes, path: Path) -> None:
+    """Raise `FormatVersionMismatch` for the first bytes of a later version's header.
+
+    A later header may be laid out differently. In one of ours whose version is damaged, the
+    checksum fits a known version.
+    """
+    content = header[: _IDENTITY.size + _CHECKSUM.size].ljust(_IDENTITY.size + _CHECKSUM.size)
+    magic, version, *rest = _IDENTITY.unpack_from(content)
+    if magic != _MAGIC or not is_newer(version):
+        return
+    (checksum,) = _CHECKSUM.unpack_from(content, _IDENTITY.size)
+    ours = (_IDENTITY.pack(magic, known, *rest) for known in READABLE)
+    if checksum not in map(zlib.crc32, ours):
+        raise mismatch(version, path)
+
+
+def ring_of(header: bytes, path: Path, *, schema_crc: int, version: int) -> int:
+    """Check the first bytes of a header; return the slots of the ring.
+
+    Raises:
+        CorruptStorage: they are damaged, or of another version or schema than the manifest's.
+        FormatVersionMismatch: they are of a version that is not read.
+    """
+    identity = header[: _IDENTITY.size]
+    magic, found, ring, crc = _IDENTITY.unpack(identity)
+    (checksum,) = _CHECKSUM.unpack_from(header, _IDENTITY.size)
+    if magic != _MAGIC or checksum != zlib.crc32(identity):
+        raise CorruptStorage(
+            f"{path} does not begin as a header does: its first bytes are damaged. Restore it from "
+            "a copy."
+        )
+    if not 0 <= ring <= _MOST_SLOTS:
+        raise CorruptStorage(
+            f"{path} says that it is of a ring of {ring} rows, which cannot be. Restore it from a "
+            "copy."
+        )
+    if require_readable(found, path) != version:
+        raise CorruptStorage(
+            f"{path} is of format version {found}, and the manifest beside it of {version}. "
+            "Restore both from one copy."
+        )
+    if crc != schema_crc:
+        raise CorruptStorage(
+            f"{path} was made for another schema than the manifest beside it declares. Restore "
+            "both from one copy."
+        )
+    return int(ring)

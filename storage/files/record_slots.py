@@ -1,0 +1,110 @@
+"""The two slots of a header in which records are written in turn.
+
+A slot has: sequence, head at write, length, CRC, payload. A torn record fails its CRC, and the
+older one is left.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+
+from tallyroll.storage.errors import RecordTooLarge
+
+RECORD_LIMIT = 65536
+"""The most bytes that a commit record may have."""
+RECORDS_AT, _SLOT_NBYTES = 4096, 69632
+RECORDS_NBYTES = 2 * _SLOT_NBYTES
+"""Bytes of both slots, a whole number of pages."""
+
+_SLOT, _CHECKED, _SEQUENCE = struct.Struct("<qqqI"), struct.Struct("<qqq"), struct.Struct("<q")
+_SLOT_HEAD_NBYTES, _SEQUENCE_NBYTES = _SLOT.size, _SEQUENCE.size
+STARTS = RECORDS_AT, RECORDS_AT + _SLOT_NBYTES
+"""Where the slots begin."""
+
+Record = tuple[int, int, bytes]
+"""The sequence of a record, the rows that are committed with it, and its payload."""
+
+
+class RecordSlots:
+    """Both slots of a mapped header.
+
+    Args:
+        memory: the map of the header.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @property
+    def intact(self) -> list[Record]:
+        """The records that pass their check, the newest first."""
+        return sorted(filter(None, map(self.read, (0, 1))), reverse=True)
+
+    @property
+    def damaged(self) -> bool:
+        """True if a record newer than the newest intact one fails its check.
+
+        A kill while a record is written does not count: it leaves an older sequence in the slot.
+        """
+        begun = [_SLOT.unpack_from(self._memory, start)[0] for start in STARTS]
+        return bool(max(begun) > self.newest)
+
+    @property
+    def newest(self) -> int:
+        """The sequence of the newest intact record, 0 if there is none."""
+        return max((sequence for sequence, _, _ in self.intact), default=0)
+
+    def read(self, index: int) -> Record | None:
+        """Return the record of a slot; None if it fails its check, or there is none."""
+        start = STARTS[index]
+        sequence, head, length, _ = _SLOT.unpack_from(self._memory, start)
+        if sequence < 1 or not 0 <= length <= RECORD_LIMIT:
+            return None
+        body = start + _SLOT_HEAD_NBYTES
+        payload = self._memory[body : body + length]
+        if self.seal(sequence, head, payload) != self._memory[start:body]:
+            return None
+        return sequence, head, payload
+
+    def seal(self, sequence: int, head: int, payload: bytes) -> bytes:
+        """Return the bytes of a slot before the payload."""
+        length = len(payload)
+        crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(sequence, head, length)))
+        return _SLOT.pack(sequence, head, length, crc)
+
+    def write(self, sequence: int, head: int, payload: bytes) -> None:
+        """Write a record into the slot whose turn it is."""
+        seal, start = self.seal(sequence, head, payload), STARTS[sequence % 2]
+        body = start + _SLOT_HEAD_NBYTES
+        self._memory[body : body + len(payload)] = payload
+        # The sequence last: a kill before it leaves an older one, and no sign of damage.
+        self._memory[start + _SEQUENCE_NBYTES : body] = seal[_SEQUENCE_NBYTES:]
+        _SEQUENCE.pack_into(self._memory, start, sequence)
+
+    def forget_after(self, head: int) -> None:
+        """Wipe the records of more than ``head`` rows."""
+        for index, start in enumerate(STARTS):
+            record = self.read(index)
+            if record and record[1] > head:
+                _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+
+    def forget_torn(self) -> None:
+        """Wipe the records that fail their check."""
+        for index, start in enumerate(STARTS):
+            if self.read(index) is None:
+                _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+
+
+def check_record_size(payload: bytes) -> None:
+    """Refuse a payload that does not fit into a record slot.
+
+    Raises:
+        RecordTooLarge: more than `RECORD_LIMIT` bytes.
+    """
+    if len(payload) > RECORD_LIMIT:
+        raise RecordTooLarge(
+            f"a commit record may have {RECORD_LIMIT} bytes and this one has {len(payload)}. "
+            "Keep what is larger in a file of its own and its name in the record."
+        )
