@@ -103,7 +103,7 @@ class UnderBuffer(Ours):
         super().__init__(spec)
         self.buffer = self.buffer_class(storage=self.storage)
         self.vouched = ExitStack()
-        self.vouched.enter_context(self.storage.fresh_ids())
+        self.vouched.enter_context(self.storage.writer.fresh_ids())
         self.write, self.read = self.buffer.extend, self.buffer.sample
 
     def given(self, rows: Rows) -> TensorDict:

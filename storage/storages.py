@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -14,7 +15,6 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
-from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     NotAnAppend,
@@ -87,9 +87,6 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     _leave_folder: Callable[[], Any] | None = None
     """Removes the folder of a temporary storage."""
-
-    _fresh_in: int | None = None
-    """The thread within :meth:`fresh_ids`, whose ids are not looked at."""
 
     def __init__(
         self,
@@ -171,27 +168,10 @@ class DiskStorage(RowStore, AsTensorStorage):
         """
         if ids not in _IDS:
             raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
-        span = self.writer.write(rows, record, None, ids)
-        if self._attached_entities_list:
-            buffers.tell_buffers(self, span)
-        return span
-
-    def extend_fixed(
-        self, rows: FixedRows, index: RowIndex, *, record: bytes | None = None
-    ) -> range:
-        """Append rows of checked memory as ``extend(..., ids="fresh")`` does.
-
-        Args:
-            rows: made with this storage's schema.
-            index: the rows to append, in order.
-            record: as :meth:`extend`.
-
-        Raises:
-            WriteError: refused, with nothing written.
-        """
-        span = self.writer.append(IndexedRows(rows, index), record)
-        if self._attached_entities_list:
-            buffers.tell_buffers(self, span)
+        writer = self.writer
+        span = writer.write(rows, record, None, ids)
+        if writer.tell is not None:
+            writer.tell(span)
         return span
 
     def extend_slot(
@@ -240,12 +220,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             data = buffers.as_batch(data, single=isinstance(cursor, int))
             if len(data) != len(rows):
                 raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
-            ids: Ids = "fresh" if self._fresh_in == threading.get_ident() else "check"
-            without = buffers.writers_index(self)
-            if 0 < self.ring < len(rows):
-                self.writer.write_more(data, without, ids)
-            else:
-                self.writer.write(data, None, without, ids, items=True)
+            self.writer.write_items(data, buffers.writers_index(self))
         except BaseException:
             # TorchRL's writers count before they write.
             buffers.seat_writers(self)
@@ -253,21 +228,10 @@ class DiskStorage(RowStore, AsTensorStorage):
         if len(self._attached_entities_list) > 1:
             buffers.seat_writers(self)
 
-    @contextmanager
-    def fresh_ids(self) -> Iterator[None]:
-        """Write rows from a replay buffer with their ids unchecked, while the context is open.
-
-        The caller numbers trajectories as collectors do: see ``extend(..., ids="fresh")``.
-        """
-        self._fresh_in = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._fresh_in = None
-
     def attach(self, buffer: Any) -> None:
         """Join a replay buffer: its writer goes on after the last row."""
         super().attach(buffer)
+        self.writer.tell = partial(_tell_buffers, weakref.ref(self))
         buffers.join(self, buffer)
 
     def get(self, index: Any, keys: Keys | None = None) -> Any:
@@ -428,6 +392,11 @@ class _ReaderStorage(DiskStorage):
         AsTensorStorage.__init__(self)
         self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
         self._fit_ring()
+
+
+def _tell_buffers(storage: weakref.ref[DiskStorage], rows: range) -> None:
+    if (found := storage()) is not None:
+        buffers.tell_buffers(found, rows)
 
 
 def _path_of(path: Any) -> Any:

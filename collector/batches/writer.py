@@ -26,7 +26,7 @@ from tallyroll.collector.counting.ledger import COUNTS, Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError, StateError
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
-from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.slot_rows import RunCounts, SlotRows
 from tallyroll.storage.errors import (
     InvalidSchema,
@@ -153,7 +153,7 @@ class BatchWriter:
         self._stored_elsewhere = 0
         """Transitions that the run had stored by then."""
         if self.storage is not None:
-            self.storage.claim(self, begins=self._resume)
+            self.storage.writer.claim.take(self, begins=self._resume)
 
     def require_room(self, batch: int) -> None:
         """Refuse batches of so many transitions, where a ring is smaller.
@@ -271,8 +271,8 @@ class BatchWriter:
         assert storage is not None
         self._reserve(schema)
         if storage.reader.initialised:
-            storage.require_schema(schema)
-            if not storage.has_claimed(self):
+            storage.writer.opened.require_schema(schema)
+            if not storage.writer.claim.is_of(self):
                 return
         self._begin_entry(schema, provenance)
 
@@ -295,8 +295,8 @@ class BatchWriter:
         storage, drawn_at = self.storage, self._drawn_at
         if storage is None:
             return None
-        held = storage.has_claimed(self)
-        storage.claim(self)
+        held = storage.writer.claim.is_of(self)
+        storage.writer.claim.take(self)
         noted = held and self._entry is not None and storage.head == drawn_at
         if self.ready and not noted:
             self._begin_entry(storage.schema, provenance)
@@ -312,11 +312,11 @@ class BatchWriter:
         if self._loaded is not None:
             self._stored_before = self._stored_elsewhere - (storage.head - self._first_row)
         if self._entry is not None:
-            storage.withdraw_run(self._entry)
+            storage.writer.runs.withdraw(self._entry)
             self._entry = None
         if storage.reader.initialised and storage.head != self._drawn_at:
             self._reserve(schema)
-        storage.initialise(schema, {**provenance, "first_row_of_run": self._first_row})
+        storage.writer.runs.begin(schema, {**provenance, "first_row_of_run": self._first_row})
         self._entry = storage.manifest["runs"][-1]
         ledger, record = self._loaded, self._last_record()
         fresh = ledger is None and self._last is None
@@ -324,7 +324,7 @@ class BatchWriter:
             # A run had begun here that has no rows: what it counted is not this one's.
             ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])
         if ledger is not None:
-            storage.put_record(self._record(ledger, 0))
+            storage.writer.put_record(self._record(ledger, 0))
 
     @property
     def head(self) -> int:
@@ -409,11 +409,13 @@ class BatchWriter:
                 batches = shaped
             arrays = {} if direct is None else {key: _array(c) for key, c in piece.items()}
             if self.storage is not None and number == len(pieces):
-                self.storage.stage_record(self._record(ledger, open_lanes))
+                self.storage.writer.stage_record(self._record(ledger, open_lanes))
             # The storage last: what it has committed is counted, and nothing can fail after it.
             if buffer is not None:
                 behind = buffer.storage
-                with behind.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext():
+                with (
+                    behind.writer.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext()
+                ):
                     for batch in batches:
                         buffer.extend(batch)
             if direct is not None:
@@ -453,7 +455,7 @@ class BatchWriter:
         if next_id > self._run.next_id:
             self._run.next_id = next_id
         record = self._record(ledger, open_lanes, ledger.check())
-        written = direct.extend_fixed(rows, index, record=record)
+        written = direct.writer.append(IndexedRows(rows, index), record)
         if len(written) != len(index):
             _require("the storage", len(written), len(index))
 
@@ -477,7 +479,7 @@ class BatchWriter:
             return
         self._run.next_id, self._loaded = max(self._run.next_id, next_id), ledger
         self._stored_elsewhere = ledger.stored
-        if self.ready and self.storage.has_claimed(self):
+        if self.ready and self.storage.writer.claim.is_of(self):
             self._begin_entry(self.storage.schema, provenance)
 
     def finish(self, ledger: Ledger, left: int) -> None:
@@ -492,21 +494,21 @@ class BatchWriter:
         """
         if self.replay_buffer is not None:
             _writers.get(self.replay_buffer.storage, weakref.WeakSet()).discard(self)
-        if self.storage is not None and self.ready and self.storage.has_claimed(self):
+        if self.storage is not None and self.ready and self.storage.writer.claim.is_of(self):
             if self.storage.closed:
                 raise StorageClosed(
                     f"{self.storage.path} was closed before its collector. Not stored: the final "
                     f"ledger of the run, in the storage's record, and {left:,} transitions that "
                     f"waited for the next batch. {self.committed}. {_GO_ON}"
                 )
-            self.storage.put_record(self._record(ledger, 0))
+            self.storage.writer.put_record(self._record(ledger, 0))
             self.storage.flush()
-            self.storage.release(self)
+            self.storage.writer.claim.end(self)
 
     def close(self) -> None:
         """Close the storage if it was opened here."""
         if self.storage is not None:
-            self.storage.release(self)
+            self.storage.writer.claim.end(self)
         if self.owned and self.target is not None:
             self.target.close()
 

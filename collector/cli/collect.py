@@ -197,7 +197,7 @@ class CollectRun:
             _import_module_of(plan.env, module)
         policy = load_policy(plan.policy)
         self._warn_of_repetition()
-        self.storage.writer.provenance = {"command": plan.as_dict()}
+        self.storage.writer.runs.provenance = {"command": plan.as_dict()}
         with self._collector(plan.env, policy) as collector:
             self.began, self.has_begun = collector.ledger.stored, True
             self._say_what_it_takes()

@@ -89,5 +89,5 @@ def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
     """
     store = buffer.storage
     require_items(store, batch)
-    with store.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
+    with store.writer.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
         buffer.extend(batch)

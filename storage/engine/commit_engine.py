@@ -90,12 +90,13 @@ class Engine:
 
         Return the rows' numbers. Raise a `WriteError` with nothing changed.
         """
+        space, header = self.space, self._header
         if (now := time.monotonic()) >= self.right.look_at:
             self.right.look()
         if record is not None and len(record) > RECORD_LIMIT:
             check_record_size(record)
-        with self.space.mutex:
-            start, count, columns = self._header.head, rows.count, self.space.columns
+        with space.mutex:
+            start, count, columns = header.head, rows.count, space.columns
             stop, slot = start + count, start % self.ring if self.ring else start
             if not count:
                 if record is not None:
@@ -105,11 +106,9 @@ class Engine:
                 rows = rows.apart_from(self._private)
             places: Sequence[tuple[int, NewRows]] = ((slot, rows),)
             if not columns.in_place(slot, count):
-                places, columns = self._places(rows, start, stop), self.space.columns
+                places, columns = self._places(rows, start, stop), space.columns
             elif (
-                rows.in_one_call
-                and not self._power
-                and rows.commit(columns, self._header, slot, record)
+                rows.in_one_call and not self._power and rows.commit(columns, header, slot, record)
             ):
                 return self._committed(start, stop, now)
             self._reserve(start, stop)

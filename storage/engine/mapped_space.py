@@ -21,7 +21,7 @@ _LARGEST_STEP_NBYTES = 2**28
 
 
 class MappedSpace:
-    """The columns of a storage in memory maps, made anew as its files grow.
+    """The columns of a storage in memory maps, which become larger as its files grow.
 
     Args:
         format: its files, open.

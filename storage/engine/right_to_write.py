@@ -26,7 +26,7 @@ class RightToWrite:
     def __init__(self, lock: WriterLock | None, path: Path) -> None:
         self._lock, self._path = lock, path
         self.look_at = 0.0
-        """The time from which on :meth:`look` is due; always, if this process may not write."""
+        """The time from which on :meth:`look` is due; 0 if this process may not write."""
 
     @property
     def held(self) -> bool:

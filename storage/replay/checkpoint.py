@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         exists = _format_of(source, path).stands()
         target = _copy_at(source, path, "append" if exists else "create")
         ring = None if exists else source.ring or None
-        with RowWriter(target, capacity=max(1, len(source)), max_size=ring) as copy:
+        with closing(RowWriter(target, capacity=max(1, len(source)), max_size=ring)) as copy:
             _bring_up(copy, source)
 
     def loads(self, storage: DiskStorage, path: Any) -> None:
@@ -68,7 +69,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             RunUnderWay: a collector is writing to ``storage``.
         """
         writer, target = storage.writer, storage.reader
-        writer.require_no_run()
+        if isinstance(writer, RowWriter):
+            writer.claim.require_none()
         with _copy_at(target, path, "read").open() as copy:
             if target.initialised:
                 _require_same(target, copy)
@@ -87,9 +89,9 @@ def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:
 
 def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
     manifest, target = source.manifest, writer.reader
-    writer.reserve(max(1, len(source)))
+    writer.opened.reserve(max(1, len(source)))
     if not target.initialised:
-        writer.create(source.schema, manifest["runs"], id=manifest["id"])
+        writer.runs.create(source.schema, manifest["runs"], id=manifest["id"])
     else:
         _require_same(target, source)
     if target.head > source.head:
@@ -100,7 +102,7 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
     _copy_rows(writer, source)
     if (record := source.record) is not None and record[0] <= target.head:
         writer.put_record(record[1])
-    writer.write_runs(manifest["runs"])
+    writer.runs.write(manifest["runs"])
 
 
 def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
@@ -123,7 +125,8 @@ def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
     step = max(1, _CHUNK_NBYTES // source.schema.row_nbytes)
     for start in range(target.head, span.stop, step):
         stop = min(start + step, span.stop)
-        writer.copy({key: each.slice(start, stop) for key, each in columns.items()})
+        rows = {key: each.slice(start, stop) for key, each in columns.items()}
+        writer.append(writer.given.checked(rows))
 
 
 def _behind(target: RowReader, source: RowReader) -> bool:

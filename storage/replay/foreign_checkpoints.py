@@ -60,7 +60,8 @@ def load(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any)
         RunUnderWay: a collector is writing to ``storage``.
     """
     writer, reader = storage.writer, storage.reader
-    writer.require_no_run()
+    if isinstance(writer, RowWriter):
+        writer.claim.require_none()
     if len(reader):
         raise StateMismatch(
             f"{reader.path} has {len(reader)} rows, and a checkpoint of "

@@ -23,7 +23,7 @@ from tallyroll.storage.files.copied_runs import (
 from tallyroll.storage.rows.origin import Origin, Told
 
 if TYPE_CHECKING:
-    from tallyroll.storage.stores.row_writer import RowWriter
+    from tallyroll.storage.stores.run_entries import RunEntries
 
 
 class _Copy(NamedTuple):
@@ -52,10 +52,10 @@ class _Copy(NamedTuple):
 class CopiedRows:
     """Knows what the last entry of a writer's manifest says of the rows to come."""
 
-    def __init__(self, writer: RowWriter) -> None:
+    def __init__(self, entries: RunEntries) -> None:
         self._room = ENTRY_NBYTES
-        # A writer that is dropped goes at once, and lets go of its files.
-        self._writer: RowWriter = weakref.proxy(writer)
+        # What a writer drops goes at once, and lets go of its files.
+        self._entries: RunEntries = weakref.proxy(entries)
         self.forget()
 
     def forget(self) -> None:
@@ -73,7 +73,7 @@ class CopiedRows:
     def _look(self) -> Entry:
         """Return the last entry, empty where there is none."""
         if self._last is None:
-            reader = self._writer.reader
+            reader = self._entries.reader
             if reader.engine is None or not (runs := reader.runs):
                 return {}
             self._last = runs[-1]
@@ -82,7 +82,7 @@ class CopiedRows:
 
     def settled(self) -> list[Any]:
         """Return the entries of the manifest, with the last row of what came in pieces."""
-        runs, copy = self._writer.reader.runs, self.copy
+        runs, copy = self._entries.reader.runs, self.copy
         if copy is None or not (copy.in_pieces and copy.known):
             return runs
         return [*runs[:-1], self._entry_of(runs[-1], copy._replace(in_pieces=False), runs[:-1])]
@@ -113,7 +113,7 @@ class CopiedRows:
                 with suppress(InvalidProvenance):  # as little as fits
                     return self._note_copy(last, *told)
         if self.is_of_others(own):
-            self._begin({"first_row": self._writer.reader.head})
+            self._begin({"first_row": self._entries.reader.head})
             return True
         return False
 
@@ -123,7 +123,7 @@ class CopiedRows:
 
     def _note_copy(self, last: Entry, origin: Origin, rows: range) -> bool:
         before = self.copy
-        copy, head = _copy_of(origin, rows), self._writer.reader.head
+        copy, head = _copy_of(origin, rows), self._entries.reader.head
         if (
             last["first_row"] < head
             and (span := copied_span(last, copy.manifest["id"])) is not None
@@ -134,13 +134,13 @@ class CopiedRows:
             copy = _copy_of(origin, _both(span, rows), in_pieces=True, known=known)
             self._replace(last, copy)
         else:
-            self._begin(self._entry_of({"first_row": head}, copy, self._writer.reader.runs), copy)
+            self._begin(self._entry_of({"first_row": head}, copy, self._entries.reader.runs), copy)
         return True
 
     def _replace(self, last: Entry, copy: _Copy) -> None:
-        runs = self._writer.reader.runs[:-1]
+        runs = self._entries.reader.runs[:-1]
         if (entry := self._entry_of(last, copy, runs)) != last:
-            self._writer.write_runs([*runs, entry])
+            self._entries.write([*runs, entry])
         self.copy = copy
 
     def _begin(self, entry: Entry, copy: _Copy | None = None) -> None:
@@ -151,7 +151,7 @@ class CopiedRows:
             runs, entry = runs[:-1], {**without_copy(last), **entry}  # it has no rows
         elif copy is not None and not has_room(runs):
             entry, copy = {"first_row": entry["first_row"], LEFT_OUT: True}, None
-        self._writer.write_runs([*runs, entry])
+        self._entries.write([*runs, entry])
         self.copy = copy
 
     def _entry_of(self, entry: Entry, copy: _Copy, others: list[Any]) -> Entry:

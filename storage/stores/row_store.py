@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from tensordict import TensorDict
@@ -15,12 +15,12 @@ from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told, user_path
-from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.stores.moved_names import moved
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -73,7 +73,7 @@ class RowStore:
             InvalidProvenance: ``provenance`` is not JSON.
             StorageFull: no room for ``capacity`` rows.
         """
-        self.writer.initialise(schema, provenance)
+        self.writer.runs.begin(schema, provenance)
 
     def reserve(self, rows: int) -> None:
         """Reserve space for ``rows`` rows in all, those that are there included.
@@ -84,7 +84,7 @@ class RowStore:
             StorageFull: there is no space; nothing was changed.
         """
         _check_rows("rows", rows)
-        self.writer.reserve(rows)
+        self.writer.opened.reserve(rows)
 
     def finalize(self, progress: Progress | None = None) -> None:
         """Leave exactly the committed rows, with checksums in the manifest, and close.
@@ -156,24 +156,9 @@ class RowStore:
         return self.writer.grows
 
     @property
-    def inside(self) -> Inside:
-        """The way to its files."""
-        return self.writer.files.inside
-
-    @property
-    def lock_path(self) -> Path:
-        """The file on which its writer holds a lock."""
-        return self.writer.files.lock_path
-
-    @property
     def trajectories(self) -> Trajectories:
         """The trajectories that the rows belong to, by id."""
         return Trajectories(self.reader, self)
-
-    @property
-    def episodes_path(self) -> Path:
-        """The file of the table of episodes, written when a writer closes the storage."""
-        return self.writer.files.episodes_path
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Return slots of rows by number [*]: the index of `column`.
@@ -222,55 +207,6 @@ class RowStore:
         """
         return self.reader.left_open
 
-    def put_record(self, payload: bytes) -> None:
-        """Commit a record without rows.
-
-        Raises:
-            RecordTooLarge: beyond its slot.
-            NotInitialised: a new storage without schema has no place for it yet.
-        """
-        self.writer.put_record(payload)
-
-    def stage_record(self, payload: bytes) -> None:
-        """Keep a record that the next commit writes, by any caller.
-
-        Raises:
-            RecordTooLarge: beyond its slot.
-        """
-        self.writer.stage_record(payload)
-
-    def require_schema(self, schema: Schema) -> None:
-        """Raise `SchemaMismatch` unless rows of ``schema`` fit."""
-        self.writer.require_schema(schema)
-
-    def withdraw_run(self, run: Mapping[str, Any]) -> None:
-        """Remove an entry without rows from the manifest's runs."""
-        self.writer.withdraw_run(run)
-
-    def claim(self, run: object, *, begins: bool = True) -> bool:
-        """Claim the storage for ``run``: only ``ids="fresh"`` may write until :meth:`release`.
-
-        A collector's run numbers its trajectories and counts its rows: rows of another writer in
-        between would be counted as its own. The claim also ends when ``run`` is deleted. A run
-        that ``begins`` takes the claim from a run that has not begun; a run that does not begin
-        yet gets a claim only if there is none.
-
-        Returns:
-            Whether ``run`` has the claim now.
-
-        Raises:
-            RunUnderWay: another run has begun, and is not over.
-        """
-        return self.writer.claim(run, begins=begins)
-
-    def has_claimed(self, run: object) -> bool:
-        """Return whether ``run`` has the claim."""
-        return self.writer.has_claimed(run)
-
-    def release(self, run: object) -> None:
-        """End the claim of ``run``, unless another run has taken it since."""
-        self.writer.release(run)
-
     def column(self, key: str | Key) -> np.ndarray:
         """Return the committed rows of one column, [rows, ...], read-only, read when used.
 
@@ -315,6 +251,11 @@ class RowStore:
             ColumnsMissing: a column that is not there.
         """
         return self.reader.in_order(keys)
+
+    if not TYPE_CHECKING:  # or else a checker would know any name
+
+        def __getattr__(self, name: str) -> Any:
+            return moved(self, name)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.head} rows"

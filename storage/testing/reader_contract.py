@@ -241,7 +241,7 @@ class ReaderContract:
             lambda: storage.initialise(storage.schema),
             lambda: storage.reserve(10),
             storage.finalize,
-            lambda: storage.put_record(b"{}"),
+            lambda: storage.writer.put_record(b"{}"),
             lambda: open_storage(storage.path, mode="append"),
         ):
             with pytest.raises(ReadOnlyStorage, match="nothing writes to it"):

@@ -481,7 +481,7 @@ class StorageContract:
                 storage = self.make(path, mode="append", capacity=capacity)
             elif step == "record":
                 record = (head, os.urandom(head % 50))
-                storage.put_record(record[1])
+                storage.writer.put_record(record[1])
             else:
                 assert storage.extend(rows(head, step)) == range(head, head + step)
                 head += step
@@ -498,7 +498,7 @@ class StorageContract:
             with pytest.raises(NotInitialised, match="no rows and no schema yet"):
                 storage.get(0)
             with pytest.raises(NotInitialised, match="initialise"):
-                storage.put_record(b"")
+                storage.writer.put_record(b"")
         assert not path.exists()
 
     def test_create_refuses_an_existing_storage(self, five: Path) -> None:
@@ -549,7 +549,7 @@ class StorageContract:
         with self.make(five, mode="read") as storage:
             for write in (
                 lambda: storage.extend(rows(5, 1)),
-                lambda: storage.put_record(b""),
+                lambda: storage.writer.put_record(b""),
                 lambda: storage.initialise(Schema.of(rows(0, 1))),
             ):
                 with pytest.raises(ReadOnlyStorage, match=r'mode="append" to write'):
@@ -566,8 +566,8 @@ class StorageContract:
             lambda: storage.get(0),
             lambda: storage.extend(rows(5, 1)),
             lambda: storage.set(5, rows(5, 1)[0]),
-            lambda: storage.put_record(b""),
-            lambda: storage.stage_record(b""),
+            lambda: storage.writer.put_record(b""),
+            lambda: storage.writer.stage_record(b""),
             lambda: storage.record,
             lambda: storage.schema,
             lambda: storage.manifest,
@@ -743,7 +743,7 @@ class StorageContract:
         with self.make(path) as storage:
             storage.initialise(Schema.of(rows(0, 1)))
             assert storage.record is None
-            storage.put_record(b"before any row")
+            storage.writer.put_record(b"before any row")
             assert storage.record == (0, b"before any row")
             storage.extend(rows(0, 2), record=b"two")
             storage.extend(rows(2, 2))
@@ -752,13 +752,13 @@ class StorageContract:
                 assert reader.record == (2, b"two")
         for number in range(5):
             with self.make(path, mode="append") as storage:
-                storage.put_record(b"%d" % number)
+                storage.writer.put_record(b"%d" % number)
                 assert storage.record == (4, b"%d" % number)
 
     def test_a_staged_record_goes_with_the_next_commit(self, five: Path) -> None:
         with self.make(five, mode="append") as storage:
-            storage.stage_record(b"old")
-            storage.stage_record(b"new")
+            storage.writer.stage_record(b"old")
+            storage.writer.stage_record(b"new")
             assert storage.record is None
             with pytest.raises(RowsMismatch):
                 storage.extend(rows(5, 1).exclude("id"))
@@ -767,19 +767,19 @@ class StorageContract:
             assert storage.record == (6, b"new")
             storage.extend(rows(6, 1))
             assert storage.record == (6, b"new")
-            storage.stage_record(b"staged")
+            storage.writer.stage_record(b"staged")
             storage.extend(rows(7, 1), record=b"given")
             storage.extend(rows(8, 1))
             assert storage.record == (8, b"given")
 
     def test_a_record_has_a_limit(self, five: Path) -> None:
         with self.make(five, mode="append") as storage:
-            storage.put_record(bytes(RECORD_LIMIT))
+            storage.writer.put_record(bytes(RECORD_LIMIT))
             assert storage.record == (5, bytes(RECORD_LIMIT))
             long = bytes(RECORD_LIMIT + 1)
             for write in (
-                lambda: storage.put_record(long),
-                lambda: storage.stage_record(long),
+                lambda: storage.writer.put_record(long),
+                lambda: storage.writer.stage_record(long),
                 lambda: storage.extend(rows(5, 1), record=long),
             ):
                 with pytest.raises(RecordTooLarge, match=r"may have 65536 bytes and .* has 65537"):
@@ -839,7 +839,7 @@ class StorageContract:
             )
             storage.extend(rows(1, 2))
             assert done == [("rows", 1), ("header", 3)]
-            storage.put_record(b"")
+            storage.writer.put_record(b"")
             assert done[2:] == [("header", 3)]
         with self.make(path, mode="append", durability="power") as storage:
             storage.extend(rows(3, 2))
@@ -1118,7 +1118,7 @@ class StorageContract:
         dump = tmp_path / "dump"
         with self.make(five, mode="append") as storage:
             replay = ReplayBuffer(storage=storage, batch_size=2)
-            storage.put_record(b"r")
+            storage.writer.put_record(b"r")
             replay.dumps(dump)
             storage.reserve(100_005)
             replay.extend(rows(5, 100_000))

@@ -23,7 +23,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import MemmapStorage, ways
-from tallyroll.storage.engine.fixed_rows import FixedRows
+from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
 from tallyroll.storage.engine.slot_rows import RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
@@ -94,7 +94,7 @@ def test_commits_are_alike(
             fixed = FixedRows(storage.schema, arrays)
             for first, count in enumerate(counts):
                 index = range(first, first + count)
-                storage.extend_fixed(fixed, index, record=b"of %d" % first)
+                storage.writer.append(IndexedRows(fixed, index), b"of %d" % first)
             header = np.fromfile(path / "tallyroll.header", np.uint8)
             header[192:224] = 0  # which file it is
             columns = [storage.column(key).tobytes() for key in arrays]

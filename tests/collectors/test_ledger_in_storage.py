@@ -220,7 +220,7 @@ def test_without_a_record_the_rows_are_counted(
     options = {**RUN, "oracle": {}}
     with MemmapStorage(tmp_path / "s", max_size=size) as storage:
         through(alone(NEXT, ByObservation(), storage=storage, seed=5, **options), batches=5)
-        storage.put_record(record)
+        storage.writer.put_record(record)
         at = storage.slots_of(np.array(storage.span))
         ends = int(storage.get(torch.from_numpy(at))["next", "done"].sum())
         assert 0 < ends < 35
@@ -260,7 +260,7 @@ def test_rows_that_a_record_counts_and_that_are_gone_are_lost(tmp_path: Path) ->
         lost = record["ledger"]["lost"]
         for name in ("slots", "executed", "stored"):
             record["ledger"][name] += 4
-        storage.put_record(json.dumps(record).encode())
+        storage.writer.put_record(json.dumps(record).encode())
     with alone(NEXT, ByObservation(), resume=True, storage=tmp_path / "s", **RUN) as collector:
         collector.ledger.check()
         counts = collector.ledger.counts()

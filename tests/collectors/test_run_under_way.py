@@ -136,7 +136,7 @@ def test_ids_vouched_for_by_one_thread_are_checked_for_another(tmp_path: Path) -
             except Exception as error:  # noqa: BLE001  it is looked at below
                 raised.append(type(error).__name__)
 
-        with storage.fresh_ids():
+        with storage.writer.fresh_ids():
             thread = threading.Thread(target=add)
             thread.start()
             thread.join(10)

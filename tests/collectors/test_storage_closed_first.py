@@ -201,7 +201,7 @@ def test_another_error_at_the_end_does_not_hide_it(tmp_path: Path) -> None:
     def run() -> None:
         with one_process(storage) as collector:
             next(iter(collector))
-            storage.lock_path.unlink()
+            storage.writer.files.lock_path.unlink()
             raise Mine
 
     with pytest.raises(Mine) as caught:

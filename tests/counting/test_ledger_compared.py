@@ -225,7 +225,7 @@ def test_nothing_of_it_is_in_a_replay_buffer(step: Step, what: str) -> None:
     assert len(buffer) == rows == BATCH
 
 
-@pytest.mark.parametrize(("way", "lanes"), [("extend", 2), ("extend_fixed", BATCH)])
+@pytest.mark.parametrize(("way", "lanes"), [("extend", 2), ("writer.append", BATCH)])
 def test_a_storage_that_takes_fewer_rows_than_it_is_given(
     way: str, lanes: int, tmp_path: Path
 ) -> None:
@@ -240,9 +240,11 @@ def test_a_storage_that_takes_fewer_rows_than_it_is_given(
     ):
         storage = collector._writer.target
         assert storage is not None
-        original = getattr(storage, way)
+        owner = storage if way == "extend" else storage.writer
+        way = way.removeprefix("writer.")
+        original = getattr(owner, way)
         with (
-            patch.object(storage, way, lambda *rows, **kwargs: original(*rows, **kwargs)[:-1]),
+            patch.object(owner, way, lambda *rows, **kwargs: original(*rows, **kwargs)[:-1]),
             pytest.raises(LedgerError, match="the storage"),
         ):
             next(iter(collector))

@@ -216,9 +216,9 @@ def rows(path: Path, draw: random.Random) -> None:
                 column[at] = draw.random() < 0.5
             else:
                 column[at] = draw.choice([np.nan, np.inf, -np.inf, 3e38, 0])
-        before = storage.episodes_path.read_bytes()
+        before = storage.writer.files.episodes_path.read_bytes()
     if draw.random() < 0.5:
-        storage.episodes_path.write_bytes(before)
+        storage.writer.files.episodes_path.write_bytes(before)
 
 
 def shown(path: Path, draw: random.Random) -> None:
@@ -294,7 +294,7 @@ def give_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         assert storage.record is not None
         value = json.loads(storage.record[1])
         change(value)
-        storage.put_record(json.dumps(value).encode())
+        storage.writer.put_record(json.dumps(value).encode())
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_run_of_large_counts(bases: Path, tmp_path: Path) -> None:
     path = tmp_path / "work" / "rows"
     with open_storage(path, "append") as storage:
         run = storage.manifest["runs"][-1]
-        storage.writer.write_runs([{**run, "incarnation": LARGE, "respawned": -LARGE}])
+        storage.writer.runs.write([{**run, "incarnation": LARGE, "respawned": -LARGE}])
     for way in WAYS:
         assert told_or_done(way, path) == ""
 

@@ -133,7 +133,7 @@ def test_a_column_of_nothing_but_nonsense(path: Path, column: str, value: int) -
     with open_storage(path, mode="append") as storage:
         engine = storage.reader.engine
         assert engine is not None
-        table = storage.episodes_path
+        table = storage.writer.files.episodes_path
         before = table.read_bytes()
         engine.space.columns.arrays[engine.schema.keys.index(("collector", column))][:ROWS] = value
     table.write_bytes(before)

@@ -172,10 +172,10 @@ def test_a_removed_lock_file_stops_its_writer(case: Case, tmp_path: Path) -> Non
     path = tmp_path / "rows"
     with case.create(path) as first:
         first.extend(oracle(0, 300), record=record_of(300))
-        first.lock_path.unlink()
+        first.writer.files.lock_path.unlink()
         with case.kind(path, mode="append") as second:
             second.extend(oracle(300, 100), record=record_of(400))
-            for act in (lambda: first.extend(oracle(300, 9)), lambda: first.put_record(b"")):
+            for act in (lambda: first.extend(oracle(300, 9)), lambda: first.writer.put_record(b"")):
                 with pytest.raises(StorageLocked, match="was removed while this process writes"):
                     act()
             first.flush()
@@ -195,7 +195,7 @@ def test_a_lock_file_removed_in_the_middle_of_a_long_append(
 
         def long(self: ArrayRows, *args: Any) -> None:
             copy(self, *args)
-            first.lock_path.unlink(missing_ok=True)
+            first.writer.files.lock_path.unlink(missing_ok=True)
             time.sleep(2 * LOOK_SECONDS)
 
         with monkeypatch.context() as patch:
@@ -272,10 +272,10 @@ def test_the_last_good_record_is_never_written_over(
         with monkeypatch.context() as patch:
             patch.setattr("tallyroll.storage.files.record_slots._SEQUENCE", Interrupting)
             with pytest.raises(KeyboardInterrupt):
-                storage.put_record(b"torn")
+                storage.writer.put_record(b"torn")
         assert storage.record == (3, record_of(3))
         assert not storage.record_damaged
-        storage.put_record(b"whole")
+        storage.writer.put_record(b"whole")
         assert storage.record == (3, b"whole")
 
 
@@ -372,7 +372,7 @@ def fill_up(case: Case, path: Path, make_room: Callable[[], None]) -> int:
                 with contextlib.suppress(StorageFull):
                     storage.reserve(2 * head)
                     full -= 1
-    storage.put_record(record_of(head))
+    storage.writer.put_record(record_of(head))
     with case.kind(path, mode="read") as reader:
         assert check(reader) == head
     with contextlib.suppress(StorageFull):

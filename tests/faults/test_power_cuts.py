@@ -177,7 +177,7 @@ class Story:
         self._keep(stop, stop if record else self._record)
 
     def put_record(self) -> None:
-        self.storage.put_record(record_of(len(self.salts)))
+        self.storage.writer.put_record(record_of(len(self.salts)))
         self._keep(len(self.salts), len(self.salts))
 
     def _keep(self, head: int, record: int) -> None:
@@ -327,7 +327,7 @@ def loaded(story: Story) -> None:
     copy = story.path.parent.parent.parent.with_name("copy")
     with story.case.kind(copy, capacity=60, max_size=story.case.ring) as source:
         manifest = story.storage.manifest
-        source.writer.create(story.storage.schema, manifest["runs"], id=manifest["id"])
+        source.writer.runs.create(story.storage.schema, manifest["runs"], id=manifest["id"])
         for start in range(0, 60, 30):
             source.extend(rows_of(np.arange(start, start + 30)), ids="fresh")
     ring = story.case.ring

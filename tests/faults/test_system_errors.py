@@ -190,7 +190,7 @@ def reserving(kind: type[DiskStorage], path: Path, options: dict[str, Any]) -> I
     with kind(path, mode="append") as storage:
         storage.reserve(300)
         yield 10
-        storage.put_record(b"r")
+        storage.writer.put_record(b"r")
         storage.initialise(storage.schema, {"a": 1})
         storage.extend(rows(10, 20))
         yield 30

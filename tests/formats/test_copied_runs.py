@@ -118,7 +118,7 @@ def test_pieces_of_one_storage_are_one_entry(
 ) -> None:
     written: list[int] = []
     with make(tmp_path / name) as storage, open_storage(source) as other:
-        write = storage.writer.write_runs
+        write = storage.writer.runs.write
         monkeypatch.setattr(
             storage.writer, "write_runs", lambda runs: (written.append(len(runs)), write(runs))
         )

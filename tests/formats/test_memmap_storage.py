@@ -53,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 def five(path: Path) -> Path:
     with MemmapStorage(path) as storage:
         storage.extend(rows(0, 5), record=b"older")
-        storage.put_record(b"newer")
+        storage.writer.put_record(b"newer")
     return path
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tallyroll.collector as collector_package
 import tallyroll.storage as storage_package
+from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.engine.fixed_rows import FixedRows
+from tallyroll.storage.errors import ReadOnlyStorage
 
 MODULES = {
     "tallyroll.storage.base": "DiskStorage",
@@ -82,3 +89,64 @@ def test_the_warning_points_at_who_imports() -> None:
         check=True,
     )
     assert "<string>:1: DeprecationWarning: tallyroll.storage.hdf5 is tallyroll" in run.stderr
+
+
+# --- what only collectors call of a storage -------------------------------------------------------
+
+MOVED = {
+    "claim": "claim.take",
+    "has_claimed": "claim.is_of",
+    "release": "claim.end",
+    "withdraw_run": "runs.withdraw",
+    "require_schema": "opened.require_schema",
+    "put_record": "put_record",
+    "stage_record": "stage_record",
+    "fresh_ids": "fresh_ids",
+    "inside": "files.inside",
+    "lock_path": "files.lock_path",
+    "episodes_path": "files.episodes_path",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_moved_name_of_a_storage_is_what_its_writer_has(name: str, tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        with pytest.warns(
+            DeprecationWarning, match=rf"^storage\.{name} is storage\.writer\.(.+) now$"
+        ):
+            found = getattr(storage, name)
+        assert found == attrgetter(MOVED[name])(storage.writer)
+
+
+def test_moved_methods_of_a_storage_work(tmp_path: Path) -> None:
+    rows, run = {("x",): np.arange(6.0)}, Run()
+    with MemmapStorage(tmp_path / "rows") as storage, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", DeprecationWarning)
+        storage.extend(rows)
+        assert storage.claim(run)
+        assert storage.has_claimed(run)
+        fixed = FixedRows(storage.schema, rows)
+        assert storage.extend_fixed(fixed, range(2, 4), record=b"two") == range(6, 8)
+        assert storage.record == (8, b"two")
+        storage.release(run)
+        storage.put_record(b"three")
+        assert storage.record == (8, b"three")
+        assert storage.get(slice(6, 8))["x"].tolist() == [2, 3]
+    assert len(told) == 5
+    assert {each.filename for each in told} == {__file__}
+
+
+class Run:
+    """In the place of a collector's run."""
+
+
+def test_a_storage_that_is_only_read_refuses_moved_names_too(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend({("x",): np.arange(6.0)})
+    with open_storage(tmp_path / "rows") as reader:
+        with pytest.warns(match="put_record"), pytest.raises(ReadOnlyStorage):
+            reader.put_record(b"r")
+        with pytest.raises(
+            AttributeError, match="'MemmapStorage' object has no attribute 'nonsense'"
+        ):
+            reader.nonsense  # noqa: B018  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout import os_signals
 from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage.stores.row_writer import RowWriter
 
 from collect_kit import assert_same, balanced
 from oracles import check_rows
@@ -424,7 +425,7 @@ def failing(where: str, fails: Failing, patched: pytest.MonkeyPatch, **kwargs: A
 
         extend = MemmapStorage.extend
         patched.setattr(MemmapStorage, "extend", full)
-        patched.setattr(MemmapStorage, "extend_fixed", broken_at(fails, MemmapStorage.extend_fixed))
+        patched.setattr(RowWriter, "append", broken_at(fails, RowWriter.append))
     else:
         system = collector.env.system  # type: ignore[attr-defined]
         patched.setattr(system, where, broken_at(fails, getattr(system, where)))

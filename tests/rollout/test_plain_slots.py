@@ -546,7 +546,7 @@ def test_a_record_that_waits_is_no_run_s(tmp_path: Path) -> None:
     with storage, RUNS["random"](frames_per_batch=LANES, total_frames=-1, storage=storage) as run:
         for _ in range(5):
             run.collect(LANES)
-        storage.stage_record(b"waiting")
+        storage.writer.stage_record(b"waiting")
         run.collect(LANES)
         assert b'"stored": 30' in (storage.record or (0, b""))[1]
         assert storage.writer._staged is None  # type: ignore[union-attr]

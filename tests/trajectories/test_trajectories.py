@@ -425,9 +425,11 @@ def test_every_format_has_trajectories(tmp_path: Path, name: str) -> None:
         assert storage.trajectories.rows_of(id).tolist() == model.trajectories()[id]
         storage.finalize()
     with open_storage(tmp_path / name) as storage:
-        assert storage.episodes_path.exists()
+        assert storage.writer.files.episodes_path.exists()
         assert storage.trajectories.ends.tolist() == ends_of(model)
-        np.testing.assert_array_equal(np.load(storage.episodes_path), storage.trajectories.table)
+        np.testing.assert_array_equal(
+            np.load(storage.writer.files.episodes_path), storage.trajectories.table
+        )
 
 
 def test_rows_of_a_collector_are_stored(path: Path) -> None:
@@ -540,15 +542,15 @@ def test_a_killed_writer_leaves_trajectories_that_are_cut(path: Path) -> None:
 def test_a_reader_that_looks_for_a_writer_keeps_nobody_out(path: Path) -> None:
     with MemmapStorage(path) as storage:
         fill(storage, big(50))
-        assert is_held(storage.inside, storage.lock_path)
+        assert is_held(storage.writer.files.inside, storage.writer.files.lock_path)
     assert not is_held(Inside(path), path / "nothing")
-    with open(storage.lock_path) as file:
+    with open(storage.writer.files.lock_path) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         timer = threading.Timer(0.003, lambda: fcntl.flock(file, fcntl.LOCK_UN))
         timer.start()
         with open_storage(path, mode="append"):
             timer.join()
-        assert not is_held(storage.inside, storage.lock_path)
+        assert not is_held(storage.writer.files.inside, storage.writer.files.lock_path)
 
 
 # --- slices ---------------------------------------------------------------------------------------

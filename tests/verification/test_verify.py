@@ -443,7 +443,7 @@ def damage(path: Path, key: Any, row: Any, change: Any) -> None:
     with open_storage(path, mode="append") as storage:
         engine = storage.reader.engine
         assert engine is not None
-        table = storage.episodes_path
+        table = storage.writer.files.episodes_path
         before = table.read_bytes() if table.exists() else None
         column = engine.space.columns.arrays[engine.schema.keys.index(key)]
         column.flags.writeable = True
@@ -591,7 +591,7 @@ def test_a_ledger_that_does_not_balance_is_found(
         assert storage.record is not None
         record = json.loads(storage.record[1])
         record["ledger"] |= change
-        storage.put_record(json.dumps(record).encode())
+        storage.writer.put_record(json.dumps(record).encode())
     report = verify(path)
     assert {each.check for each in report.findings} == {"record"}
 
@@ -612,7 +612,7 @@ def test_a_record_that_is_none_is_found(
 ) -> None:
     path = copied(sound[""], tmp_path)
     with open_storage(path, mode="append") as storage:
-        storage.put_record(record)
+        storage.writer.put_record(record)
     (finding,) = verify(path).findings
     assert (finding.check, finding.message) == ("record", message)
 
@@ -641,7 +641,7 @@ def test_a_record_that_does_not_fit_its_run_is_found(
     path = copied(sound[""], tmp_path)
     with open_storage(path, mode="append") as storage:
         assert storage.record is not None
-        storage.put_record(json.dumps(json.loads(storage.record[1]) | change).encode())
+        storage.writer.put_record(json.dumps(json.loads(storage.record[1]) | change).encode())
     report = verify(path)
     assert {each.check for each in report.findings} == {"record"}
     assert message in {each.message for each in report.findings}
@@ -706,7 +706,7 @@ def test_a_next_id_that_was_used_is_found(sound: dict[str, Path], tmp_path: Path
         assert storage.record is not None
         record = json.loads(storage.record[1])
         largest = record["next_id"] - 1
-        storage.put_record(json.dumps(record | {"next_id": largest}).encode())
+        storage.writer.put_record(json.dumps(record | {"next_id": largest}).encode())
     (finding,) = verify(path).findings
     assert told(finding) == (
         "record: the next trajectory id is one that was used\n"
@@ -731,7 +731,7 @@ def test_a_record_with_a_flipped_bit_is_found(sound: dict[str, Path], tmp_path: 
 def write_runs(path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
     """Change the runs of a manifest, which stays as whole as it was."""
     with open_storage(path, mode="append") as storage:
-        storage.writer.write_runs(change(storage.manifest["runs"]))
+        storage.writer.runs.write(change(storage.manifest["runs"]))
 
 
 @pytest.mark.parametrize(
@@ -798,7 +798,7 @@ def test_an_id_of_an_earlier_run_is_found(tmp_path: Path) -> None:
 def change_table(path: Path, change: Callable[[np.ndarray], np.ndarray | None]) -> int:
     """Write the table anew, changed; returns the first row of its tenth line."""
     with open_storage(path) as storage:
-        file, head = storage.episodes_path, storage.head
+        file, head = storage.writer.files.episodes_path, storage.head
     table = read_table(Inside(file.parent), file, table_dtype(), head)
     assert table is not None
     table = table.copy()

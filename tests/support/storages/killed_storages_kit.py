@@ -378,7 +378,7 @@ def scenario_append(case: Case, path: Path, told: Told) -> None:
         for make, count in [*sizes, (tensors, 3), (tensors, 3)]:
             storage.extend(make(head, count), record=record_of(head + count))
             told.head = head = head + count
-        storage.put_record(record_of(head))
+        storage.writer.put_record(record_of(head))
 
 
 def scenario_reserve(case: Case, path: Path, told: Told) -> None:

@@ -197,7 +197,7 @@ class DamageContract:
         """Five rows and two records."""
         with self.make(path) as storage:
             storage.extend(rows(0, 5), record=b"older")
-            storage.put_record(b"newer")
+            storage.writer.put_record(b"newer")
         return path
 
     # -- the manifest
@@ -311,7 +311,7 @@ class DamageContract:
             damage(header, content.index(word), b"X")
         with open_storage(recorded, "append") as storage:
             assert storage.record is None
-            storage.put_record(b"again")
+            storage.writer.put_record(b"again")
             assert storage.record == (5, b"again")
 
     def test_an_older_record_that_is_garbled_is_no_damage(self, recorded: Path) -> None:
@@ -333,7 +333,7 @@ class DamageContract:
         damage(header, start + 28, b"X")
         assert verify(recorded).sound
         with open_storage(recorded, "append") as storage:
-            storage.put_record(b"newest")
+            storage.writer.put_record(b"newest")
             assert storage.record == (5, b"newest")
             damage(header, content.index(b"newer"), b"X")
             assert storage.record == (5, b"newest")

@@ -1,0 +1,127 @@
+"""The files of a storage in the hands of its one writer: made, enlarged, shown and closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tallyroll.storage.engine.commit_engine import Durability, Engine
+from tallyroll.storage.engine.creation import create_new
+from tallyroll.storage.errors import SchemaMismatch
+from tallyroll.storage.files.paths import told
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.rows.schema import Schema
+
+
+class OpenedFiles:
+    """The files that a `FileReader` reads, open for a writer.
+
+    Args:
+        reader: of the files.
+        capacity: rows to reserve space for at once, 0 for none.
+        max_size: slots of a ring, None where every row is kept.
+        durability: what a commit survives.
+        accept_copy: open a copy of a storage that was open for writing.
+    """
+
+    @told
+    def __init__(
+        self,
+        reader: FileReader,
+        *,
+        capacity: int,
+        max_size: int | None,
+        durability: Durability,
+        accept_copy: bool,
+    ) -> None:
+        self.path, self.reader = reader.path, reader
+        self._capacity, self.durability = capacity, durability
+        self.turn = threading.RLock()
+        """The lock that is held while rows are written, and while files are made or replaced."""
+        if reader.mode == "create":
+            reader.format.refuse_existing()
+            reader.ring = max_size or 0
+            return
+        reader.open(writable=reader.mode == "append", accept_copy=accept_copy, **self._options)
+        try:
+            self._make_ready(max_size)
+        except BaseException:
+            reader.close()
+            raise
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"capacity": self._capacity, "durability": self.durability}
+
+    def _make_ready(self, wanted: int | None) -> None:
+        reader = self.reader
+        if wanted and wanted != reader.ring:
+            raise ValueError(
+                f"max_size={wanted} was given, and {self.path} "
+                + (f"is a ring of {reader.ring} rows." if reader.ring else "keeps every row.")
+                + " Leave max_size out when opening."
+            )
+        if reader.ring and reader.mode == "append" and "finalized" in reader.manifest:
+            # Drop checksums of rows that will be overwritten.
+            kept = {k: v for k, v in reader.manifest.items() if k != "finalized"}
+            reader.write_manifest(kept)
+
+    @told
+    def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
+        """Make the files; a copy of another storage gets its ``id``."""
+        reader = self.reader
+        made = create_new(reader.format, schema, runs, id=id, ring=reader.ring, **self._options)
+        reader.use(*made)
+
+    def require_schema(self, schema: Schema) -> None:
+        """Raise `SchemaMismatch` unless rows of ``schema`` fit."""
+        reader = self.reader
+        reader.running().right.require()
+        if different := reader.schema.differences(schema):
+            raise SchemaMismatch(
+                f"{self.path} has other columns than the data: {'; '.join(different)}. Nothing "
+                "was written; make the data fit, or create another storage."
+            )
+
+    @told
+    def reserve(self, rows: int) -> None:
+        """Implement `DiskStorage.reserve`."""
+        with self.turn:
+            self.reader.require_open()
+            engine = self.reader.engine
+            if engine is None:
+                self._capacity = max(self._capacity, rows)
+                return
+            engine.right.require()
+            if self.reader.format.grows or rows <= engine.space.columns.room:
+                engine.space.reserve(rows)
+            else:
+                self._reopen(engine, rows)
+
+    def _reopen(self, engine: Engine, capacity: int) -> None:
+        reader, head = self.reader, engine.counts.head
+        try:
+            engine.close()
+            reader.open(writable=True, **{**self._options, "capacity": capacity})
+        except BaseException:
+            try:
+                reader.open(writable=True, durability=self.durability)
+            except BaseException:
+                reader.lose(head)
+                raise
+            raise
+
+    @told
+    def flush(self) -> None:
+        """Implement `DiskStorage.flush`."""
+        with self.turn:
+            self.reader.require_open()
+            if self.reader.engine is not None:
+                self.reader.engine.flush()
+
+    @told
+    def leave(self, finish: Callable[[], None] | None = None) -> None:
+        """Close the files as `Engine.close` does."""
+        if (engine := self.reader.let_go()) is not None:
+            engine.close(finish)

@@ -1,0 +1,76 @@
+"""The claim of a collector's run to a storage, while the run is written."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from tallyroll.storage.errors import RunUnderWay
+from tallyroll.storage.stores.opened_files import OpenedFiles
+
+
+class RunClaim:
+    """Lets only ``ids="fresh"`` write until a run is over.
+
+    A collector's run numbers its trajectories and counts its rows: rows of another writer in
+    between would be counted as its own. A claim also ends when its run is deleted.
+    """
+
+    def __init__(self, opened: OpenedFiles) -> None:
+        self._opened = opened
+        self._run: weakref.ref[object] | None = None
+        self._run_begun = False
+
+    def take(self, run: object, *, begins: bool = True) -> bool:
+        """Claim the storage for ``run``.
+
+        A run that ``begins`` takes the claim from a run that has not begun; a run that does not
+        begin yet gets a claim only if there is none.
+
+        Returns:
+            Whether ``run`` has the claim now.
+
+        Raises:
+            RunUnderWay: another run has begun, and is not over.
+        """
+        with self._opened.turn:
+            other = self._other_than(run)
+            if other and self._run_begun and begins:
+                gc.collect()  # a run that was dropped may be part of a cycle
+                if self._other_than(run):
+                    raise RunUnderWay(
+                        f"another collector is writing a run to {self._opened.path}: rows of two "
+                        "runs, one between the other, would be counted as either's. Nothing was "
+                        "written. Let that run end, or call that collector's shutdown(), before "
+                        "this one begins; or give it a storage of its own."
+                    )
+            if other and not begins:
+                return False
+            self._run, self._run_begun = weakref.ref(run), begins
+            return True
+
+    def _other_than(self, run: object) -> bool:
+        return self._run is not None and self._run() not in (None, run)
+
+    def is_of(self, run: object) -> bool:
+        """Return whether ``run`` has the claim."""
+        return self._run is not None and self._run() is run
+
+    def end(self, run: object) -> None:
+        """End the claim of ``run``, unless another run has taken it since."""
+        if self.is_of(run):
+            self._run = None
+
+    @property
+    def stands(self) -> bool:
+        """True while a run has the claim."""
+        return self._run is not None and self._run() is not None
+
+    def require_none(self) -> None:
+        """Raise `RunUnderWay` while a run has the claim."""
+        if self._run is not None and self._run() is not None:
+            raise RunUnderWay(
+                f"a collector is writing a run to {self._opened.path}, and rows from elsewhere in "
+                "the middle of it would be counted as its own. Nothing was written. Add them when "
+                "the run is over, or after the collector's shutdown()."
+            )
