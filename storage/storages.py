@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -15,7 +14,6 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
-from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import (
     NotAnAppend,
     NotAStorage,
@@ -173,33 +171,6 @@ class DiskStorage(RowStore, AsTensorStorage):
         if writer.tell is not None:
             writer.tell(span)
         return span
-
-    def extend_slot(
-        self,
-        slot: SlotRows,
-        version: int,
-        *,
-        watched: bool,
-        undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> int:
-        """Number, count and append a slot of a slab and its record, at once.
-
-        Args:
-            slot: made with this storage's schema.
-            version: the version of the policy that chose the actions.
-            watched: the caller must see the slot first, if an episode begins or ends in it.
-            undivided: returns a context for the write and the report of it to replay buffers.
-
-        Returns:
-            How many episodes ended; -1, with nothing done, if it takes :meth:`extend_fixed`.
-        """
-        if not self._attached_entities_list:
-            return self.writer.write_slot(slot, version, watched=watched)
-        with undivided():
-            ended = self.writer.write_slot(slot, version, watched=watched)
-            if ended >= 0:
-                buffers.tell_buffers(self, range(self.head - slot.count, self.head))
-            return ended
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Append ``data`` at ``cursor``, which must name the rows right after the last one.

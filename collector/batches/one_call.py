@@ -15,6 +15,7 @@ from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_writer import RowWriter
 
 
 class OneCall:
@@ -127,6 +128,7 @@ class OneCall:
             return None
         assert isinstance(storage, DiskStorage)
         assert isinstance(storage.reader, FileReader)
+        assert isinstance(storage.writer, RowWriter)
         if block.entry != LedgerEntry(slots=count, executed=count):
             return None
         slot = self._writer.slot(
@@ -142,7 +144,7 @@ class OneCall:
             table,
             slot,
             block.again,
-            storage,
+            storage.writer,
             storage.reader,
             self._episodes,
             self._acting,

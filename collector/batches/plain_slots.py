@@ -22,7 +22,7 @@ from tallyroll.collector.rollout.source import Again
 from tallyroll.storage.engine.kernel import require_names
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_writer import RowWriter
 
 require_names("LEDGER", COUNTS)
 
@@ -34,9 +34,9 @@ class PlainSlots:
     table: SlabRows
     slot: SlotRows
     again: Again
-    storage: DiskStorage
+    writer: RowWriter
     reader: FileReader
-    """The storage's reader; it has no engine after the storage was closed."""
+    """The reader of the storage; it has no engine after the storage was closed."""
     episodes: EpisodeLog
     acting: Acting
     entry: LedgerEntry
@@ -74,12 +74,16 @@ class PlainSlots:
         """Check, number, count and store the filled slot; False, with nothing done, if refused."""
         if self.masks is not None and not self.masks():
             return False
-        ended = self.storage.extend_slot(
-            self.slot, self.again.version, watched=finals.looks, undivided=deferred
-        )
-        if ended > 0:
+        slot, append = self.slot, self.writer.append
+        slot.version, slot.watched = self.again.version, finals.looks
+        if self.writer.tell is None:
+            stored = append(slot)
+        else:
+            with deferred():  # replay buffers hear of each slot that is stored
+                stored = append(slot)
+        if slot.run.ended:
             self.log()
-        return ended >= 0
+        return bool(stored)
 
     def log(self) -> None:
         """Log the episodes that ended, unless they were logged before."""

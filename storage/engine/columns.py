@@ -48,13 +48,22 @@ class Columns:
         schema: its columns.
         arrays: one [room, ...] a column, over maps of the files.
         warm: as the attribute.
+        one_call: rows may be committed in one call, if there is an extension for it.
     """
 
     def __init__(
-        self, format: Format, schema: Schema, arrays: list[np.ndarray], *, warm: bool
+        self,
+        format: Format,
+        schema: Schema,
+        arrays: list[np.ndarray],
+        *,
+        warm: bool,
+        one_call: bool,
     ) -> None:
         self.arrays = arrays
         self.kernel: Kernel | None = compiled()
+        self.one_call = self.kernel if one_call else None
+        """The extension, while this process may commit rows in one call of it."""
         self.room = len(arrays[0])
         """Slots that are mapped."""
         self.warm = warm
@@ -71,11 +80,9 @@ class Columns:
 
     def in_place(self, slot: int, count: int) -> bool:
         """Return whether ``count`` rows fit into the map from ``slot`` on, and go through it."""
-        return (self.warm or self.are_few(count)) and slot + count <= self.room
-
-    def are_few(self, count: int) -> bool:
-        """Return whether ``count`` rows go through the map although its pages are new."""
-        return count * self._widest < _WRITE_NBYTES
+        # A few go through the map although its pages are new.
+        few = count * self._widest < _WRITE_NBYTES
+        return (few or self.warm) and slot + count <= self.room
 
     def copy_memory(self, slot: int, count: int, addresses: Sequence[int]) -> None:
         """Copy ``count`` rows of each column to slots from ``slot`` on, which must be `in_place`.

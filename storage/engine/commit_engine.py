@@ -13,15 +13,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.counts import Counts
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.new_rows import NewRows
 from tallyroll.storage.engine.private_rows import PrivateRows
-from tallyroll.storage.engine.right_to_write import LOOK_SECONDS, RightToWrite
+from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.engine.ring import in_use, pieces, slots_of
 from tallyroll.storage.engine.row_copies import RowCopies
-from tallyroll.storage.engine.slot_rows import SlotRows
+from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import ReaderLock, WriterLock
@@ -58,9 +56,15 @@ class Engine:
         self._format, self._header, self._lock = format, header, lock
         self._power = durability == "power"
         self._private = PrivateRows(format, schema)
-        self.counts = Counts(header, follows=lock is None)
+        self.counts = SeenCounts(header, follows=lock is None)
         self.right = RightToWrite(lock, format.path)
-        self.space = MappedSpace(format, schema, header, "read" if lock is None else "write")
+        self.space = MappedSpace(
+            format,
+            schema,
+            header,
+            "read" if lock is None else "write",
+            one_call=lock is not None and not self._power,
+        )
         self.copies = RowCopies(format, header, schema, self.counts, self.space, self._private)
         self._refresh_at = time.monotonic() + _REFRESH_SECONDS
         self.known = header.known
@@ -88,7 +92,8 @@ class Engine:
         of them or none: ``reserve`` says which slots may be overwritten; the rows are copied; the
         record becomes valid with ``head``, which is stored last.
 
-        Return the rows' numbers. Raise a `WriteError` with nothing changed.
+        Return the rows' numbers; none, with nothing done, of `NewRows.only_in_one_call` that take
+        more calls. Raise a `WriteError` with nothing changed.
         """
         space, header = self.space, self._header
         if (now := time.monotonic()) >= self.right.look_at:
@@ -96,7 +101,7 @@ class Engine:
         if record is not None and len(record) > RECORD_LIMIT:
             check_record_size(record)
         with space.mutex:
-            start, count, columns = header.head, rows.count, space.columns
+            start, count, columns = self.known.head, rows.count, space.columns
             stop, slot = start + count, start % self.ring if self.ring else start
             if not count:
                 if record is not None:
@@ -104,17 +109,20 @@ class Engine:
                 return range(start, start)
             if self._private.watches:
                 rows = rows.apart_from(self._private)
-            places: Sequence[tuple[int, NewRows]] = ((slot, rows),)
-            if not columns.in_place(slot, count):
-                places, columns = self._places(rows, start, stop), space.columns
-            elif (
-                rows.in_one_call and not self._power and rows.commit(columns, header, slot, record)
-            ):
-                return self._committed(start, stop, now)
-            self._reserve(start, stop)
-            for slot, piece in places:
-                piece.copy_to(columns, slot)
-            return self._commit(start, stop, record)
+            in_place = columns.in_place(slot, count)
+            if not (in_place and rows.in_one_call and rows.commit(columns, header, slot, record)):
+                if rows.only_in_one_call:
+                    return range(start, start)
+                places = ((slot, rows),) if in_place else self._places(rows, start, stop)
+                self._reserve(start, stop)
+                for slot, piece in places:
+                    piece.copy_to(space.columns, slot)
+                self._commit(start, stop, record)
+            if stop >= space.warm_at:
+                space.columns.warm = True
+            if now >= self._refresh_at:
+                self._refresh(stop)
+            return range(start, stop)
 
     def _places(self, rows: NewRows, start: int, stop: int) -> Sequence[tuple[int, NewRows]]:
         """Make room for many rows; return them in one or two pieces, each with its first slot."""
@@ -139,7 +147,7 @@ class Engine:
         if self._power and self.ring and stop > self.ring:
             header.sync()
 
-    def _commit(self, start: int, stop: int, record: bytes | None) -> range:
+    def _commit(self, start: int, stop: int, record: bytes | None) -> None:
         header = self._header
         if record is not None:
             header.write_record(record, stop)
@@ -147,7 +155,7 @@ class Engine:
             self._format.sync(in_use(start, self.ring))
             if record is not None:  # or `head` may be on the disk before it
                 header.sync()
-        if (now := time.monotonic()) >= self.right.look_at:
+        if time.monotonic() >= self.right.look_at:
             self.right.look()  # it took long: another may write by now
         header.head = stop
         if self._power:
@@ -156,51 +164,14 @@ class Engine:
             except StorageError:
                 header.head = start  # nothing was promised, and the next append comes here
                 raise
-        return self._committed(start, stop, now)
-
-    def _committed(self, start: int, stop: int, now: float) -> range:
         self.known.commits += 1
-        if stop >= self.space.warm_at:
-            self.space.columns.warm = True
-        if now >= self._refresh_at:
-            self._refresh_at = time.monotonic() + _REFRESH_SECONDS
-            # The rows are committed, whatever happens here; what other libraries see stays as
-            # it was, which is true too. flush() and close() do raise.
-            with suppress(StorageError, OSError):
-                self._format.publish(in_use(stop, self.ring))
-        return range(start, stop)
 
-    def append_slot(self, slot: SlotRows, version: int, *, watched: bool) -> int:
-        """Number, count and append a slot of a slab at once; see `Kernel.store_slot`.
-
-        Return how many episodes ended; -1, with nothing done, if the caller must append it row
-        by row.
-        """
-        lock, now, right = self._lock, time.monotonic(), self.right
-        if now >= self._refresh_at or lock is None or self._power:
-            return -1
-        if now >= right.look_at:
-            if not lock.stands:
-                return -1
-            right.look_at = now + LOOK_SECONDS
-        with self.space.mutex:
-            columns = self.space.columns
-            if (kernel := columns.kernel) is None:
-                return -1
-            if slot.columns is not columns:
-                self._plan(slot, columns)
-            if lock.lost or lock.released or not (slot.is_small or columns.warm):
-                return -1
-            # No handler of a signal, which might close the storage, runs before this.
-            ended = kernel.store_slot(slot.plan, columns.room, version, watched)
-            if self._header.head >= self.space.warm_at:
-                columns.warm = True
-            return ended
-
-    def _plan(self, slot: SlotRows, columns: Columns) -> None:
-        header = self._header
-        slot.make_plan(columns.table_of(slot.rows), header.addresses, header.known, self.ring)
-        slot.columns, slot.is_small = columns, columns.are_few(slot.count)
+    def _refresh(self, head: int) -> None:
+        self._refresh_at = time.monotonic() + _REFRESH_SECONDS
+        # The rows are committed, whatever happens here; what other libraries see stays as
+        # it was, which is true too. flush() and close() do raise.
+        with suppress(StorageError, OSError):
+            self._format.publish(in_use(head, self.ring))
 
     def put_record(self, record: bytes) -> None:
         """Commit a record without rows."""
@@ -279,6 +250,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Close the files as they are, and keep the lock."""
+        self.space.close()
         with ExitStack() as exits:
             exits.callback(self._private.close)
             exits.callback(self._format.close)
@@ -289,6 +261,7 @@ class Engine:
 
         A writer calls ``finish`` when it holds nothing but the lock.
         """
+        self.space.close()
         with ExitStack() as exits:
             if self._lock is not None:
                 exits.callback(self._lock.release)

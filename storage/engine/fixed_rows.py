@@ -81,14 +81,13 @@ class IndexedRows(NewRows):
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
         """Commit a range of rows and a record in one call, if the last commit was not cut off."""
-        kernel, index = columns.kernel, self._index
-        if kernel is None or not record or type(index) is not range:
+        index = self._index
+        if not record or type(index) is not range:
             return False
-        one = header.commit_in_one(self.count, record)
-        if one is None:
+        one, table = header.commit_in_one(self.count, record), columns.table_of(self._memory)
+        if one is None or columns.one_call is None:
             return False
-        table = columns.table_of(self._memory)
-        kernel.commit_rows(table, slot, index.start, self.count, *one, record)
+        columns.one_call.commit_rows(table, slot, index.start, self.count, *one, record)
         header.committed(self.count)
         return True
 

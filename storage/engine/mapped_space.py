@@ -28,16 +28,19 @@ class MappedSpace:
         schema: its columns.
         header: its header.
         access: how files are mapped.
+        one_call: as `Columns`.
     """
 
     columns: Columns
 
-    def __init__(self, format: Format, schema: Schema, header: Header, access: Access) -> None:
+    def __init__(
+        self, format: Format, schema: Schema, header: Header, access: Access, *, one_call: bool
+    ) -> None:
         self.ring = ring = header.ring
         self.mutex = threading.RLock()
         """The lock that is held while rows are appended, and while they are read from a ring."""
         self._format, self._schema, self._header = format, schema, header
-        self._access: Access = access
+        self._access, self._one_call = access, one_call
         self.warm_at = header.head + ring if ring else sys.maxsize
         """Rows with which this process has written every slot of the ring."""
         self._remap(in_use(header.head, ring), warm=False)
@@ -47,6 +50,7 @@ class MappedSpace:
         held the lock.
         """
         self._access, self.mutex = "read", threading.RLock()
+        self.close()
 
     def arrays(self) -> list[np.ndarray]:
         """Return one array [room, ...] a column, slot by slot; room holds all committed rows."""
@@ -106,6 +110,12 @@ class MappedSpace:
                 self._format.grow(rows)
                 self._remap(rows, warm=self.columns.warm)
 
+    def close(self) -> None:
+        """Let no commit be made that has not begun."""
+        self._one_call, self.columns.one_call = False, None
+
     def _remap(self, rows: int, *, warm: bool) -> None:
         arrays = self._format.arrays(rows, self._access)
-        self.columns = Columns(self._format, self._schema, arrays, warm=warm)
+        self.columns = Columns(
+            self._format, self._schema, arrays, warm=warm, one_call=self._one_call
+        )

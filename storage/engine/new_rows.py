@@ -26,6 +26,9 @@ class NewRows(ABC):
     in_one_call = False
     """True if :meth:`commit` may do the whole append."""
 
+    only_in_one_call = False
+    """True if the caller has another way for rows that :meth:`commit` refuses."""
+
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
         """Reserve, copy, and write record and head, in one compiled call, and return True.
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from tallyroll.storage.engine.columns import Places
-from tallyroll.storage.engine.counts import Counts
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.ring import first_valid, in_use, rows_in, slots_at
+from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import IndexOutOfRange, Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import is_held
@@ -39,7 +39,7 @@ class RowCopies:
         format: Format,
         header: Header,
         schema: Schema,
-        counts: Counts,
+        counts: SeenCounts,
         space: MappedSpace,
         lent: PrivateRows,
     ) -> None:

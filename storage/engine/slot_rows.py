@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.fixed_rows import FixedRows
 from tallyroll.storage.engine.kernel import require_names, table_of
+from tallyroll.storage.engine.new_rows import NewRows
+from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.counts import Counts, counts_of
 
 RunCounts = counts_of("next_id", "ended")
@@ -19,8 +22,11 @@ require_names("RUN", RunCounts.names)
 
 
 @dataclass(eq=False)
-class SlotRows:
+class SlotRows(NewRows):
     """The first rows of fixed memory, and the counts and the record that go with them.
+
+    One call numbers, counts and commits them, and makes the slab ready for the next slot. What
+    takes more calls is left to the collector, which has the same rows as `IndexedRows` then.
 
     It keeps the tables and the blocks of the plan, and the arrays of ``rows``, alive. The arrays of
     the other tables belong to the collector's slab, and to its state of the lanes.
@@ -46,25 +52,39 @@ class SlotRows:
     amounts: bytes
     """The number that the slot adds to each count of the ledger, int64; episodes are counted by the
     kernel, and the count of carried rows becomes 0."""
-    columns: object = None
+    version: int = 0
+    """The version of the policy that chose the actions."""
+    watched: bool = True
+    """True if the collector must see the slot first, if an episode begins or ends in it."""
+    in_one_call = only_in_one_call = True
+    _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
-    plan: tuple[Any, ...] = ()
+    _known: Counts | None = None
+    """The block of the storage's counts, which the plan refers to."""
+    _plan: tuple[Any, ...] = ()
     """The plan of `Kernel.store_slot`. No storage keeps it, because it refers to the collector."""
-    commit: Counts | None = None
-    """The block of the storage's counts, for which the plan was made."""
-    is_small: bool = False
-    """True if the rows go through a map of files whose pages are new."""
 
-    def make_plan(self, table: bytes, header: bytes, commit: Counts, ring: int) -> None:
-        """Make the plan.
+    def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
+        """Number, count and commit the slot with its own record; see `Kernel.store_slot`."""
+        if self._columns is not columns:
+            self._make_plan(columns, header)
+        # No handler of a signal, which might close the storage, runs between these two lines.
+        kernel = columns.one_call
+        return kernel is not None and (
+            kernel.store_slot(self._plan, columns.room, self.version, self.watched) >= 0
+        )
 
-        Args:
-            table: the table of `Kernel.copy_rows`.
-            header: addresses of ``reserve``, of ``head``, and of both slots of records.
-            commit: the block of the storage's counts, which is kept alive.
-            ring: slots of the ring; 0: the storage grows.
-        """
-        self.commit = commit
-        blocks = table_of(block.address for block in (commit, self.run, self.ledger))
-        tables = self.numbering, self.checks, self.carry, table, header, self.amounts, blocks
-        self.plan = (*tables, self.record, ring)
+    def _make_plan(self, columns: Columns, header: Header) -> None:
+        blocks = table_of(block.address for block in (header.known, self.run, self.ledger))
+        tables = self.numbering, self.checks, self.carry, columns.table_of(self.rows)
+        places = header.addresses, self.amounts, blocks
+        self._plan = (*tables, *places, self.record, header.ring)
+        self._known, self._columns = header.known, columns
+
+    def copy_to(self, columns: Columns, slot: int) -> NoReturn:
+        """Refuse: the rows have no numbers yet."""
+        raise NotImplementedError
+
+    def as_arrays(self) -> NoReturn:
+        """Refuse: the rows have no numbers yet."""
+        raise NotImplementedError

@@ -301,6 +301,7 @@ class Header:
         known = self.known
         known.reserve = known.head = known.head + rows
         known.sequence += 1
+        known.commits += 1
 
     def forget_uncommitted(self) -> None:
         """Wipe records of rows that were never committed: later rows will take their place."""

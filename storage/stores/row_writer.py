@@ -17,7 +17,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.new_rows import ArrayRows, NewRows, TensorRows
-from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import Progress, checksums
 from tallyroll.storage.files.paths import told
@@ -95,17 +94,17 @@ class RowWriter:
             record: as `DiskStorage.extend`.
 
         Returns:
-            The rows' numbers.
+            The rows' numbers, as `Engine.append`.
 
         Raises:
             WriteError: refused, with nothing written.
         """
         reader = self.reader
         with self.opened.turn:
-            index = reader.trajectory_index
+            index, engine = reader.trajectory_index, reader.engine or reader.running()
             if index.counted is not None and reader.ring:
                 index.make_way(reader, range(rows.count))
-            span = reader.running().append(rows, record)
+            span = engine.append(rows, record)
             self._staged = None
         if self.tell is not None:
             self.tell(span)
@@ -216,17 +215,6 @@ class RowWriter:
     def _id_checks(self) -> IdChecks | None:
         """The checks of ids that callers write; None if rows have no ids."""
         return IdChecks(self.reader) if says_whose(self.reader.schema) else None
-
-    def write_slot(self, slot: SlotRows, version: int, *, watched: bool) -> int:
-        """Implement `DiskStorage.extend_slot`."""
-        with self.opened.turn:
-            reader = self.reader
-            engine, index = reader.engine, reader.trajectory_index
-            if engine is None or self._staged is not None:
-                return -1
-            if index.counted is not None and reader.ring:
-                index.make_way(reader, range(slot.count))
-            return engine.append_slot(slot, version, watched=watched)
 
     def replace(self, source: RowReader) -> None:
         """Take over all rows of a ring of the same size and schema, and their numbers."""

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from tallyroll.storage import MemmapStorage, n_step, n_steps, open_storage
 from tallyroll.storage.engine import row_copies
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.counts import Counts
 from tallyroll.storage.engine.row_copies import RowCopies
+from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.record_slots import RecordSlots
@@ -267,7 +267,7 @@ def test_links_and_table_of_a_reader_that_is_lapped_between_two_looks(
         writer.write(30)
     counts = engine_of(reader).counts
     for use in ("table", "slices"):
-        with before(Counts, "span", times(1, lambda: writer.write(count)), only=counts):
+        with before(SeenCounts, "span", times(1, lambda: writer.write(count)), only=counts):
             if use == "table":
                 assert len(reader.trajectories.table)
             else:

@@ -8,7 +8,7 @@ from tallyroll.storage.files.commit_header import Header
 _LOOKS = 100
 
 
-class Counts:
+class SeenCounts:
     """The counts of a storage, which another process may change.
 
     Args:
