@@ -88,8 +88,8 @@ def block_of(lanes: int, reset_slot: bool) -> Callable[[], None]:
     def take() -> None:
         block = rollout.block(want)
         post(ledger, block.entry)
-        with block:
-            block.keep(more=False)
+        block.keep(more=False)
+        rollout.given(block)
         block.release()
 
     return take

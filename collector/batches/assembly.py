@@ -20,7 +20,7 @@ from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_status import RunStatus
 from tallyroll.collector.batches.slab_rows import SlabPart
 from tallyroll.collector.batches.storing_plan import StoringPlan, traits_of
-from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
+from tallyroll.collector.batches.torchrl_layout import NO_FLAGS, Flags, TorchrlLayout
 from tallyroll.collector.batches.value_checks import Range, RangeChecks
 from tallyroll.collector.batches.writer import BatchWriter
 from tallyroll.collector.counting.episode_log import EpisodeLog
@@ -73,7 +73,7 @@ class Assembly:
         self._options, self._writer, self._source = options, writer, source
         self._rollout, self._ledger, self._ahead = rollout, ledger, ahead
         self.state, self.provenance = state, provenance
-        self.status = RunStatus(ledger.stored)
+        self.status = RunStatus(ledger)
         lanes, plan = len(state.step), source.plan
         layout = (options, source, lanes, writer, torchrl)
         self._laying_out = LayingOut(*layout)
@@ -88,6 +88,8 @@ class Assembly:
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         watched = options.finals == "check" and not plan.lost_finals
         self._finals = FinalsWatch(lanes, plan.observed if watched else ())
+        self._few = options.total_episodes is not None
+        """True if the source may end the run by itself, when the last episode is complete."""
         self._apart = torchrl is not None and torchrl.apart
         """True if a batch is of one worker."""
         self._lays_out = True
@@ -106,6 +108,8 @@ class Assembly:
             writer.open(source.no_rows, provenance, source.behind)
         traits = traits_of(options, source, rollout, writer, self._counts, self._checks, torchrl)
         self.plan = StoringPlan.of(traits)
+        self._most = options.frames_per_batch if self.plan.rows.way != "slab" else writer.most
+        """Rows that `collect` stores at once."""
         self._in_slab: InSlab | None = None
         """Rows that go to the storage directly from a slab; None: they are gathered first."""
         self.one_call: OneCall | None = None
@@ -145,8 +149,9 @@ class Assembly:
             self._ahead.begin(size, self._checks)
         with self._acting:
             self._gather(size)
+        short = self._in_hand < size
         batch = self._deliver(size) if self._in_hand else None
-        self._end()
+        self._end(short=short)
         return batch
 
     def collect(self, want: int) -> int:
@@ -155,38 +160,31 @@ class Assembly:
         if self.one_call is not None and self.one_call.raised is not None:
             self._take(want, 0)
         before = ledger.stored
-        in_slab = self._in_slab is not None
-        most = self._writer.most if in_slab else self._options.frames_per_batch
+        in_slab, most = self._in_slab is not None, self._most
         goal = before + self._budget.batch(before, want)
         self._begin(min(most, goal - before))
         if in_slab:
             with self._acting:
-                while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
+                while ledger.stored < goal:
                     if not self._in_hand:
                         self._take(min(most, goal - ledger.stored), 0)
                     if self._in_hand:
                         self._deliver(goal - ledger.stored)
-                    self._admit(goal - ledger.stored)
+                    if ledger.stored < goal:
+                        if not self._in_hand and self._rollout.dry:
+                            break
+                        self._admit()
         while ledger.stored < goal and (self._in_hand or not self._rollout.dry):
             with self._acting:
                 self._gather(min(most, goal - ledger.stored))
             if self._in_hand:
                 self._deliver(min(most, goal - ledger.stored))
-        self._end()
+        self._end(short=ledger.stored < goal)
         return ledger.stored - before
-
-    def note_call(self) -> None:
-        """Note that a call begins, which an exception may end from here on."""
-        self.status.begin_call(self._ledger.stored)
 
     def leave(self) -> None:
         """Let gradients and exploration be as they were, if an exception left them."""
         self._acting.__exit__()
-
-    def settle(self) -> None:
-        """Count the slot that the last plain call left."""
-        if self.one_call is not None:
-            self.one_call.settle()
 
     def _begin(self, size: int) -> bool:
         """Begin an iteration whose first batch has ``size`` rows; return False if one goes on."""
@@ -215,16 +213,17 @@ class Assembly:
 
     def _gather(self, size: int) -> None:
         """Take blocks until ``size`` rows are in hand; one block if a batch is of one worker."""
-        while self._in_hand < size and not self._rollout.dry:
+        while self._in_hand < size:
             self._take(size - self._in_hand, 0 if self._apart else size)
             if self._apart and self._in_hand:
                 break
-            self._admit(size - self._in_hand)
+            if self._in_hand < size:
+                if self._rollout.dry:
+                    break
+                self._admit()
 
-    def _admit(self, missing: int) -> None:
-        """Call waiting signal handlers if rows are still missing: nothing is half done here."""
-        if missing <= 0:
-            return
+    def _admit(self) -> None:
+        """Call waiting signal handlers while rows are missing: nothing is half done here."""
         rollout, status = self._rollout, self.status
         if rollout.paused:
             rollout.go_on()
@@ -236,12 +235,19 @@ class Assembly:
             call_waiting()
             status.intact = False
 
-    def _end(self) -> None:
-        """End an iteration, and the run too if no more rows will come."""
+    def _end(self, *, short: bool) -> None:
+        """End an iteration, and the run too if no more rows will come.
+
+        ``short``: fewer came than were wanted.
+        """
         self._under_way = False
         if self._options.surplus == "discard":
             self.discard()
-        if self._budget.remaining(self._ledger.stored) == 0 or self._rollout.dry:
+        total = self._budget.total
+        over = total is not None and self._ledger.stored >= total
+        if not over and (short or self._few or self.status.stopped):
+            over = self._rollout.dry
+        if over:
             self.finish()
             self._finals.warn_at_end(self._committed)
 
@@ -250,22 +256,31 @@ class Assembly:
 
         After an error, complete and sound rows are stored before it is raised.
         """
-        if (one_call := self.one_call) is not None:
-            one_call.ready = None
+        one_call = self.one_call
         try:
-            block = self._filled(want)
-            at_once = one_call is not None and block.again is not None and size == 0
-            if one_call is not None and at_once and one_call.store(block, self.state):
-                return
-            self._check(block)
+            if one_call is None:
+                block = self._filled(want)
+            else:
+                one_call.ready = None
+                raised = None if one_call.raised is None else one_call.take_raised()
+                block = self._filled(want, raised)
+                if block.again and size == 0 and one_call.store(block, self.state):
+                    return
+            post(self._ledger, block.entry)
+            bad = self._checks.first_violation(block.slab, block.used, self.state)
+            if bad is not None:
+                raise bad.error
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self._rescue(error)
             raise
-        self._add(block, self._in_hand + len(block) < size)
+        count = block.index.size
+        self._add(block, count, self._in_hand + count < size)
 
-    def _filled(self, want: int) -> Block:
-        one_call = self.one_call
-        raised = None if one_call is None else one_call.take_raised()
+    def _filled(self, want: int, raised: BaseException | None = None) -> Block:
+        """Return the next block; ``raised`` is what a fill raised before, and is raised here.
+
+        The fault of an action is raised in the place of what its step raised.
+        """
         try:
             if raised is not None:
                 raise raised
@@ -277,41 +292,36 @@ class Assembly:
                 raise culprit from error
             raise
 
-    def _check(self, block: Block) -> None:
-        """Count the events of ``block``, and raise if its values are not as declared."""
-        post(self._ledger, block.entry)
-        bad = self._checks.first_violation(block.slab, block.used, self.state)
-        if bad is not None:
-            raise bad.error
-
-    def _add(self, block: Block, more: bool) -> None:
+    def _add(self, block: Block, count: int, more: bool) -> None:
         """Number the rows of ``block``, and add them to the batch; cuts take effect after them.
 
         Large rows stay in the slab until delivery, if they can; all rows do if the batch is this
         block alone. ``more``: another block will be asked for before delivery.
         """
         copied = None if self._ahead is None else self._ahead.take(block)
-        with block:
-            if len(block):
-                alone = not (more or self._parts)
-                table = None
-                if alone and self._in_slab is not None:
-                    table = self._in_slab.table_of(block, yields=self._lays_out)
-                part: Part | SlabPart
-                if table is not None and block.keep(more):
-                    part = table.part(block, self.state, by_lane=self._lays_out)
-                else:
-                    part = self._source.part(block, self.state, copied, alone=alone)
-                self._finals.look(part)
-                post(self._ledger, self._counts.of_resets(part))
-                if part.episodes is not None and len(part.episodes):
-                    self.episodes.extend(part.episodes)
-                if isinstance(part, SlabPart) or (part.large and block.keep(more)):
-                    self._kept.append(block)
-                else:
+        if count:
+            alone, table = not (more or self._parts), None
+            if alone and self._in_slab is not None:
+                table = self._in_slab.table_of(block, yields=self._lays_out)
+            part: Part | SlabPart
+            if table is not None and block.keep(more):
+                part = table.part(block, self.state, by_lane=self._lays_out)
+            else:
+                part = self._source.part(block, self.state, copied, alone=alone)
+                if not (part.large and block.keep(more)):
                     part.settle()
-                self._parts.append(part)
-        self._in_hand += len(block)
+            if self._finals.looks:
+                self._finals.look(part)
+            if self._counts.column is not None:
+                post(self._ledger, self._counts.of_resets(part))
+            if part.episodes is not None and len(part.episodes):
+                self.episodes.extend(part.episodes)
+            if block.kept:
+                self._kept.append(block)
+            self._parts.append(part)
+        if block.giver is not None:
+            block.giver.given(block)
+        self._in_hand += count
         if block.cuts is not None:
             self._begin_anew(block.cuts)
             self._finals.forget(block.cuts)
@@ -327,18 +337,28 @@ class Assembly:
         Raises:
             LedgerError: transitions were lost or doubled on their way; nothing is stored.
         """
-        self._finals.require_true(self._committed)
-        part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
-        rest = None
-        if len(part) > most and isinstance(part, Part):  # a larger batch was parted
+        if self._finals.looks:
+            self._finals.require_true(self._committed)
+        part, rest = self._parts[0], None
+        if len(self._parts) > 1:
+            part = merge(self._parts)  # type: ignore[arg-type]  # one of another kind is alone
+        count, ledger = part.count, self._ledger
+        if count > most and isinstance(part, Part):  # a larger batch was parted
             part, rest = part.split(most)
-        count, ledger = len(part), self._ledger
-        entry, head, batch = self._counts.of(part, count), self._writer.head, None
-        flags, before = self._laying_out.flags(part), ledger.stored
+            count = most
+        entry, batch = self._counts.of(part, count), None
+        torchrl, before = self._laying_out.torchrl, ledger.stored
+        flags = NO_FLAGS if torchrl is None else torchrl.root_flags(part)
         try:
             post(ledger, entry)
             ledger.balance(self._rollout.held + (0 if rest is None else len(rest)))
-            batch = self._stored(part, flags)
+            open_lanes = int(np.count_nonzero(self.state.step))
+            if isinstance(part, SlabPart):
+                assert self._in_slab is not None
+                self._in_slab.store(part, ledger, open_lanes)
+                batch = self._in_slab.batch(part) if self._lays_out else None
+            else:
+                batch = self._store(part, ledger, open_lanes, flags)
         except ItemsDiffer as error:
             last = self._is_rest(count)
             post(ledger, entry.undone())
@@ -349,7 +369,7 @@ class Assembly:
             post(ledger, self._cut_items.discard(part, self.state, error))
             self._in_hand -= count
         except BaseException:
-            committed = self._writer.head - head
+            committed = self._writer.committed_after(before)
             if committed < count:  # else it was raised after the commit
                 if ledger.stored != before:  # else it was raised before that was counted
                     post(ledger, entry.undone())
@@ -363,19 +383,18 @@ class Assembly:
         self._parts = [] if rest is None else [rest]
         while self._kept:
             self._kept.pop().release()
-        return None if batch is None else self._laying_out.arranged(batch, flags)
+        if batch is None or not self._laying_out.arranges:
+            return batch
+        return self._laying_out.arranged(batch, flags)
 
-    def _stored(self, part: Part | SlabPart, flags: Flags) -> TensorDictBase | None:
-        """Commit the rows of ``part`` with the ledger; return those of a batch, if one is wanted.
+    def _store(
+        self, part: Part, ledger: Ledger, open_lanes: int, flags: Flags
+    ) -> TensorDictBase | None:
+        """Commit gathered rows with the ledger; return those of a batch, if one is wanted.
 
         They come one after the other, to be arranged.
         """
-        writer, ledger = self._writer, self._ledger
-        open_lanes = int(np.count_nonzero(self.state.step))
-        if isinstance(part, SlabPart):
-            assert self._in_slab is not None
-            self._in_slab.store(part, ledger, open_lanes)
-            return self._in_slab.batch(part) if self._lays_out else None
+        writer = self._writer
         rows = self._laying_out.of(part, flags, yields=self._lays_out)
         if not writer.ready:
             writer.open(rows.rows, self.provenance, rows.behind)
@@ -439,7 +458,7 @@ class Assembly:
             most = sys.maxsize if remaining is None else remaining - self._in_hand
             for block in self._rollout.salvage(self._sound, most):
                 post(self._ledger, block.entry)
-                self._add(block, more=True)
+                self._add(block, len(block), more=True)
             if self._parts:
                 self._deliver(self._in_hand)
 
@@ -462,13 +481,14 @@ class Assembly:
             if not self.status.over:
                 self.finish()
         finally:
-            stored = self._ledger.stored
-            self.status.ended_by(error, stored, self._budget.remaining(stored), self._writer)
+            left = self._budget.remaining(self._ledger.stored)
+            self.status.ended_by(error, left, self._writer)
 
     def finish(self) -> None:
         """End the run: discard what is carried, and cut the open trajectories."""
         self.status.over = True
-        self.settle()
+        if self.one_call is not None:
+            self.one_call.settle()
         ledger = self._ledger
         before = ledger.discarded
         self._rollout.stop()

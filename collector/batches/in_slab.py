@@ -3,6 +3,7 @@
 import torch
 from tensordict import TensorDictBase
 
+from tallyroll.collector.batches.compiled_rows import rows_of_slab
 from tallyroll.collector.batches.laying_out import LayingOut
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
@@ -12,6 +13,7 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.engine.fixed_rows import FixedRows
 
 
 class InSlab:
@@ -46,14 +48,18 @@ class InSlab:
             return None
         table = self._tables.get(block.slab)
         if table is None:
-            table = self._tables[block.slab] = SlabRows(block.slab, self._source.plan)
+            table = self._tables[block.slab] = rows_of_slab(block.slab, self._source.plan)
         return table
 
     def store(self, part: SlabPart, ledger: Ledger, open_lanes: int) -> None:
         """Commit the rows of ``part``, and the ledger that includes them."""
-        if (schema := self._writer.schema) is not None:
-            rows = part.table.fixed(schema)
+        rows = part.table.as_stored or self._fixed(part.table)
+        if rows is not None:
             self._writer.write_fixed(rows, part.index, part.next_id, ledger, open_lanes)
+
+    def _fixed(self, table: SlabRows) -> FixedRows | None:
+        schema = self._writer.schema
+        return None if schema is None else table.fixed(schema)
 
     def batch(self, part: SlabPart) -> TensorDictBase:
         """Lay ``part`` out, one row after the other."""

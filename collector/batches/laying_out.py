@@ -8,7 +8,6 @@ from tensordict import TensorDictBase
 from tallyroll.collector.batches.cuts import own_flags, with_beginnings, with_cuts, without_cuts
 from tallyroll.collector.batches.layouts import by_lane, split_trajectories
 from tallyroll.collector.batches.rows import Part, Rows, RowSource, as_tensordict, behind_rows
-from tallyroll.collector.batches.slab_rows import SlabPart
 from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.writer import BatchWriter, Columns
 from tallyroll.collector.errors import ArgumentError
@@ -60,6 +59,8 @@ class LayingOut:
         if torchrl is not None and self._shapes:
             items = options.postproc is None and writer.makes_items(torchrl.dims)
             torchrl.require_rectangles(items)
+        self.arranges = options.layout != "rows"
+        """True if batches are not laid out as one row after the other."""
         self.marks = torchrl is None
         """True if done flags are True at the last row of a trajectory in a batch."""
         self.inits = source.plan.inits if torchrl is None else ()
@@ -72,10 +73,6 @@ class LayingOut:
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
         )
-
-    def flags(self, part: Part | SlabPart) -> Flags:
-        """Return the done flags that rows begin with; every part goes through here, in order."""
-        return {} if self.torchrl is None else self.torchrl.root_flags(part)
 
     def of(self, part: Part, flags: Flags, *, yields: bool) -> LaidOut:
         """Lay ``part`` out; no batch is made unless it ``yields`` one."""

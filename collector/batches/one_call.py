@@ -1,5 +1,6 @@
 """Calls that collect one slot of all lanes, each stored by one call of the extension."""
 
+from tallyroll.collector.batches.compiled_rows import CompiledRows
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.in_slab import InSlab
@@ -124,8 +125,9 @@ class OneCall:
             return plain
         table, storage = self._in_slab.table_of(block, yields=False), self._writer.direct
         count, bounds = len(block), checks.table(block.slab)
-        if table is None or bounds is None or block.again is None:
+        if bounds is None or block.again is None:
             return None
+        assert isinstance(table, CompiledRows)  # as the plan says
         assert isinstance(storage, DiskStorage)
         assert isinstance(storage.reader, FileReader)
         assert isinstance(storage.writer, RowWriter)

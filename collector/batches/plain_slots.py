@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tallyroll.collector.batches.compiled_rows import CompiledRows
 from tallyroll.collector.batches.final_observations import FinalsWatch
-from tallyroll.collector.batches.slab_rows import SlabRows
 from tallyroll.collector.compat import set_gradients
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import COUNTS, LedgerEntry
@@ -31,7 +31,7 @@ require_names("LEDGER", COUNTS)
 class PlainSlots:
     """The objects by which the plain slots of a slab are filled, stored and logged."""
 
-    table: SlabRows
+    table: CompiledRows
     slot: SlotRows
     again: Again
     writer: RowWriter

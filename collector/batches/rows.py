@@ -51,6 +51,11 @@ class Part:
     """Log entries of the episodes that ended."""
 
     def __len__(self) -> int:
+        return self.count
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
         return len(self.rows[STEP])
 
     @property

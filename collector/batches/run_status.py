@@ -3,6 +3,7 @@
 from typing import Any
 
 from tallyroll.collector.batches.writer import BatchWriter
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import StateError
 
 
@@ -10,10 +11,11 @@ class RunStatus:
     """Flags of a run that its loop, its guard and its owner share.
 
     Args:
-        stored: transitions that the run had stored before.
+        ledger: of the run.
     """
 
-    def __init__(self, stored: int) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.busy = self.over = False
         self.stopped = False
         """True if the run is to end, or an error ended it: only its last rows still come."""
@@ -25,30 +27,23 @@ class RunStatus:
         """True if the call under way is to yield the rows that it stores."""
         self.ready: list[Any] = []
         """Batches to be yielded next; more are made only when there are none."""
-        self.given = stored
+        self.given = ledger.stored
         """Transitions of the run that were stored before the call under way."""
         self._ended_by = ""
         """The exception that ended the run, what it left, and how to go on."""
 
-    def begin_call(self, stored: int) -> None:
-        """Note that a call begins, when the run has ``stored`` so many transitions."""
-        self.given, self.yields = stored, False
-
-    def ended_by(
-        self, error: BaseException, stored: int, left: int | None, writer: BatchWriter
-    ) -> None:
-        """Note that ``error`` ended the run, with so many transitions stored and ``left``."""
+    def ended_by(self, error: BaseException, left: int | None, writer: BatchWriter) -> None:
+        """Note that ``error`` ended the run; ``left``: transitions that its budget has left."""
         if not self._ended_by:
-            self._ended_by = self._said(error, stored, left, writer)
+            self._ended_by = self._said(error, left, writer)
 
     def refuse_ended(self) -> None:
         """Raise `StateError` if an exception ended the run."""
         if self._ended_by:
             raise StateError(self._ended_by)
 
-    def _said(
-        self, error: BaseException, stored: int, left: int | None, writer: BatchWriter
-    ) -> str:
+    def _said(self, error: BaseException, left: int | None, writer: BatchWriter) -> str:
+        stored = self.ledger.stored
         said = f"the run ended when {type(error).__name__} was raised within it"
         text = str(error).partition("\n")[0]
         said += f" ({text[:200]}). " if text else ". "

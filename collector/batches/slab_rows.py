@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.counting.episode_log import EPISODE, episodes_of
+from tallyroll.collector.counting.episode_log import episodes_of
 from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
-from tallyroll.storage.engine.kernel import compiled, require_names, table_of
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -32,15 +31,13 @@ from tallyroll.storage.rows.keys import (
 )
 from tallyroll.storage.rows.schema import Schema
 
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-
 Array = NDArray[Any]
 Numbered = tuple[list[NDArray[np.intp]], list[Ended]]
 """First rows of episodes, and episodes that ended, by the slots of a slab."""
 
 
 class SlabRows:
-    """The columns of the rows of a slab ``[slots * lanes, ...]``.
+    """The columns of the rows of a slab ``[slots * lanes, ...]``, numbered by NumPy.
 
     Args:
         slab: a slab with all columns in ``flat``.
@@ -48,7 +45,7 @@ class SlabRows:
     """
 
     def __init__(self, slab: Slab, plan: SlabPlan) -> None:
-        self.slab, self._kernel = slab, compiled()
+        self.slab = slab
         self.columns: dict[Key, Array] = {key: slab.flat[key] for key in plan.layout}
         self._slots: dict[Key, Array] = {}
         """Columns ``[slot, lane]`` that this object fills."""
@@ -72,21 +69,14 @@ class SlabRows:
         self._rewards = [self.columns[key].reshape(*shape, -1) for key in plan.rewards]
         one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
         self._payoff = self._rewards[0][..., 0] if one else None
-        float_reward = self._payoff is not None and self._payoff.dtype in _FLOATS
-        self._fits_kernel = slab.lane is None and float_reward
-        self._fixed: FixedRows | None = None
-        self._state: LaneState | None = None
-
-    @property
-    def can_compile(self) -> bool:
-        """True if the kernel numbers the rows."""
-        return self._kernel is not None and self._fits_kernel
+        self.as_stored: FixedRows | None = None
+        """The columns as a storage takes them, once it was asked for."""
 
     def fixed(self, schema: Schema) -> FixedRows:
         """Return the columns as a storage of ``schema`` takes them."""
-        if self._fixed is None:
-            self._fixed = FixedRows(schema, self.columns)
-        return self._fixed
+        if self.as_stored is None:
+            self.as_stored = FixedRows(schema, self.columns)
+        return self.as_stored
 
     def part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
         """Number the rows of ``block``, and move ``state`` past them.
@@ -94,8 +84,6 @@ class SlabRows:
         ``by_lane``: the rows come lane by lane, else slot by slot.
         """
         used, slab = block.used, self.slab
-        if self.can_compile:
-            return self._compiled_part(block, state, by_lane=by_lane)
         terminated, over = self._terminated[:used], self._slots[DONE][:used]
         if self._makes_truncated:
             np.greater(over, terminated, out=self._slots[TRUNCATED][:used])
@@ -129,74 +117,10 @@ class SlabRows:
             index = block.taken.reshape(-1).nonzero()[0]
         if by_lane and not in_order and episodes is not None:
             episodes = episodes[np.argsort(episodes["lane"], kind="stable")]
-        return SlabPart(self, index, begun, episodes)
+        ends = 0 if episodes is None else len(episodes)
+        return SlabPart(self, index, len(index), begun, episodes, ends)
 
-    # --- compiled ---------------------------------------------------------------------------------
-
-    def numbering(self, state: LaneState) -> bytes:
-        """Return the table of ``state`` that `Kernel.number_slots` takes."""
-        if state is not self._state:
-            self._state, self._table = state, self._table_for(state)
-        return self._table
-
-    def ended(self, count: int) -> NDArray[np.void]:
-        """Return log entries of the ``count`` episodes that `Kernel.number_slots` found ended."""
-        return self._ended[:count]
-
-    def _compiled_part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
-        assert self._kernel is not None
-        taken = None if len(block) == block.taken.size else block.taken
-        found = self._kernel.number_slots(self.numbering(state), block.used, taken)
-        begun, ended = found >> 32, found & 0xFFFF_FFFF
-        part = self._part(
-            block,
-            [self._begun[:begun].copy()] if begun else [],
-            self._ended[:ended].copy() if ended else None,
-            by_lane=by_lane,
-        )
-        part.next_id = self._largest.item() + 1
-        return part
-
-    def _table_for(self, state: LaneState) -> bytes:
-        """Return the addresses and numbers that the kernel needs, in the order of its words.
-
-        Raises:
-            ExtensionMismatch: its words are others.
-        """
-        slab, columns = self.slab, self.columns
-        size = slab.slots * slab.lanes
-        self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
-        self._ended = np.empty(size, EPISODE)
-        own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
-        address, valid = _address_of, self._slots.get(NEXT_VALID)
-        words = {
-            "lanes": slab.lanes,
-            "stride": state.lanes,
-            "terminated": address(columns[TERMINATED]),
-            "truncated": address(columns[TRUNCATED]),
-            "done": address(columns[DONE]),
-            "next_valid": 0 if valid is None else address(valid),
-            "makes_done": self._makes_done,
-            "makes_truncated": self._makes_truncated,
-            "reward": address(reward),
-            "reward_is_double": reward.dtype == np.float64,
-            "version": address(columns[POLICY_VERSION]),
-            "traj_ids": address(columns[TRAJ_IDS]),
-            "step": address(columns[STEP]),
-            "lane": address(columns[LANE]),
-            "state_id": address(own.traj_id),
-            "state_step": address(own.step),
-            "state_return": address(own.returns),
-            "state_version": address(own.first_version),
-            "state_length": address(own.length),
-            "begun": address(self._begun),
-            "episodes": address(self._ended),
-            "largest": address(self._largest),
-        }
-        require_names("NUMBERING", tuple(words))
-        return table_of(words.values())
-
-    # --- by NumPy ---------------------------------------------------------------------------------
+    # --- numbers ----------------------------------------------------------------------------------
 
     def _episodes(self, ended: list[Ended]) -> NDArray[np.void] | None:
         """Return the log entries of the episodes that ``ended``; None if there are none."""
@@ -263,15 +187,19 @@ class SlabPart:
 
     table: SlabRows
     index: RowIndex
+    count: int
+    """Number of rows."""
     begun: list[NDArray[np.intp]]
     """First rows of episodes, as indices into the columns of ``table``."""
     episodes: NDArray[np.void] | None
     """Log entries of the episodes that ended; None: none did."""
+    ends: int
+    """Number of episodes that ended."""
     next_id: int = 0
     """One more than the largest id of trajectories that begin in it; 0 where none does."""
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.count
 
     def __contains__(self, key: Key) -> bool:
         return key in self.table.columns
@@ -283,11 +211,6 @@ class SlabPart:
             return column[index.start : index.stop]
         return column.take(index, axis=0)
 
-    @property
-    def ends(self) -> int:
-        """Number of episodes that ended."""
-        return 0 if self.episodes is None else len(self.episodes)
-
     def at(self, key: Key, where: NDArray[np.intp]) -> Array:
         """Return entries of a column that has one number a row, at indices such as ``begun``."""
         return self.table.columns[key].reshape(-1).take(where)
@@ -297,8 +220,3 @@ class SlabPart:
         column, index = self.table.columns[key], np.asarray(self.index)
         nbytes = column.itemsize * int(np.prod(column.shape[1:]))
         return (lambda rows: column.take(index[rows], axis=0)), nbytes
-
-
-def _address_of(array: Array) -> int:
-    address: int = array.ctypes.data
-    return address

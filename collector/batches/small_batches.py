@@ -48,7 +48,7 @@ class SmallBatches:
 
     def batch(self, part: SlabPart) -> TensorDict:
         """Return the rows of ``part`` as a TensorDict ``[row]``, marked as in `cuts`."""
-        arrays, room = self._pool.room((len(part),))
+        arrays, room = self._pool.room((len(part.index),))
         self._fill(arrays, room, part)
         ids = arrays[self._ids]
         last = np.ones(len(ids), np.bool_)
@@ -56,10 +56,10 @@ class SmallBatches:
         cut = last & ~arrays[self._done].reshape(-1)
         for index in self._marked:
             done = arrays[index]
-            done |= last.reshape(-1, *(1 for _ in done.shape[1:]))
+            done |= last.reshape(len(last), *[1] * (done.ndim - 1))
         for index in self._inits:
             init = arrays[index]
-            init |= np.roll(last, 1).reshape(-1, *(1 for _ in init.shape[1:]))
+            init |= np.roll(last, 1).reshape(len(last), *[1] * (init.ndim - 1))
         return self._nest([*arrays, cut], (len(ids),))
 
     def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabPart) -> None:

@@ -11,7 +11,7 @@ last row too, because value estimators step through time by them.
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -43,7 +43,9 @@ from tallyroll.storage.rows.keys import (
 )
 
 Shape = tuple[int, ...]
-Flags = dict[Key, torch.Tensor]
+Flags = Mapping[Key, torch.Tensor]
+NO_FLAGS: Flags = {}
+"""Flags of rows in other layouts."""
 
 
 class PaddedBatchWarning(UserWarning):

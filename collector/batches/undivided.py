@@ -13,10 +13,11 @@ OWN_INSTANCE = "make an environment for each collector, or shut this one down be
 class Undivided(deferred):
     """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
 
-    __slots__ = ("_assembly", "_status", "_thread")
+    __slots__ = ("_assembly", "_kept", "_one_call", "_status", "_thread")
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._status = assembly, assembly.status
+        self._one_call, self._kept = assembly.one_call, False
         self._thread: int | None = None
         """The thread that is inside."""
 
@@ -33,15 +34,18 @@ class Undivided(deferred):
                 "the collector is collecting already: it was called from within, by its policy or "
                 "its environment, or from another thread; let the call under way return before"
             )
-        self._assembly.note_call()
+        # What is raised from here on ends this call, and no call before.
+        status.given, status.yields = status.ledger.stored, False
         # Handlers must not wait for ever after what is raised here, wherever that is.
         self._inner, self._outer, status.intact = False, False, True
         self._thread = get_ident()
         try:
             super().__enter__()
             status.busy, status.intact = True, False
-            keep_for(self._assembly)
-            self._assembly.settle()
+            if not self._kept:
+                self._kept = keep_for(self._assembly)
+            if self._one_call is not None:
+                self._one_call.settle()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise

@@ -220,8 +220,9 @@ class RangeChecks:
         """The earliest transition in the first ``used`` slots that is not as declared."""
         if not used:
             return None
-        if used <= FEW_SLOTS and self._of_slots(slab).are_good(used):  # reset slots too
-            looks = self.masks_of(slab, used)
+        few = self._slot_checks.get(slab) or self._of_slots(slab)
+        if used <= FEW_SLOTS and few.are_good(used):  # reset slots too
+            looks = self.masks_of(slab, used) if self._masks else None
             if looks is None or looks():
                 return None
         while True:

@@ -342,6 +342,11 @@ class BatchWriter:
         behind = self._first_row - self._stored_before if self.ready else self.head - stored
         return range(behind + before, behind + stored)
 
+    def committed_after(self, stored: int) -> int:
+        """Return how many rows are committed beyond the first ``stored`` ones of the run."""
+        rows = self.rows_of(stored, stored)
+        return 0 if rows is None else self.head - rows.start
+
     def require_open(self) -> None:
         """Raise `StorageClosed` where the storage was closed under the run's feet."""
         if self._reader is not None and self._reader.closed:

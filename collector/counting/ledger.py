@@ -234,5 +234,6 @@ class Budget:
 
     def batch(self, stored: int, frames_per_batch: int) -> int:
         """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run."""
-        remaining = self.remaining(stored)
-        return frames_per_batch if remaining is None else min(frames_per_batch, remaining)
+        if self.total is None:
+            return frames_per_batch
+        return min(frames_per_batch, max(0, self.total - stored))

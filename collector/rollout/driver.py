@@ -39,6 +39,8 @@ class Driver(ABC):
     """True if worker processes fill the slots."""
     all_are_transitions = False
     """True if every filled slot is a transition of its lane, and no lane is ever cut."""
+    board: memoryview | None = None
+    """Words of progress that this process alone writes; None: others do."""
     used_at = 0
     """The address of ``used``; 0 if it is no word of this process."""
 
@@ -70,7 +72,7 @@ class Driver(ABC):
         """Go on after the handler was called; this takes :meth:`stop` back too."""
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Return a context that defers signals' handlers while slots are filled."""
+        """Return a context, for many uses, that defers signals' handlers while slots are filled."""
         return nullcontext()
 
     @abstractmethod
@@ -140,6 +142,7 @@ class LocalDriver(Driver):
     """
 
     in_workers = False
+    board: memoryview
     drawn: Mapping[Key, Array] | None = None
     """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
 

@@ -1,11 +1,11 @@
 """Stepping of a batched environment until enough transitions are there, in slot order.
 
-A driver fills slots of a slab; :class:`Rollout` decides how many, counts their transitions, and
-carries the surplus into the next block.
+A driver fills slots of a slab; :class:`Filling` decides how many and counts their transitions;
+:class:`Rollout` gives them out in blocks, and carries the surplus into the next one.
 """
 
 from collections.abc import Iterator, Sequence
-from math import ceil
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,22 +13,21 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
-from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes, whole_slots
+from tallyroll.collector.counting.transitions import Mask, in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.filling import Filling
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
-from tallyroll.collector.run_plan import counting
+from tallyroll.collector.run_plan import FEW_SLOTS, counting
+from tallyroll.collector.slab.progress import FILLED, HALT, STOP
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
-SLOTS_AT_ONCE = 8
-"""Slots between two looks at a budget of episodes: few, because a look costs little."""
-
 
 class Rollout:
-    """Fill a slab, count its transitions, carry the surplus, and give out blocks.
+    """Fill a slab, carry the surplus, and give out blocks.
 
     Args:
         driver: fills slots.
@@ -50,34 +49,36 @@ class Rollout:
         gate: EpisodeBudget | None,
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
-        self.slabs = (self.slab,)
-        self.lanes = self.slab.lanes
-        self.gate = gate
-        self.random_frames = random_frames
-        self._surplus = surplus
-        self._extra = tuple(extra)
+        self.slabs, self.lanes = (self.slab,), self.slab.lanes
+        self._filling = Filling(
+            driver, policy, extra=extra, surplus=surplus, random_frames=random_frames, gate=gate
+        )
         self._held: NDArray[np.bool_] | None = None
         self._given = True
         """True if all transitions in the slab, apart from held ones, were handed over."""
-        self._entry = NOTHING
-        """Counts since the last block."""
-        self._cuts: NDArray[np.bool_] | None = None
-        self._restarting = True
-        self._limit = self.slab.slots
         self.counts = counting(
             workers=driver.in_workers,
             transitions=driver.all_are_transitions,
             episodes=gate is not None,
         )
-        self._all_taken = self.counts.way == "whole"
-        self._plain_block: Block | None = None
-        """The block of one slot, used again for each: the one before is over by then."""
+        self._board = driver.board if self.counts.way == "whole" else None
+        """The driver's words of progress, if slots are counted as wholes."""
+        self._whole_blocks: dict[int, Block] = {}
+        """Blocks of few whole slots, used again for each: the one before is over by then."""
         self._put_back = False
         """True if the transitions in the slab are the next block."""
         self.version = RANDOM_VERSION
         """The policy's version when the one slot was filled."""
-        self._of_one_slot = LedgerEntry(slots=self.lanes, executed=self.lanes)
         self.carry = table_of((driver.used_at, *self.slab.carry_words))
+
+    @property
+    def random_frames(self) -> int:
+        """Number of transitions that still have random actions."""
+        return self._filling.random_frames
+
+    @random_frames.setter
+    def random_frames(self, count: int) -> None:
+        self._filling.random_frames = count
 
     # --- filling ----------------------------------------------------------------------------------
 
@@ -89,44 +90,64 @@ class Rollout:
         if self._put_back:
             self._put_back = False
             return self._take(want)
-        self._make_room()
+        if self._held is None and self._board is not None and not want % self.lanes:
+            block = self._whole(self._board, want // self.lanes)
+            if block is not None:
+                return block
+        driver, filling, most = self.driver, self._filling, self.slab.slots
+        self.slab.keep_last(driver.used, self._held)
+        driver.used = 0 if self._held is None else 1
         self._given = False
-        if self._restarting:
-            self._restarting = False
-            with self.driver.interruptible():
-                self.driver.begin()
-        if want == self.lanes and self._all_taken and self._held is None:
-            drawing = self.random_frames > 0 and self.policy is not None
-            if not (drawing or self.driver.stopping):
-                return self._one_slot()
+        if filling.restarting and not filling.over:
+            filling.begin()
         have = self.held
-        while have < want and self.driver.used < self.slab.slots and not self._over:
-            have += self._advance(want - have)
-            if self._cuts is not None or self.driver.paused:
+        while have < want and driver.used < most and not filling.over:
+            have += filling.advance(want - have, most)
+            if filling.cuts is not None or driver.paused:
                 break
         return self._take(want)
 
-    def _one_slot(self) -> Block:
-        """Fill one slot of all lanes and return it; only for slots that need no other counts."""
-        slab = self.slab
+    def _whole(self, board: memoryview, slots: int) -> Block | None:
+        """Fill slots of all lanes, and return them; None if more has to be looked at."""
+        slab, filling, driver, policy = self.slab, self._filling, self.driver, self.policy
+        if not 0 < slots <= slab.slots or (filling.random_frames > 0 and policy is not None):
+            return None
+        slab.keep_last(board[FILLED], None)
+        board[FILLED], self._given = 0, False
+        if filling.restarting and board[HALT] != STOP:
+            filling.begin()
+        if board[HALT] == STOP:
+            return None
         try:
-            with self.driver.interruptible():
-                self.fill()
+            with filling.interruptible:
+                if slots == 1:
+                    self.fill()
+                elif policy is None:
+                    slab.version[:slots] = RANDOM_VERSION
+                    driver.random_steps(0, slots)
+                else:
+                    slab.version[:slots] = policy.version
+                    driver.policy_steps(0, slots)
         except BaseException:
-            slab.version[0] = self.version
-            self._count_filled()
+            if slots == 1:
+                slab.version[0] = self.version
+            filling.count(0, driver.used, self.lanes)
             raise
-        slab.transitions[0], slab.version[0] = True, self.version
-        block = self._plain_block
+        if slots == 1:
+            slab.version[0] = self.version
+        return self._whole_block(board[FILLED])
+
+    def _whole_block(self, slots: int) -> Block:
+        self.slab.transitions[:slots] = True
+        count = slots * self.lanes
+        block, entry = self._whole_blocks.get(slots), _stepped(count)
         if block is None:
-            index, lane = whole_slots(1, self.lanes)
-            if slab.first_lane:
-                lane += np.int32(slab.first_lane)
-            block = Block(slab, 1, slab.transitions[:1], index, lane, giver=self, again=self)
-            self._plain_block = block
-        block.entry = self._of_one_slot
-        if self._entry is not NOTHING:
-            block.entry = self._take_entry().plus(self._of_one_slot)
+            block = Block.of(self.slab, self.slab.transitions[:slots], count)
+            block.giver, block.again = self, self if slots == 1 else None
+            if slots <= FEW_SLOTS:
+                self._whole_blocks[slots] = block
+        filling = self._filling
+        block.entry = entry if filling.entry is NOTHING else filling.take_entry().plus(entry)
         return block
 
     def fill(self) -> None:
@@ -145,24 +166,14 @@ class Rollout:
 
     def put_back(self) -> None:
         """Make the filled slot the next block; after an error `salvage` returns it."""
-        self._count_filled()
-        self._put_back = True
-
-    def _count_filled(self) -> None:
         if self.policy is None or not self.policy.refreshes:
             self.slab.version[0] = self.version
-        self._count(0, self.driver.used, self.lanes)
-
-    def keeps(self, more: bool) -> bool:
-        """Return whether the slab stays as it is until delivery: until the next :meth:`block`."""
-        return not more
+        self._filling.count(0, self.driver.used, self.lanes)
+        self._put_back = True
 
     def given(self, block: Block) -> None:
         """Leave the last block's transitions to the caller, which counts them from here on."""
-        self._given, self._cuts = True, None
-
-    def released(self, block: Block) -> None:
-        """Do nothing; see :meth:`keeps`."""
+        self._given, self._filling.cuts = True, None
 
     @property
     def held(self) -> int:
@@ -172,7 +183,7 @@ class Rollout:
     @property
     def dry(self) -> bool:
         """True if no more blocks will come: the run was stopped, or its episodes are complete."""
-        return self._held is None and not self._put_back and self._over
+        return self._held is None and not self._put_back and self._filling.over
 
     @property
     def paused(self) -> bool:
@@ -183,17 +194,13 @@ class Rollout:
         """Go on after the signal's handler was called."""
         self.driver.go_on()
 
-    @property
-    def _over(self) -> bool:
-        return self.driver.stopping or (self.gate is not None and self.gate.finished)
-
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """Yield, after an error, at most ``most`` complete transitions of the ``sound`` slots."""
         if self._given:
             return
         used = self.driver.used
         good = sound(self.slab, used)
-        self._happened(LedgerEntry(discarded=int(self.slab.transitions[good:used].sum())))
+        self._filling.happened(LedgerEntry(discarded=int(self.slab.transitions[good:used].sum())))
         self.driver.used = good
         yield self._take(min(most, good * self.lanes))
 
@@ -227,10 +234,9 @@ class Rollout:
     def restart_lanes(self, ledger: Ledger) -> None:
         """Reset every lane before the next slot; no transition may be carried then."""
         assert not self.held
-        self._restarting = True
-        self.driver.restart()
-        if self.gate is not None:
-            self.gate.restart(ledger.episodes_complete)
+        self._filling.restart()
+        if (gate := self._filling.gate) is not None:
+            gate.restart(ledger.episodes_complete)
 
     def stop(self) -> None:
         """End the run after the step under way."""
@@ -243,8 +249,8 @@ class Rollout:
         if self.held:
             reward, ended = self.last_slot(rewards)
         discarded = self.discard_held()
-        self._plain_block = None  # its reference cycle would keep memory until a collection
-        return Discarded(self._take_entry(), discarded, reward, ended)
+        self._whole_blocks = {}  # their reference cycle would keep memory until a collection
+        return Discarded(self._filling.take_entry(), discarded, reward, ended)
 
     def discard_held(self) -> NDArray[np.bool_]:
         """Discard and count the transitions that were not handed over; return their lanes."""
@@ -253,7 +259,7 @@ class Rollout:
         if self.policy is not None:
             drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
             self.random_frames += int(drawn.sum())
-        self._happened(LedgerEntry(discarded=int(marks.sum())))
+        self._filling.happened(LedgerEntry(discarded=int(marks.sum())))
         if self.slab.lane is not None:
             marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)
         lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
@@ -266,12 +272,6 @@ class Rollout:
             return self.slab.transitions[: self.driver.used]
         return np.zeros((0, self.lanes), np.bool_) if self._held is None else self._held[None]
 
-    # --- how many slots, with actions of the policy or random ones --------------------------------
-
-    def _make_room(self) -> None:
-        self.slab.keep_last(self.driver.used, self._held)
-        self.driver.used = 0 if self._held is None else 1
-
     def _take(self, want: int) -> Block:
         used = self.driver.used
         transitions = self.slab.transitions[:used]
@@ -280,125 +280,12 @@ class Rollout:
         if block.taken is not transitions and used:
             left = transitions[-1] & ~block.taken[-1]
             self._held = left if left.any() else None
-        block.giver, block.entry, block.cuts = self, self._take_entry(), self._cuts
+        filling = self._filling
+        block.giver, block.entry, block.cuts = self, filling.take_entry(), filling.cuts
         return block
 
-    def _take_entry(self) -> LedgerEntry:
-        entry, self._entry = self._entry, NOTHING
-        return entry
 
-    def _happened(self, entry: LedgerEntry) -> None:
-        self._entry = entry if self._entry is NOTHING else self._entry.plus(entry)
-
-    def _advance(self, missing: int) -> int:
-        """Step once, or as often as is surely needed; return the number of transitions."""
-        start = self.driver.used
-        steps = min(ceil(missing / self.lanes), self._limit - start)
-        if self.gate is not None:
-            # Steps beyond the last episode of the budget would be wasted.
-            steps = min(steps, self._slots_at_once(self.gate))
-        stepped = self.lanes
-        if self._surplus == "never_step":
-            stepped = self._needed(missing)
-            steps = 1 if stepped < self.lanes else max(1, min(steps, missing // self.lanes))
-        try:
-            with self.driver.interruptible():
-                if self.policy is None:
-                    self._random_slots(start, start + steps, stepped)
-                elif self._random_left > 0:
-                    self._opening(start, steps, stepped)
-                else:
-                    self._policy_slots(start, start + steps, stepped)
-        finally:
-            marked = self._count(start, self.driver.used, stepped)
-        return marked
-
-    @property
-    def _random_left(self) -> int:
-        """Number of random actions still to be drawn, without those of lanes under way."""
-        return self.random_frames - self.driver.random_under_way
-
-    def _slots_at_once(self, gate: EpisodeBudget) -> int:
-        """Return the number of slots until the next look at an episode budget."""
-        return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
-
-    def _needed(self, missing: int) -> int:
-        """Return how many lanes, from the lowest on, have to step for ``missing`` transitions."""
-        if self.gate is None:
-            return min(missing, self.lanes)
-        made = np.cumsum(self.gate.upcoming(self.driver.upcoming()))
-        return min(int(np.searchsorted(made, missing)) + 1, self.lanes)
-
-    def _random_slots(self, start: int, stop: int, stepped: int) -> None:
-        self.slab.version[start:stop] = RANDOM_VERSION
-        if stepped < self.lanes:
-            self.driver.part(start, stepped, None)
-        else:
-            self.driver.random_steps(start, stop)
-
-    def _policy_slots(self, start: int, stop: int, stepped: int) -> None:
-        assert self.policy is not None
-        self.slab.version[start:stop] = self.policy.version
-        if stepped < self.lanes:
-            self.driver.part(start, stepped, None)
-        else:
-            self.driver.policy_steps(start, stop)
-
-    def _opening(self, start: int, steps: int, stepped: int) -> None:
-        """Fill slots with random actions while these last, then one with actions of both kinds."""
-        assert self.policy is not None
-        left = self._random_left
-        whole = min(steps, left // stepped)
-        if whole:
-            for key in self._extra:
-                self.slab.columns[key][start : start + whole].zero_()
-            self._random_slots(start, start + whole, stepped)
-        else:
-            upcoming = self.driver.upcoming()
-            if self.gate is not None and self.slab.lane is None:
-                upcoming = self.gate.upcoming(upcoming)
-            drawn = upcoming & (np.cumsum(upcoming) <= left)
-            self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.version)
-            if stepped < self.lanes:
-                self.driver.part(start, stepped, drawn)
-            else:
-                self.driver.policy_steps(start, start + 1, drawn)
-
-    def _count(self, start: int, stop: int, stepped: int) -> int:
-        """Mark and count the transitions of slots ``[start, stop)``; return their number."""
-        account = self.driver.account(start, stop, stepped)
-        transitions, resets = account.transitions, account.slots - account.executed
-        marked = int(np.count_nonzero(transitions))
-        discarded, on_resets = account.beyond, 0
-        drawing = self.policy is not None and self.random_frames > 0
-        if drawing or (self.policy is not None and resets):
-            by_policy = self.slab.version[start:stop] != RANDOM_VERSION
-        if self.policy is not None and resets:
-            chosen = (by_policy & ~transitions)[:, :stepped]
-            if account.ran is not None:
-                chosen &= account.ran[:, :stepped]
-            on_resets = int(np.count_nonzero(chosen))
-        if self.gate is not None and stop > start:
-            before = marked
-            transitions = self._wanted(self.gate, transitions, start, stop)
-            marked = int(np.count_nonzero(transitions))
-            discarded += before - marked
-        if drawing:
-            self.random_frames -= int(np.count_nonzero(transitions & ~by_policy))
-        self.slab.transitions[start:stop] = transitions
-        self._happened(
-            LedgerEntry(account.slots, account.executed, resets, account.lost, discarded, on_resets)
-        )
-        self._cuts = self.driver.take_cuts()
-        if self._cuts is not None and self.gate is not None:
-            self.gate.cut(self._cuts)
-        return marked
-
-    def _wanted(self, gate: EpisodeBudget, transitions: Mask, start: int, stop: int) -> Mask:
-        """Return the marks of ``transitions`` that belong to the budget's episodes."""
-        ended = self.driver.ended(start, stop)
-        if self.slab.lane is None:
-            return gate.wanted(transitions, ended)
-        lane = self.slab.lane[start:stop]
-        of_lanes = [in_lanes(flags, lane, gate.lanes) for flags in (transitions, ended)]
-        return transitions & in_columns(gate.wanted(*of_lanes), lane)
+@lru_cache(maxsize=256)
+def _stepped(count: int) -> LedgerEntry:
+    """Return the counts of slots that are all transitions; one object for each count."""
+    return LedgerEntry(slots=count, executed=count)

@@ -193,14 +193,18 @@ def call_waiting() -> None:
     _call_waiting()
 
 
-def keep_for(run: object) -> None:
+def keep_for(run: object) -> bool:
     """Keep handlers where :class:`deferred`, inside of which this is called, has put them.
 
-    They stay there until :func:`let_go`, or until ``run`` is dropped.
+    They stay there until :func:`let_go`, or until ``run`` is dropped. Return False, with nothing
+    done, in a thread in which handlers do not wait.
     """
-    if id(run) not in _runs and get_ident() == _holder:
+    if get_ident() != _holder:
+        return False
+    if id(run) not in _runs:
         _runs.add(id(run))
         weakref.finalize(run, _forget, id(run)).atexit = False
+    return True
 
 
 def let_go(run: object) -> None:

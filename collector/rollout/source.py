@@ -4,18 +4,17 @@ A collector asks its source for one block after the other::
 
     block = source.block(want)
     post(ledger, block.entry)         # once, even if the rows are lost
-    with block:
-        rows = copied from block.slab, at block.index
-        # or left in the slab: block.keep(), and block.release() after they were copied
+    rows = copied from block.slab, at block.index
+    # or left in the slab: block.keep(), and block.release() after they were copied
+    block.giver.given(block)          # if it has one
 
-When the ``with`` ends without an error, the collector counts the rows. Before that, and after an
-error, the source counts them, in ``held`` or among the discarded ones.
+From then on the collector counts the rows. Before that, and after an error, the source counts them,
+in ``held`` or among the discarded ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,15 +36,19 @@ Sound = Callable[[Slab, int], int]
 
 
 class Giver(Protocol):
-    """The owner of a block's memory; the block reports to it."""
-
-    def keeps(self, more: bool) -> bool:
-        """Return whether the slots stay as they are; see :meth:`Block.keep`."""
+    """The owner of a block's memory; the slots stay as they are until the next block."""
 
     def given(self, block: "Block") -> None:
         """Leave the block's rows to the collector, which copied them unless they are kept."""
 
-    def released(self, block: "Block") -> None:
+
+class Keeper(Protocol):
+    """An owner of memory that can leave slots as they are for longer."""
+
+    def keeps(self) -> bool:
+        """Return whether the slots stay as they are until :meth:`released`."""
+
+    def released(self) -> None:
         """Take the slots back: the kept rows of the block are no longer needed."""
 
 
@@ -83,6 +86,8 @@ class Block:
     """``[lane]``, lanes whose trajectories end, unfinished, after the block; None: no lane's."""
     giver: Giver | None = None
     """The owner of the memory; None: the block owns it."""
+    keeper: Keeper | None = None
+    """The owner, if it can leave the slots as they are when the next block is asked for."""
     kept: bool = False
     again: "Again | None" = None
     """The filler of a block of one slot, which the next fill overwrites; None in other blocks."""
@@ -106,32 +111,20 @@ class Block:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __enter__(self) -> Self:
-        """Return the block; the source still counts its rows."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the rows to the caller, unless there was an error."""
-        if kind is None and self.giver is not None:
-            self.giver.given(self)
-
     def keep(self, more: bool) -> bool:
-        """Ask the source to leave the slots until :meth:`release`; return whether it does.
+        """Ask for the slots to be left until :meth:`release`; return whether they are.
 
         ``more``: another block will be asked for before.
         """
-        self.kept = self.giver is None or self.giver.keeps(more)
+        if self.keeper is None:
+            return self.giver is None or not more
+        self.kept = self.keeper.keeps()
         return self.kept
 
     def release(self) -> None:
-        """Give kept slots back to the source."""
-        if self.kept and self.giver is not None:
-            self.giver.released(self)
+        """Give kept slots back to their owner."""
+        if self.kept and self.keeper is not None:
+            self.keeper.released()
         self.kept = False
 
 

@@ -1,21 +1,56 @@
 """Fill a segment of a worker's slab, as a lease asks for."""
 
+from collections.abc import Sequence
+from functools import partial
+
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import LedgerEntry
+from tallyroll.collector.options import Surplus
+from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.rollout.fill_and_carry import SLOTS_AT_ONCE, Rollout
+from tallyroll.collector.rollout.filling import SLOTS_AT_ONCE, Filling
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.messages import Lease
+from tallyroll.storage.rows.keys import Key
 
 
-class LeasedRollout(Rollout):
+class LeasedRollout:
     """Fills segments of a slab; what is in them is the parent's then, and nothing is carried.
 
-    The driver is one of this process, so that others may read the board that it writes. A budget
-    of episodes begins with none: each lease brings more.
+    Args:
+        driver: one of this process, so that others may read the board that it writes.
+        policy: None draws random actions.
+        extra: keys that the policy writes beside the action.
+        surplus: the fate of transitions of the last step beyond those asked for.
+        episodes: whether the budget is one of episodes. It begins with none: each lease brings
+            more.
     """
 
-    driver: LocalDriver
+    def __init__(
+        self,
+        driver: LocalDriver,
+        policy: Policy | None,
+        *,
+        extra: Sequence[Key],
+        surplus: Surplus,
+        episodes: bool,
+    ) -> None:
+        self._driver, self._policy = driver, policy
+        self._filling = Filling(
+            driver,
+            policy,
+            extra=extra,
+            surplus=surplus,
+            random_frames=0,
+            gate=EpisodeBudget(0, driver.run_lanes) if episodes else None,
+            at_once=_with_tickets,
+            counted=partial(_say_counted, driver.board),
+        )
+
+    @property
+    def random_frames(self) -> int:
+        """Transitions of the last lease that were to have random actions, and were not made."""
+        return self._filling.random_frames
 
     def lease(self, lease: Lease, slots: int) -> tuple[LedgerEntry, int, int]:
         """Fill a segment of at most ``slots`` slots.
@@ -23,49 +58,50 @@ class LeasedRollout(Rollout):
         Returns:
             What happened, the slots that were filled, and the episodes completed.
         """
-        driver, base = self.driver, lease.base
-        self._take_entry()  # what a lease counted that raised is lost
-        self.slab.carry_root(driver.used, base)
+        driver, filling, base = self._driver, self._filling, lease.base
+        filling.take_entry()  # what a lease counted that raised is lost
+        driver.slab.carry_root(driver.used, base)
         driver.used = base
         driver.board[COUNTED] = counted_word(base, 0)
         driver.board[LEASE] = lease.number
         if lease.fresh:
-            driver.restart()
-            self._restarting = True
-            if self.gate is not None:
-                self.gate = EpisodeBudget(0, driver.run_lanes)
-        if self._restarting and not driver.stopping:
-            self._restarting = False
-            driver.begin()
-        self.random_frames = lease.random_frames
-        self._limit = base + slots
+            filling.restart()
+            if filling.gate is not None:
+                filling.gate = EpisodeBudget(0, driver.run_lanes)
+        if filling.restarting and not driver.stopping:
+            filling.begin()
+        filling.random_frames = lease.random_frames
         completed = 0
-        if self.gate is not None:
-            self.gate.total += lease.tickets
-            completed = -self.gate.completed
-        have = 0
-        while have < lease.frames and driver.used < self._limit and not self._ends(lease):
-            if self.policy is not None:  # also for slots in which only some lanes ask it
-                self.policy.refresh()
-            have += self._advance(lease.frames - have)
-        if self.gate is not None:
-            completed += self.gate.completed
-        return self._take_entry(), driver.used - base, completed
+        if filling.gate is not None:
+            filling.gate.total += lease.tickets
+            completed = -filling.gate.completed
+        self._fill(lease, base + slots)
+        if filling.gate is not None:
+            completed += filling.gate.completed
+        return filling.take_entry(), driver.used - base, completed
+
+    def _fill(self, lease: Lease, limit: int) -> None:
+        """Fill slots up to ``limit``, until there are as many transitions as the lease is for."""
+        driver, filling, have = self._driver, self._filling, 0
+        while have < lease.frames and driver.used < limit and not self._ends(lease):
+            if self._policy is not None:  # also for slots in which only some lanes ask it
+                self._policy.refresh()
+            have += filling.advance(lease.frames - have, limit)
 
     def _ends(self, lease: Lease) -> bool:
-        if self._over:
+        gate = self._filling.gate
+        if self._filling.over:
             return True
-        if self.gate is None or lease.last:
+        if gate is None or lease.last:
             return False
         # An episode that starts without a ticket would be for nothing, its lane out of turn.
-        left = self.gate.total - self.gate.started
-        return self.gate.starting(self.driver.upcoming()) > left
+        return gate.starting(self._driver.upcoming()) > gate.total - gate.started
 
-    def _slots_at_once(self, gate: EpisodeBudget) -> int:
-        """So few that no lane can start an episode for which there is no ticket."""
-        return max(1, min(SLOTS_AT_ONCE, (gate.total - gate.started) // self.lanes))
 
-    def _count(self, start: int, stop: int, stepped: int) -> int:
-        marked = super()._count(start, stop, stepped)
-        self.driver.board[COUNTED] = counted_word(stop, self._entry.executed)
-        return marked
+def _with_tickets(gate: EpisodeBudget) -> int:
+    """Return so few slots that no lane can start an episode for which there is no ticket."""
+    return max(1, min(SLOTS_AT_ONCE, (gate.total - gate.started) // gate.lanes))
+
+
+def _say_counted(board: memoryview, slots: int, executed: int) -> None:
+    board[COUNTED] = counted_word(slots, executed)

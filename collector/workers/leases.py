@@ -67,8 +67,8 @@ class SegmentGiver:
     leases: "Leases"
     segment: Segment
 
-    def keeps(self, more: bool) -> bool:
-        """The segment can wait, as long as its worker has another one."""
+    def keeps(self) -> bool:
+        """Return whether the segment can wait: its worker has another one."""
         return self.leases.spare(self.segment)
 
     def given(self, block: Block) -> None:
@@ -78,8 +78,8 @@ class SegmentGiver:
         if not segment.transitions.any():
             self.leases.emptied(segment, block.kept)
 
-    def released(self, block: Block) -> None:
-        """The segment may be filled again."""
+    def released(self) -> None:
+        """Let the segment be filled again."""
         if self.segment.kept:
             self.leases.emptied(self.segment, False)
 
@@ -342,7 +342,8 @@ class Leases:
 
     def _take(self, segment: Segment, slots: int, want: int) -> Block:
         block = Block.of(segment.slab, segment.transitions[:slots], want)
-        block.giver, block.entry = SegmentGiver(self, segment), self._take_entry()
+        block.giver = block.keeper = SegmentGiver(self, segment)
+        block.entry = self._take_entry()
         return block
 
     def _take_entry(self) -> LedgerEntry:

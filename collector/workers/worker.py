@@ -16,7 +16,6 @@ from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.compat import lane_in
-from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.make import make_env
@@ -190,8 +189,7 @@ class Worker:
                 self.policy,
                 extra=self.plan.extra,
                 surplus=self.options.surplus,
-                random_frames=0,
-                gate=EpisodeBudget(0, self.lanes) if episodes else None,
+                episodes=episodes,
             )
             self._slots = share.slots
         if self._own_process:

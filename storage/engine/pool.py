@@ -53,7 +53,9 @@ class BufferPool:
     def room(self, shape: tuple[int, ...]) -> tuple[list[np.ndarray], Room]:
         """Return the arrays of :meth:`arrays`, and the `Room` that holds their memory."""
         with self._mutex:
-            sets = self._sets_of(shape)
+            sets = self._sets.get(shape)
+            if sets is None:
+                sets = self._new_sets(shape)
             for room in sets:
                 if max(map(sys.getrefcount, room.arrays)) <= _HELD_BY_THE_POOL:
                     return room.arrays.copy(), room
@@ -63,10 +65,8 @@ class BufferPool:
                 sets.append(room)
             return room.arrays.copy(), room
 
-    def _sets_of(self, shape: tuple[int, ...]) -> list[Room]:
-        sets = self._sets.get(shape)
-        if sets is None:
-            if len(self._sets) >= _MOST_SHAPES:
-                del self._sets[next(iter(self._sets))]
-            sets = self._sets[shape] = []
+    def _new_sets(self, shape: tuple[int, ...]) -> list[Room]:
+        if len(self._sets) >= _MOST_SHAPES:
+            del self._sets[next(iter(self._sets))]
+        sets = self._sets[shape] = []
         return sets

@@ -109,11 +109,14 @@ def require_dense(key: Key, leaf: torch.Tensor) -> None:
 
 
 class _Level(NamedTuple):
-    """A TensorDict to make: its batch size after the rows, and its entries by name."""
+    """A TensorDict to make: its batch size after the rows, and the places of its entries.
+
+    These are columns, or levels that are made before, which are counted after all columns.
+    """
 
     behind: tuple[int, ...]
-    entries: dict[str, Any]
-    """The place of a column, or a level."""
+    names: list[str]
+    places: list[int]
 
 
 class Nest:
@@ -130,13 +133,28 @@ class Nest:
         batch_shapes: Mapping[Key, tuple[int, ...]] | None = None,
     ) -> None:
         self._bits = [i for i, (_, dtype) in enumerate(columns) if dtype is torch.bfloat16]
-        shapes = batch_shapes or {}
-        self._plan = _Level(shapes.get((), ()), {})
+        self._levels: list[_Level] = []
+        """Each level after those within it; the last is the root."""
+        tree: dict[str, Any] = {}
         for index, (key, _) in enumerate(columns):
-            level = self._plan
-            for depth, name in enumerate(key[:-1], start=1):
-                level = level.entries.setdefault(name, _Level(shapes.get(key[:depth], ()), {}))
-            level.entries[key[-1]] = index
+            level = tree
+            for name in key[:-1]:
+                level = level.setdefault(name, {})
+            level[key[-1]] = index
+        self._add_level((), tree, len(columns), batch_shapes or {})
+
+    def _add_level(
+        self, key: Key, tree: dict[str, Any], columns: int, shapes: Mapping[Key, tuple[int, ...]]
+    ) -> int:
+        """Add the level at ``key`` after those within it; return its place."""
+        level = _Level(shapes.get(key, ()), [], [])
+        for name, it in tree.items():
+            level.names.append(name)
+            if type(it) is not int:
+                it = self._add_level((*key, name), it, columns, shapes)
+            level.places.append(it)
+        self._levels.append(level)
+        return columns + len(self._levels) - 1
 
     def __call__(self, arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> TensorDict:
         """Return a TensorDict whose tensors share the arrays' memory.
@@ -150,13 +168,10 @@ class Nest:
 
     def of_tensors(self, tensors: Sequence[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
         """Return the same of tensors."""
-        return _filled(self._plan, tensors, torch.Size(batch))
-
-
-def _filled(level: _Level, tensors: Sequence[torch.Tensor], batch: torch.Size) -> TensorDict:
-    source = {
-        name: tensors[it] if type(it) is int else _filled(it, tensors, batch)
-        for name, it in level.entries.items()
-    }
-    size = torch.Size((*batch, *level.behind)) if level.behind else batch
-    return new_tensordict(source=source, batch_size=size, nested=False)
+        values: list[Any] = list(tensors)
+        for behind, names, places in self._levels:
+            source = dict(zip(names, map(values.__getitem__, places), strict=True))
+            size = torch.Size((*batch, *behind))
+            values.append(new_tensordict(source=source, batch_size=size, nested=False))
+        made: TensorDict = values[-1]
+        return made

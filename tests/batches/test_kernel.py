@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tallyroll.collector.batches.slab_rows import SlabRows
+from tallyroll.collector.batches.compiled_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
@@ -152,9 +152,9 @@ def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
     slab = plan.slab(slots, lanes, first_lane=first)
     run_lanes = first + lanes + 1
     states = [LaneState.fresh(run_lanes, 100) for _ in range(2)]
-    tables = [SlabRows(slab, plan)]
+    tables = [rows_of_slab(slab, plan)]
     with ways.switched_off("kernel"):
-        tables.append(SlabRows(slab, plan))
+        tables.append(rows_of_slab(slab, plan))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for _ in range(data.draw(st.integers(1, 4))):
         used = data.draw(st.integers(1, slots))

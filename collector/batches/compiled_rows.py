@@ -1,0 +1,123 @@
+"""Rows in the memory of a slab that the extension numbers."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.counting.episode_log import EPISODE
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.engine.kernel import compiled, require_names, table_of
+from tallyroll.storage.rows.keys import (
+    DONE,
+    LANE,
+    NEXT_VALID,
+    POLICY_VERSION,
+    STEP,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+)
+
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabRows:
+    """Return the rows of ``slab``, numbered by the extension if it can."""
+    kernel = compiled()
+    one_float = len(plan.rewards) == 1 and _is_float(slab.flat[plan.rewards[0]])
+    if kernel is None or slab.lane is not None or not one_float:
+        return SlabRows(slab, plan)
+    return CompiledRows(slab, plan, kernel)
+
+
+def _is_float(reward: NDArray[Any]) -> bool:
+    return reward.dtype in _FLOATS and reward[:1].size == 1
+
+
+class CompiledRows(SlabRows):
+    """The columns of the rows of a slab, numbered by the extension.
+
+    Args:
+        slab: a slab with all columns in ``flat``, and one float as the reward of a lane.
+        plan: the plan of the slab.
+        kernel: the extension.
+    """
+
+    def __init__(self, slab: Slab, plan: SlabPlan, kernel: Any) -> None:
+        super().__init__(slab, plan)
+        self._kernel = kernel
+        self._state: LaneState | None = None
+
+    def part(self, block: Block, state: LaneState, *, by_lane: bool) -> SlabPart:
+        """Number the rows of ``block`` as `SlabRows.part` does."""
+        taken = None if block.index.size == block.taken.size else block.taken
+        table = self._table if state is self._state else self.numbering(state)
+        found = self._kernel.number_slots(table, block.used, taken)
+        begun, ended = found >> 32, found & 0xFFFF_FFFF
+        part = self._part(
+            block,
+            [self._begun[:begun].copy()] if begun else [],
+            self._ended[:ended].copy() if ended else None,
+            by_lane=by_lane,
+        )
+        part.next_id = self._largest.item() + 1
+        return part
+
+    def numbering(self, state: LaneState) -> bytes:
+        """Return the table of ``state`` that `Kernel.number_slots` takes."""
+        if state is not self._state:
+            self._state, self._table = state, self._table_for(state)
+        return self._table
+
+    def ended(self, count: int) -> NDArray[np.void]:
+        """Return log entries of the ``count`` episodes that `Kernel.number_slots` found ended."""
+        return self._ended[:count]
+
+    def _table_for(self, state: LaneState) -> bytes:
+        """Return the addresses and numbers that the kernel needs, in the order of its words.
+
+        Raises:
+            ExtensionMismatch: its words are others.
+        """
+        slab, columns = self.slab, self.columns
+        size = slab.slots * slab.lanes
+        self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
+        self._ended = np.empty(size, EPISODE)
+        own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
+        address, valid = _address_of, self._slots.get(NEXT_VALID)
+        words = {
+            "lanes": slab.lanes,
+            "stride": state.lanes,
+            "terminated": address(columns[TERMINATED]),
+            "truncated": address(columns[TRUNCATED]),
+            "done": address(columns[DONE]),
+            "next_valid": 0 if valid is None else address(valid),
+            "makes_done": self._makes_done,
+            "makes_truncated": self._makes_truncated,
+            "reward": address(reward),
+            "reward_is_double": reward.dtype == np.float64,
+            "version": address(columns[POLICY_VERSION]),
+            "traj_ids": address(columns[TRAJ_IDS]),
+            "step": address(columns[STEP]),
+            "lane": address(columns[LANE]),
+            "state_id": address(own.traj_id),
+            "state_step": address(own.step),
+            "state_return": address(own.returns),
+            "state_version": address(own.first_version),
+            "state_length": address(own.length),
+            "begun": address(self._begun),
+            "episodes": address(self._ended),
+            "largest": address(self._largest),
+        }
+        require_names("NUMBERING", tuple(words))
+        return table_of(words.values())
+
+
+def _address_of(array: NDArray[Any]) -> int:
+    address: int = array.ctypes.data
+    return address

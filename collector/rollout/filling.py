@@ -1,0 +1,212 @@
+"""Stepping of lanes into slots of a slab, and the counts of what happened there."""
+
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
+from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
+from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes
+from tallyroll.collector.options import Surplus
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.driver import Driver
+from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
+
+SLOTS_AT_ONCE = 8
+"""Slots between two looks at a budget of episodes: few, because a look costs little."""
+
+
+def looked_at_often(gate: EpisodeBudget) -> int:
+    """Return the number of slots until the next look at an episode budget."""
+    return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
+
+
+class Filling:
+    """Fills slots by actions of a policy, or random ones; marks and counts their transitions.
+
+    A `Rollout` has one, which makes blocks of what was filled, and so has a worker, which fills
+    what a lease asks for.
+
+    Args:
+        driver: fills slots.
+        policy: None draws random actions.
+        extra: keys that the policy writes beside the action.
+        surplus: the fate of transitions of the last step beyond those asked for.
+        random_frames: number of transitions at the start that have random actions.
+        gate: an episode budget, or None.
+        at_once: returns how many slots are filled until the next look at ``gate``.
+        counted: is called with each number of counted slots, and the transitions executed.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        policy: Policy | None,
+        *,
+        extra: Sequence[Key],
+        surplus: Surplus,
+        random_frames: int,
+        gate: EpisodeBudget | None,
+        at_once: Callable[[EpisodeBudget], int] = looked_at_often,
+        counted: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.driver, self.policy, self.slab = driver, policy, driver.slab
+        self.lanes = self.slab.lanes
+        self.gate, self.random_frames = gate, random_frames
+        self.interruptible = driver.interruptible()
+        """A context in which signals' handlers are deferred while slots are filled."""
+        self._at_once, self._counted = at_once, counted
+        self._surplus, self._extra = surplus, tuple(extra)
+        self.entry = NOTHING
+        """Counts that no caller took yet."""
+        self.cuts: NDArray[np.bool_] | None = None
+        """Lanes that were cut in the last slot; None: no lane was."""
+        self.restarting = True
+        """True if the lanes' trajectories are to begin before the next slot."""
+
+    @property
+    def over(self) -> bool:
+        """True if the run was stopped, or the episodes of its budget are complete."""
+        return self.driver.stopping or (self.gate is not None and self.gate.finished)
+
+    # --- beginnings, and counts -------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Reset every lane before the next slot."""
+        self.restarting = True
+        self.driver.restart()
+
+    def begin(self) -> None:
+        """Begin the trajectories of all lanes."""
+        self.restarting = False
+        with self.interruptible:
+            self.driver.begin()
+
+    def take_entry(self) -> LedgerEntry:
+        """Return the counts since the last call."""
+        entry, self.entry = self.entry, NOTHING
+        return entry
+
+    def happened(self, entry: LedgerEntry) -> None:
+        """Add to the counts."""
+        self.entry = entry if self.entry is NOTHING else self.entry.plus(entry)
+
+    # --- how many slots, with actions of the policy or random ones --------------------------------
+
+    def advance(self, missing: int, limit: int) -> int:
+        """Step once, or as often as is surely needed; return the number of transitions.
+
+        Args:
+            missing: transitions that are wanted.
+            limit: the slot at which filling ends.
+        """
+        start = self.driver.used
+        steps = min(ceil(missing / self.lanes), limit - start)
+        if self.gate is not None:
+            # Steps beyond the last episode of the budget would be wasted.
+            steps = min(steps, self._at_once(self.gate))
+        stepped = self.lanes
+        if self._surplus == "never_step":
+            stepped = self._needed(missing)
+            steps = 1 if stepped < self.lanes else max(1, min(steps, missing // self.lanes))
+        try:
+            with self.interruptible:
+                if self.policy is None:
+                    self._random_slots(start, start + steps, stepped)
+                elif self._random_left > 0:
+                    self._opening(start, steps, stepped)
+                else:
+                    self._policy_slots(start, start + steps, stepped)
+        finally:
+            marked = self.count(start, self.driver.used, stepped)
+        return marked
+
+    @property
+    def _random_left(self) -> int:
+        """Number of random actions still to be drawn, without those of lanes under way."""
+        return self.random_frames - self.driver.random_under_way
+
+    def _needed(self, missing: int) -> int:
+        """Return how many lanes, from the lowest on, have to step for ``missing`` transitions."""
+        if self.gate is None:
+            return min(missing, self.lanes)
+        made = np.cumsum(self.gate.upcoming(self.driver.upcoming()))
+        return min(int(np.searchsorted(made, missing)) + 1, self.lanes)
+
+    def _random_slots(self, start: int, stop: int, stepped: int) -> None:
+        self.slab.version[start:stop] = RANDOM_VERSION
+        if stepped < self.lanes:
+            self.driver.part(start, stepped, None)
+        else:
+            self.driver.random_steps(start, stop)
+
+    def _policy_slots(self, start: int, stop: int, stepped: int) -> None:
+        assert self.policy is not None
+        self.slab.version[start:stop] = self.policy.version
+        if stepped < self.lanes:
+            self.driver.part(start, stepped, None)
+        else:
+            self.driver.policy_steps(start, stop)
+
+    def _opening(self, start: int, steps: int, stepped: int) -> None:
+        """Fill slots with random actions while these last, then one with actions of both kinds."""
+        assert self.policy is not None
+        left = self._random_left
+        whole = min(steps, left // stepped)
+        if whole:
+            for key in self._extra:
+                self.slab.columns[key][start : start + whole].zero_()
+            self._random_slots(start, start + whole, stepped)
+        else:
+            upcoming = self.driver.upcoming()
+            if self.gate is not None and self.slab.lane is None:
+                upcoming = self.gate.upcoming(upcoming)
+            drawn = upcoming & (np.cumsum(upcoming) <= left)
+            self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.version)
+            if stepped < self.lanes:
+                self.driver.part(start, stepped, drawn)
+            else:
+                self.driver.policy_steps(start, start + 1, drawn)
+
+    def count(self, start: int, stop: int, stepped: int) -> int:
+        """Mark and count the transitions of slots ``[start, stop)``; return their number."""
+        account = self.driver.account(start, stop, stepped)
+        transitions, resets = account.transitions, account.slots - account.executed
+        marked = int(np.count_nonzero(transitions))
+        discarded, on_resets = account.beyond, 0
+        drawing = self.policy is not None and self.random_frames > 0
+        if drawing or (self.policy is not None and resets):
+            by_policy = self.slab.version[start:stop] != RANDOM_VERSION
+        if self.policy is not None and resets:
+            chosen = (by_policy & ~transitions)[:, :stepped]
+            if account.ran is not None:
+                chosen &= account.ran[:, :stepped]
+            on_resets = int(np.count_nonzero(chosen))
+        if self.gate is not None and stop > start:
+            before = marked
+            transitions = self._wanted(self.gate, transitions, start, stop)
+            marked = int(np.count_nonzero(transitions))
+            discarded += before - marked
+        if drawing:
+            self.random_frames -= int(np.count_nonzero(transitions & ~by_policy))
+        self.slab.transitions[start:stop] = transitions
+        self.happened(
+            LedgerEntry(account.slots, account.executed, resets, account.lost, discarded, on_resets)
+        )
+        self.cuts = self.driver.take_cuts()
+        if self.cuts is not None and self.gate is not None:
+            self.gate.cut(self.cuts)
+        if self._counted is not None:
+            self._counted(stop, self.entry.executed)
+        return marked
+
+    def _wanted(self, gate: EpisodeBudget, transitions: Mask, start: int, stop: int) -> Mask:
+        """Return the marks of ``transitions`` that belong to the budget's episodes."""
+        ended = self.driver.ended(start, stop)
+        if self.slab.lane is None:
+            return gate.wanted(transitions, ended)
+        lane = self.slab.lane[start:stop]
+        of_lanes = [in_lanes(flags, lane, gate.lanes) for flags in (transitions, ended)]
+        return transitions & in_columns(gate.wanted(*of_lanes), lane)
