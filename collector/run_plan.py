@@ -8,8 +8,8 @@ change while it runs are asked where they change; they are few:
 * someone replaces the step of a vector environment (`LanesInTurn.are_alone`);
 * a value outside its space was let pass, so that bounds are others (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.curious`);
-* a call asks for other than one slot of all lanes (`Rollout.block`, `Assembly.collect_plain`);
-* the budget ends, the run was stopped, or the storage was closed (`Assembly.collect_plain`);
+* a call asks for other than one slot of all lanes (`Rollout.block`, `OneCall.collect`);
+* the budget ends, the run was stopped, or the storage was closed (`OneCall.collect`);
 * the extension finds other arrays than it knows, a full file or a lost lock (`store_slot`).
 """
 

@@ -39,7 +39,7 @@ class DeliveredCounts:
     def of(self, part: Part | SlabPart, count: int) -> LedgerEntry:
         """Return the changes by the delivery of ``part``, of ``count`` rows."""
         if not self._looks:
-            return _delivered(count, 0, count * self._ticks, part.ends, count * self._agents)  # type: ignore[operator]
+            return _delivered(count, 0, count * self._ticks, part.ends, count * self._agents)
         drawn = 0
         if self.draws:
             version = part.array(POLICY_VERSION)

@@ -1,14 +1,13 @@
 """Rows that a storage copies from the memory of a slab, and small batches made there."""
 
-import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.compiled_rows import rows_of_slab
 from tallyroll.collector.batches.laying_out import LayingOut
 from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.run_state import RunState
 from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
 from tallyroll.collector.batches.small_batches import SmallBatches
-from tallyroll.collector.batches.writer import BatchWriter
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
@@ -21,23 +20,22 @@ class InSlab:
 
     Args:
         source: makes rows of blocks.
-        writer: has a storage that copies them from a slab.
+        run: its storage copies them from a slab.
         laying_out: knows what is yielded.
-        device: of batches.
         batches: whether small batches are laid out from a slab too.
     """
 
     def __init__(
         self,
         source: RowSource,
-        writer: BatchWriter,
+        run: RunState,
         laying_out: LayingOut,
-        device: torch.device | None,
         *,
         batches: bool,
     ) -> None:
-        self._source, self._writer, self._laying_out = source, writer, laying_out
-        self._device, self._most_slots = device, FEW_SLOTS if batches else 0
+        self._source, self._writer, self._laying_out = source, run.writer, laying_out
+        self._device = run.options.storing_device
+        self._most_slots = FEW_SLOTS if batches else 0
         self._tables: dict[Slab, SlabRows] = {}
         """The row table of each slab."""
         self._small: dict[SlabRows, SmallBatches] = {}

@@ -5,12 +5,9 @@ from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.in_slab import InSlab
 from tallyroll.collector.batches.plain_slots import PlainSlots
-from tallyroll.collector.batches.run_status import RunStatus
+from tallyroll.collector.batches.run_state import RunState
 from tallyroll.collector.batches.value_checks import RangeChecks
-from tallyroll.collector.batches.writer import BatchWriter
-from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Budget, Ledger, LedgerEntry, amounts
-from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.counting.ledger import LedgerEntry, amounts
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
@@ -26,34 +23,26 @@ class OneCall:
     until the loop takes it over.
 
     Args:
-        status: of the run.
-        ledger, budget: of the run.
+        run: its state.
         in_slab: has the rows.
-        writer: has the storage.
         counts: what the delivery of a slot changes in the ledger.
         checks: of values.
         finals: must see a slot in which an episode begins or ends, until they are judged.
-        episodes: gets those that end.
         acting: the context of steps.
     """
 
     def __init__(
         self,
-        status: RunStatus,
-        ledger: Ledger,
-        budget: Budget,
+        run: RunState,
         in_slab: InSlab,
-        writer: BatchWriter,
         counts: DeliveredCounts,
         checks: RangeChecks,
         finals: FinalsWatch,
-        episodes: EpisodeLog,
         acting: Acting,
     ) -> None:
-        self._status, self._ledger, self._total = status, ledger, budget.total
-        self._in_slab, self._writer, self._counts = in_slab, writer, counts
-        self._checks, self._finals = checks, finals
-        self._episodes, self._acting = episodes, acting
+        self._run, self._ledger, self._total = run, run.ledger, run.budget.total
+        self._in_slab, self._counts = in_slab, counts
+        self._checks, self._finals, self._acting = checks, finals, acting
         self._plain: dict[Slab, PlainSlots] = {}
         self.ready: PlainSlots | None = None
         """The plain slot that the last call stored, if the next call may store one at once."""
@@ -70,23 +59,23 @@ class OneCall:
         A signal's handler may raise anywhere here: before the one call that stores the slot,
         :meth:`settle` keeps the slot for the next block; after that call everything is done.
         """
-        plain, total, status = self.ready, self._total, self._status
-        if plain is None or want != plain.slot.count or status.busy:
+        plain, total, run = self.ready, self._total, self._run
+        if plain is None or want != plain.slot.count or run.busy:
             return False
         if total is not None and self._ledger.stored + want >= total:
             return False
-        if status.stopped or plain.reader.engine is None:
+        if run.stopped or plain.reader.engine is None:
             return False
         try:
-            status.busy, self._by_store = True, False
+            run.busy, self._by_store = True, False
             plain.fill()
             self._by_store = True
             if plain.store(self._finals):
-                return not status.stopped
+                return not run.stopped
         except BaseException as error:  # noqa: BLE001  raised by the loop
             self.raised = error
         finally:
-            status.busy = False
+            run.busy = False
         self._left, self.ready = plain, None
         return False
 
@@ -105,12 +94,12 @@ class OneCall:
             raise error
         return error
 
-    def store(self, block: Block, state: LaneState) -> bool:
+    def store(self, block: Block) -> bool:
         """Store one slot of all lanes at once, as the loop would.
 
         Return False, with nothing done, if the loop has more to do.
         """
-        plain = self._plain_of(block, state)
+        plain = self._plain_of(block)
         if plain is None or self._finals.curious or not plain.store(self._finals):
             return False
         if block.giver is not None:
@@ -118,12 +107,13 @@ class OneCall:
         self.ready = plain
         return True
 
-    def _plain_of(self, block: Block, state: LaneState) -> PlainSlots | None:
+    def _plain_of(self, block: Block) -> PlainSlots | None:
         """Return what all plain blocks of a slab share; None if its slots are not plain."""
         plain, checks, seed = self._plain.get(block.slab), self._checks, self._ledger.seed
+        writer, state = self._run.writer, self._run.lanes
         if plain is not None and plain.was_made_for(block.entry, state, checks.eased, seed):
             return plain
-        table, storage = self._in_slab.table_of(block, yields=False), self._writer.direct
+        table, storage = self._in_slab.table_of(block, yields=False), writer.direct
         count, bounds = len(block), checks.table(block.slab)
         if bounds is None or block.again is None:
             return None
@@ -133,7 +123,7 @@ class OneCall:
         assert isinstance(storage.writer, RowWriter)
         if block.entry != LedgerEntry(slots=count, executed=count):
             return None
-        slot = self._writer.slot(
+        slot = writer.slot(
             table.fixed(storage.schema),
             count,
             self._ledger,
@@ -148,7 +138,7 @@ class OneCall:
             block.again,
             storage.writer,
             storage.reader,
-            self._episodes,
+            self._run.episodes,
             self._acting,
             block.entry,
             state,

@@ -12,12 +12,13 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.assembling import assemble
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.provenance import run_provenance
 from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.run_state import RunState
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.undivided import OWN_INSTANCE, Undivided, add_end_note
 from tallyroll.collector.batches.value_checks import Range
@@ -55,7 +56,7 @@ class Collector(ABC):
     middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of a single
     step, and those of SIGALRM, by which code limits its own time.
 
-    Its batches are put together of the blocks of a source by an :class:`Assembly`. A subclass makes
+    Its batches are put together of the blocks of a source by an `Assembly`. A subclass makes
     the source, in three steps: :meth:`__init__` opens what is stored to,
     :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
     :meth:`_drive` takes over the source.
@@ -174,24 +175,26 @@ class Collector(ABC):
             lanes=self.lanes,
             call={name: value for name, value in kept.items() if value != []},
         )
-        self._rollout = rollout
-        self._assembly = Assembly(
+        self._rollout, ledger = rollout, self.ledger
+        self._run = RunState(
             options,
             self._writer,
+            ledger,
+            LaneState.fresh(self.lanes, self._writer.next_id()),
+            self._provenance(self._lane_seeds, policy_version=self.policy_version),
+        )
+        self._assembly = assemble(
+            self._run,
             source,
             rollout,
-            self.ledger,
-            LaneState.fresh(self.lanes, self._writer.next_id()),
             ranges,
-            self._provenance(self._lane_seeds, policy_version=self.policy_version),
             count_random=self._policy is not None,
             torchrl=torchrl,
             ahead=ahead,
         )
-        self._status, self._one_call = self._assembly.status, self._assembly.one_call
-        self._ready = self._status.ready
-        self._undivided = Undivided(self._assembly)
-        self.episodes = self._assembly.episodes
+        self._undivided = Undivided(self._run, self._assembly)
+        self._one_call, self.episodes = self._assembly.one_call, self._run.episodes
+        self._ready = self._run.ready
 
     @property
     def plan(self) -> RunPlan:
@@ -225,15 +228,15 @@ class Collector(ABC):
 
     def _make_ready(self) -> bool:
         """Make the next batch ready, where there is one; False where the run is over."""
-        if self._status.over:
-            self._status.refuse_ended()
+        if self._run.over:
+            self._run.refuse_ended()
             return False
         self._ready_batch()
         return True
 
     def _ready_batch(self, size: int | None = None) -> None:
         """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""
-        busy = self._status.busy
+        busy = self._run.busy
         try:
             with self._undivided:
                 batch = self._assembly.batch(size)
@@ -287,10 +290,10 @@ class Collector(ABC):
             )
         if type(n) is not int or n < 1:
             n = positive("n", n)
-        before, busy = self.ledger.stored, self._status.busy
+        before, busy = self.ledger.stored, self._run.busy
         try:
-            if self._status.over:
-                self._status.refuse_ended()
+            if self._run.over:
+                self._run.refuse_ended()
             elif one_call is None or not one_call.collect(n):
                 with self._undivided:
                     self._assembly.collect(n)
@@ -331,7 +334,7 @@ class Collector(ABC):
 
         Safe to call from a signal handler or another thread.
         """
-        self._status.stopped = True
+        self._run.stopped = True
         self._rollout.stop()
 
     def shutdown(self) -> None:
@@ -343,7 +346,7 @@ class Collector(ABC):
             try:
                 if hasattr(self, "_assembly"):
                     let_go(self._assembly)
-                    if not self._status.over:
+                    if not self._run.over:
                         self._assembly.end()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
@@ -365,9 +368,9 @@ class Collector(ABC):
         """
         if not hasattr(self, "_assembly"):
             return
-        if self._status.busy and not self._status.lost:
+        if self._run.busy and not self._run.lost:
             raise StateError(f"a collector is stepping this environment; {OWN_INSTANCE}")
-        self._status.busy = self._status.lost = True
+        self._run.busy = self._run.lost = True
 
     # --- the policy, and how it does --------------------------------------------------------------
 
@@ -438,7 +441,7 @@ class Collector(ABC):
 
     def _restart(self, then: Callable[[], None] | None = None) -> None:
         """Start new trajectories; transitions that wait for the next batch are discarded."""
-        busy = self._status.busy
+        busy = self._run.busy
         try:
             with self._undivided:
                 self._assembly.discard()
@@ -466,8 +469,8 @@ class Collector(ABC):
         return {
             "ledger": self.ledger.counts(),
             "seed": self.ledger.seed,
-            "next_id": self._assembly.state.next_id,
-            "open": int(self._assembly.state.open.sum()),
+            "next_id": self._run.lanes.next_id,
+            "open": int(self._run.lanes.open.sum()),
             "policy": None if self._policy is None else self._policy.state_dict(),
             "env": self._env_state(),
             "generators": {
@@ -504,7 +507,7 @@ class Collector(ABC):
         ledger.episodes_cut += state["open"]
         ledger.check()
         first_id = max(int(state["next_id"]), self._writer.next_id())
-        self._assembly.state = LaneState.fresh(self.lanes, first_id)
+        self._run.lanes = LaneState.fresh(self.lanes, first_id)
         self._seed_everything(int(state["seed"]))
         self._load_env_state(state["env"])
         if self._policy is not None:
@@ -513,11 +516,11 @@ class Collector(ABC):
         self._rng.state = state["generators"]["actions"]
         self._rollout.random_frames = self._random_frames
         self._rollout.restart_lanes(ledger)
-        self._assembly.provenance = self._provenance(
+        self._run.provenance = self._provenance(
             self._lane_seeds, policy_version=self.policy_version
         )
-        self._writer.goes_on_from(ledger, self._assembly.provenance, first_id)
-        self._status.over = self._budget.remaining(ledger.stored) == 0
+        self._writer.goes_on_from(ledger, self._run.provenance, first_id)
+        self._run.over = self._budget.remaining(ledger.stored) == 0
 
 
 def _mean(values: Sequence[float]) -> float:

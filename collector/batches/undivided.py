@@ -4,6 +4,7 @@ from threading import get_ident
 from types import TracebackType
 
 from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.run_state import RunState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
 
@@ -13,19 +14,19 @@ OWN_INSTANCE = "make an environment for each collector, or shut this one down be
 class Undivided(deferred):
     """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
 
-    __slots__ = ("_assembly", "_kept", "_one_call", "_status", "_thread")
+    __slots__ = ("_assembly", "_kept", "_one_call", "_run", "_thread")
 
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly, self._status = assembly, assembly.status
+    def __init__(self, run: RunState, assembly: Assembly) -> None:
+        self._run, self._assembly = run, assembly
         self._one_call, self._kept = assembly.one_call, False
         self._thread: int | None = None
         """The thread that is inside."""
 
     def __enter__(self) -> None:
         """Let handlers wait, and stay where they are until the run is over."""
-        status = self._status
-        if status.busy:
-            if status.lost:
+        run = self._run
+        if run.busy:
+            if run.lost:
                 raise StateError(
                     "another collector drove the environment since, and what followed here would "
                     f"be rows that never were; {OWN_INSTANCE}"
@@ -35,13 +36,13 @@ class Undivided(deferred):
                 "its environment, or from another thread; let the call under way return before"
             )
         # What is raised from here on ends this call, and no call before.
-        status.given, status.yields = status.ledger.stored, False
+        run.given, run.yields = run.ledger.stored, False
         # Handlers must not wait for ever after what is raised here, wherever that is.
-        self._inner, self._outer, status.intact = False, False, True
+        self._inner, self._outer, run.intact = False, False, True
         self._thread = get_ident()
         try:
             super().__enter__()
-            status.busy, status.intact = True, False
+            run.busy, run.intact = True, False
             if not self._kept:
                 self._kept = keep_for(self._assembly)
             if self._one_call is not None:
@@ -57,17 +58,17 @@ class Undivided(deferred):
         trace: TracebackType | None,
     ) -> None:
         """End the run where there was an error, and call the handlers."""
-        status = self._status
+        run = self._run
         try:
-            status.busy = False
+            run.busy = False
             if error is not None:
                 self._assembly.leave()
-            if error is not None and not status.intact:
+            if error is not None and not run.intact:
                 try:
                     self._assembly.end_by(error)
                 except Exception as again:  # noqa: BLE001  `error` is raised
                     add_end_note(error, again)
-            if status.over:
+            if run.over:
                 let_go(self._assembly)
         finally:
             super().__exit__(kind, error, trace)

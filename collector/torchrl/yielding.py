@@ -169,9 +169,9 @@ class Yielding(Collector):
 
     def _goes_on(self) -> bool:
         """Return whether the run has more to give; raise if an exception ended it."""
-        if self._ready or self._pieces or not self._status.over:
+        if self._ready or self._pieces or not self._run.over:
             return True
-        self._status.refuse_ended()
+        self._run.refuse_ended()
         return False
 
     def _make_output(self) -> bool:
@@ -229,7 +229,7 @@ class Yielding(Collector):
     def _step_by_step(self, buffer: ReplayBuffer) -> None:
         """Add the steps of a batch one by one."""
         left = self._options.frames_per_batch
-        while left > 0 and (self._ready or not self._status.over):
+        while left > 0 and (self._ready or not self._run.over):
             if not self._adds_steps:
                 self.collect(min(self.lanes, left))
             elif (step := self._raw(min(self.lanes, left))) is not None:
@@ -240,7 +240,7 @@ class Yielding(Collector):
 
     def _until_interrupted(self, interruptor: Any) -> Any:
         left = self._options.frames_per_batch - self.lanes * len(self._pieces)
-        while left > 0 and (self._ready or not self._status.over):
+        while left > 0 and (self._ready or not self._run.over):
             piece = self._raw(min(self.lanes, left))
             if piece is not None:
                 self._done_with_it(self._pieces, piece)
@@ -372,4 +372,4 @@ class Yielding(Collector):
     @property
     def closed(self) -> bool:
         """True if the run is over: its budget is met, or it was shut down."""
-        return not hasattr(self, "_assembly") or self._status.over
+        return not hasattr(self, "_assembly") or self._run.over

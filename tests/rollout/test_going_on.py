@@ -26,7 +26,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tallyroll import collector as package
 from tallyroll.collector import torchrl as names
-from tallyroll.collector.batches import assembly
+from tallyroll.collector.batches import delivery
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.one_call import OneCall
@@ -709,11 +709,11 @@ def test_rows_that_were_counted_and_not_stored_are_not_counted(
     way: str, counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something is raised as their count is added, before or after that was done."""
-    real = assembly.post
+    real = delivery.post
 
     def raising(ledger: Ledger, entry: LedgerEntry) -> None:
         if ledger.stored >= 2 * BATCH and entry.stored > 0:
-            monkeypatch.setattr(assembly, "post", real)
+            monkeypatch.setattr(delivery, "post", real)
             if counted:
                 real(ledger, entry)
             raise Interruption
@@ -727,7 +727,7 @@ def test_rows_that_were_counted_and_not_stored_are_not_counted(
 
     make = RUNS["torch"]
     with make(frames_per_batch=BATCH, total_frames=FRAMES, storage=tmp_path / "r") as collector:
-        monkeypatch.setattr(assembly, "post", raising)
+        monkeypatch.setattr(delivery, "post", raising)
         with pytest.raises(Interruption):
             collect_all(collector)
     collector.ledger.check()

@@ -350,7 +350,7 @@ def test_a_slot_whose_step_stopped_the_run_is_stored(
             if way == "longer":
                 patched.setattr(PlainSlots, "store", lambda *_: False)
             assert run.collect(LANES) == LANES
-        assert run._status.over
+        assert run._run.over
         assert run.ledger.episodes_cut > 0
         assert run.collect(LANES) == 0
         run.shutdown()
@@ -635,7 +635,7 @@ def test_the_run_is_over_with_its_last_row(tmp_path: Path) -> None:
     ) as run:
         for calls in range(1, 11):
             assert run.collect(LANES) == LANES
-            assert run._status.over is (calls == 10)
+            assert run._run.over is (calls == 10)
         assert b'"open": 0' in (run._writer.storage.record or (0, b""))[1]  # type: ignore[union-attr]
 
 

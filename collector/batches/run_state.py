@@ -1,21 +1,42 @@
-"""The status of a run: under way or over, and by what it was ended."""
+"""The state of a run that its parts share: counts, lanes, whether it is over, and why."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tallyroll.collector.batches.writer import BatchWriter
-from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.episode_log import EpisodeLog
+from tallyroll.collector.counting.ledger import Budget, Ledger
+from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import StateError
+from tallyroll.collector.options import Options
+
+EPISODES_KEPT = 50_000
+"""Least number of last episodes that ``collector.episodes`` keeps without total_episodes."""
 
 
-class RunStatus:
-    """Flags of a run that its loop, its guard and its owner share.
+class RunState:
+    """The state of a run; its loop, its guard and its owner change it.
 
     Args:
-        ledger: of the run.
+        options: of the run.
+        writer: where rows are stored before they are yielded.
+        ledger: counted up with every batch.
+        lanes: the trajectory and step of every lane.
+        provenance: written with the schema.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(
+        self,
+        options: Options,
+        writer: BatchWriter,
+        ledger: Ledger,
+        lanes: LaneState,
+        provenance: Mapping[str, Any],
+    ) -> None:
+        self.options, self.writer, self.ledger = options, writer, ledger
+        self.lanes, self.provenance = lanes, provenance
+        self.budget = Budget(options.total_frames)
+        self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         self.busy = self.over = False
         self.stopped = False
         """True if the run is to end, or an error ended it: only its last rows still come."""
@@ -32,18 +53,28 @@ class RunStatus:
         self._ended_by = ""
         """The exception that ended the run, what it left, and how to go on."""
 
-    def ended_by(self, error: BaseException, left: int | None, writer: BatchWriter) -> None:
-        """Note that ``error`` ended the run; ``left``: transitions that its budget has left."""
+    @property
+    def met(self) -> bool:
+        """True if the run has as many transitions as it is to have."""
+        return self.budget.remaining(self.ledger.stored) == 0
+
+    def committed(self) -> str:
+        """Say in a sentence which rows of the run are stored, with how many ends of episodes."""
+        ends = self.ledger.episodes_complete
+        return f"{self.writer.committed}, with {ends:,} ends of episodes"
+
+    def ended_by(self, error: BaseException) -> None:
+        """Note that ``error`` ended the run."""
         if not self._ended_by:
-            self._ended_by = self._said(error, left, writer)
+            self._ended_by = self._said(error)
 
     def refuse_ended(self) -> None:
         """Raise `StateError` if an exception ended the run."""
         if self._ended_by:
             raise StateError(self._ended_by)
 
-    def _said(self, error: BaseException, left: int | None, writer: BatchWriter) -> str:
-        stored = self.ledger.stored
+    def _said(self, error: BaseException) -> str:
+        stored, writer = self.ledger.stored, self.writer
         said = f"the run ended when {type(error).__name__} was raised within it"
         text = str(error).partition("\n")[0]
         said += f" ({text[:200]}). " if text else ". "
@@ -59,6 +90,7 @@ class RunStatus:
                 "To go on behind them, shut this collector down and give the storage to another "
                 "one, with resume=True"
             )
+        left = self.budget.remaining(stored)
         frames = "" if left is None else f" for the {left:,} transitions that are left"
         return said + (
             f"To go on, make another collector{frames}; given this one's state_dict() by "

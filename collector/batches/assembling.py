@@ -1,0 +1,77 @@
+"""The parts of an assembly, chosen once by the plan of the run."""
+
+from collections.abc import Sequence
+
+from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.delivered_counts import DeliveredCounts
+from tallyroll.collector.batches.delivery import Delivery
+from tallyroll.collector.batches.final_observations import FinalsWatch
+from tallyroll.collector.batches.in_slab import InSlab
+from tallyroll.collector.batches.laying_out import LayingOut, Processing
+from tallyroll.collector.batches.one_call import OneCall
+from tallyroll.collector.batches.rows import RowSource
+from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.storing_plan import StoringPlan, traits_of
+from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.value_checks import Range, RangeChecks
+from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.rollout.source import TransitionSource
+
+
+def assemble(
+    run: RunState,
+    source: RowSource,
+    rollout: TransitionSource,
+    ranges: Sequence[Range],
+    *,
+    count_random: bool,
+    torchrl: TorchrlLayout | None,
+    ahead: RowsAhead | None,
+) -> Assembly:
+    """Make an assembly, and open the storage of its run.
+
+    Args:
+        run: its state.
+        source: makes rows of blocks.
+        rollout: where blocks come from.
+        ranges: the values that are allowed.
+        count_random: whether random actions are an exception that is counted.
+        torchrl: lays batches out where ``layout="torchrl"``.
+        ahead: copies wide rows of a batch while its slots are filled, if that saves time.
+    """
+    options, writer, slabs = run.options, run.writer, source.plan
+    lanes = len(run.lanes.step)
+    layout = (options, source, lanes, writer, torchrl)
+    laying_out = LayingOut(*layout)
+    if options.postproc is not None:
+        laying_out = Processing(options.postproc, *layout)
+    draws = count_random and options.init_random_frames > 0
+    counts = DeliveredCounts(options, slabs, draws=draws)
+    at_random = not count_random or draws
+    checks = RangeChecks(ranges, options.validate, slabs.masks, at_random=at_random)
+    watched = options.finals == "check" and not slabs.lost_finals
+    finals = FinalsWatch(lanes, slabs.observed if watched else ())
+    acting = Acting(options.exploration_type)
+    if options.postproc is None:
+        writer.open(source.no_rows, run.provenance, source.behind)
+    traits = traits_of(options, source, rollout, writer, counts, checks, torchrl)
+    plan = StoringPlan.of(traits)
+    in_slab = one_call = None
+    if plan.rows.way == "slab":
+        in_slab = InSlab(source, run, laying_out, batches=plan.batches.way == "slab")
+        if plan.commits.way == "one call":
+            one_call = OneCall(run, in_slab, counts, checks, finals, acting)
+    return Assembly(
+        run,
+        plan,
+        slabs,
+        rollout,
+        checks,
+        finals,
+        Delivery(run, source, rollout, counts, finals, laying_out, in_slab),
+        one_call,
+        acting,
+        ahead,
+        apart=torchrl is not None and torchrl.apart,
+    )

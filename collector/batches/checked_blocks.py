@@ -1,0 +1,65 @@
+"""Blocks of transitions whose values are as declared, or the fault that says which one is not."""
+
+from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.value_checks import RangeChecks
+from tallyroll.collector.counting.ledger import post
+from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.rollout.driver import raised_by_policy
+from tallyroll.collector.rollout.source import Block, TransitionSource
+from tallyroll.collector.slab.slab import Slab
+
+
+class CheckedBlocks:
+    """Takes blocks from a source, and refuses those with values that are not as declared.
+
+    Args:
+        run: counts the events of each block.
+        rollout: the source.
+        checks: of values.
+        in_place: whether the policy sees what is in a slab.
+    """
+
+    def __init__(
+        self, run: RunState, rollout: TransitionSource, checks: RangeChecks, *, in_place: bool
+    ) -> None:
+        self._run, self._rollout, self._checks, self._in_place = run, rollout, checks, in_place
+
+    def take(self, want: int, raised: BaseException | None = None) -> Block:
+        """Return the next block; ``raised`` is what a fill raised before, and is raised here.
+
+        The fault of an action is raised in the place of what its step raised.
+        """
+        try:
+            if raised is not None:
+                raise raised
+            return self._rollout.block(want)
+        except Exception as error:
+            culprit = self._culprit_of(error)
+            if culprit is not None:
+                raise culprit from error
+            raise
+
+    def check(self, block: Block) -> None:
+        """Count the events of ``block``, and raise if its values are not as declared."""
+        post(self._run.ledger, block.entry)
+        bad = self._checks.first_violation(block.slab, block.used, self._run.lanes)
+        if bad is not None:
+            raise bad.error
+
+    def sound(self, slab: Slab, used: int) -> int:
+        """Return how many of the first ``used`` slots have values as declared."""
+        bad = self._checks.first_violation(slab, used, self._run.lanes)
+        return used if bad is None else bad.slot
+
+    def _culprit_of(self, error: Exception) -> Exception | None:
+        """Return the fault of the action or mask for which a step raised ``error``, if it had one.
+
+        ``error`` gets the step of its trajectory, if it lacks that.
+        """
+        refused, lanes = self._rollout.refused(), self._run.lanes
+        if refused and isinstance(error, ValueRefused):
+            self._checks.place(error, *refused[:2], lanes)
+        acted = not raised_by_policy(error)
+        if not acted and not self._in_place:
+            return None  # what the policy saw is not in the slab
+        return self._checks.bad_action(*refused, lanes, acted=acted) if refused else None

@@ -1,0 +1,171 @@
+"""Rows on their way: numbered, then counted and stored, and laid out as a batch."""
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from tallyroll.collector.batches.cut_items import CutItems
+from tallyroll.collector.batches.delivered_counts import DeliveredCounts
+from tallyroll.collector.batches.final_observations import FinalsWatch
+from tallyroll.collector.batches.in_slab import InSlab
+from tallyroll.collector.batches.laying_out import LayingOut
+from tallyroll.collector.batches.rows import Part, Rows, RowSource, merge
+from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.batches.torchrl_layout import NO_FLAGS, Flags
+from tallyroll.collector.counting.ledger import NOTHING, post
+from tallyroll.collector.errors import ItemsDiffer
+from tallyroll.collector.rollout.source import Block, TransitionSource
+
+
+class Delivery:
+    """The rows that were taken from a source, and are in no batch yet.
+
+    Args:
+        run: its ledger counts rows when they are stored.
+        source: gathers rows of blocks.
+        rollout: where blocks come from.
+        counts: what the delivery of rows changes in the ledger.
+        finals: watches final observations.
+        laying_out: lays rows out as they are yielded.
+        in_slab: stores rows directly from a slab; None: they are gathered first.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        source: RowSource,
+        rollout: TransitionSource,
+        counts: DeliveredCounts,
+        finals: FinalsWatch,
+        laying_out: LayingOut,
+        in_slab: InSlab | None,
+    ) -> None:
+        self._run, self._source, self._rollout = run, source, rollout
+        self._counts, self._finals = counts, finals
+        self._laying_out, self._in_slab = laying_out, in_slab
+        self.count = 0
+        """Transitions that were taken from the source and are in no batch yet."""
+        self.lays_out = True
+        """True while batches are yielded, and not only stored."""
+        self._parts: list[Part | SlabPart] = []
+        """The parts of the batch under way."""
+        self._kept: list[Block] = []
+        """Blocks whose large rows stay in their slab until the batch is delivered."""
+        self._cut_items = CutItems()
+
+    def add(self, block: Block, count: int, copied: Rows | None, *, more: bool) -> None:
+        """Number the ``count`` rows of ``block``, and add them to the batch.
+
+        Large rows stay in the slab until delivery, if they can; all rows do if the batch is this
+        block alone. ``copied`` columns were gathered before. ``more``: another block will be asked
+        for before delivery.
+        """
+        if count:
+            alone, table = not (more or self._parts), None
+            if alone and self._in_slab is not None:
+                table = self._in_slab.table_of(block, yields=self.lays_out)
+            part: Part | SlabPart
+            if table is not None and block.keep(more):
+                part = table.part(block, self._run.lanes, by_lane=self.lays_out)
+            else:
+                part = self._source.part(block, self._run.lanes, copied, alone=alone)
+                if not (part.large and block.keep(more)):
+                    part.settle()
+            if self._finals.looks:
+                self._finals.look(part)
+            if self._counts.column is not None:
+                post(self._run.ledger, self._counts.of_resets(part))
+            if part.episodes is not None and len(part.episodes):
+                self._run.episodes.extend(part.episodes)
+            if block.kept:
+                self._kept.append(block)
+            self._parts.append(part)
+        if block.giver is not None:
+            block.giver.given(block)
+        self.count += count
+
+    def deliver(self, most: int) -> TensorDictBase | None:
+        """Store at most ``most`` of the rows in hand, and lay them out if they are to be yielded.
+
+        If storing fails, only the rows that were committed before are counted. If the run ends
+        within an item of a TorchRL buffer, the rows of that item are discarded.
+
+        Raises:
+            LedgerError: transitions were lost or doubled on their way; nothing is stored.
+        """
+        if self._finals.looks:
+            self._finals.require_true(self._run.committed)
+        part, rest = self._parts[0], None
+        if len(self._parts) > 1:
+            part = merge(self._parts)  # type: ignore[arg-type]  # one of another kind is alone
+        if part.count > most and isinstance(part, Part):  # a larger batch was parted
+            part, rest = part.split(most)
+        count, ledger, torchrl = part.count, self._run.ledger, self._laying_out.torchrl
+        entry, batch, before = self._counts.of(part, count), None, ledger.stored
+        flags = NO_FLAGS if torchrl is None else torchrl.root_flags(part)
+        try:
+            post(ledger, entry)
+            ledger.balance(self._rollout.held + (0 if rest is None else rest.count))
+            batch = self._stored(part, flags)
+        except ItemsDiffer as error:
+            last = self._is_rest(count)
+            post(ledger, entry.undone())
+            entry = NOTHING
+            if not last:
+                raise
+            self._discard(part, error)
+        except BaseException:
+            committed = self._run.writer.committed_after(before)
+            if committed < count:  # else it was raised after the commit
+                if ledger.stored != before:  # else it was raised before that was counted
+                    post(ledger, entry.undone())
+                entry = NOTHING
+                if committed and isinstance(part, Part):
+                    entry = self._counts.of(part.first(committed), committed)
+                post(ledger, entry)
+            raise
+        finally:
+            self.count -= entry.stored
+        self._parts = [] if rest is None else [rest]
+        while self._kept:
+            self._kept.pop().release()
+        if batch is None or not self._laying_out.arranges:
+            return batch
+        return self._laying_out.arranged(batch, flags)
+
+    def drop(self) -> None:
+        """Forget the rows in hand."""
+        self.count, self._parts, self._kept = 0, [], []
+
+    def warn(self) -> None:
+        """Warn of rows that were discarded, once."""
+        self._cut_items.warn()
+
+    def _stored(self, part: Part | SlabPart, flags: Flags) -> TensorDictBase | None:
+        """Commit rows with the ledger; return those of a batch, if one is wanted.
+
+        They come one after the other, to be arranged.
+        """
+        run, writer, ledger = self._run, self._run.writer, self._run.ledger
+        open_lanes = int(np.count_nonzero(run.lanes.step))
+        if isinstance(part, SlabPart):
+            assert self._in_slab is not None
+            self._in_slab.store(part, ledger, open_lanes)
+            return self._in_slab.batch(part) if self.lays_out else None
+        rows, count = self._laying_out.of(part, flags, yields=self.lays_out), part.count
+        if not writer.ready:
+            writer.open(rows.rows, run.provenance, rows.behind)
+        last = rows.shaped is not None and self._is_rest(count)
+        writer.write(rows.rows, count, ledger, open_lanes, rows.large, rows.shaped, last=last)
+        return rows.batch
+
+    def _is_rest(self, count: int) -> bool:
+        """Return whether the ``count`` rows in hand are the rest of a batch when the run ended."""
+        ends = self._run.stopped or self._rollout.dry or self._run.met
+        return ends and count != self._run.options.largest_batch
+
+    def _discard(self, part: Part | SlabPart, error: ItemsDiffer) -> None:
+        """Discard the last rows of the run, which make no item of a replay buffer."""
+        self._rollout.stop()  # the budget can no longer be met
+        post(self._run.ledger, self._cut_items.discard(part, self._run.lanes, error))
+        self.count -= part.count
