@@ -156,12 +156,15 @@ def lending(*, copies: bool, other: bool) -> Decision:
     )
 
 
-def writing(*, small: bool, single: bool, looks_behind: bool, lost_finals: bool) -> Decision:
+def writing(
+    *, small: bool, single: bool, compiled: bool, looks_behind: bool, lost_finals: bool
+) -> Decision:
     """Choose how a step is written to its slot: to ``views`` of it, or column by column.
 
     Args:
         small: the observations of a slot are at most `SMALL_NBYTES` bytes.
         single: there is one column of actions, observations and rewards each.
+        compiled: the extension is used, and knows rewards of their kind.
         looks_behind: groups of agents, contexts or skipped slots are looked at after each step.
         lost_finals: some final observations are lost, and marked.
     """
@@ -172,6 +175,7 @@ def writing(*, small: bool, single: bool, looks_behind: bool, lost_finals: bool)
         (not small, f"observations of a slot are larger than {SMALL_NBYTES:,} bytes"),
         (looks_behind, "more than observations, rewards and ends is looked at after a step"),
         (lost_finals, "some final observations are lost"),
+        (not compiled, "the extension is not used, or a lane's reward is no float"),
         way="views",
     )
 

@@ -91,7 +91,7 @@ def decided(lanes: Lanes, plan: SlabPlan, options: Options) -> Decision:
     """Choose whether rows of ``lanes`` enter a batch ahead."""
     slots, rest = divmod(options.frames_per_batch, lanes.slab.lanes)
     return copying_ahead(
-        waits=isinstance(lanes, SystemLanes) and lanes.env.system.waits,
+        waits=isinstance(lanes, SystemLanes) and lanes.stepper.system.waits,
         whole=not rest,
         slots=slots,
         most=lanes.slab.slots,

@@ -14,9 +14,9 @@ from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
 from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs import registry
-from tallyroll.collector.envs.declared_env import Make
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.stepping.restarts import Make
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.throwaway import close
@@ -308,7 +308,7 @@ def refuse(env: EnvBase) -> None:
             "a lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
         )
     *outer, base = chain(env)
-    if outer and isinstance(base, SystemEnv) and base.marks_transitions:
+    if outer and isinstance(base, SystemEnv) and base.stepper.declares.marks_transitions:
         raise EnvironmentRefused(
             f"{base.kind} ignores reset masks, so a TransformedEnv "
             "around it would count its reset slots as transitions; apply Gymnasium's vector "

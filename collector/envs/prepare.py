@@ -82,8 +82,8 @@ def seed_env(
     seeds = [of_all[lane] for lane in lanes]
     base = system_of(env)
     if base is not None:
-        base.first_lane = lanes[0]
-        if base.takes_seeds:
+        base.system.first_lane = lanes[0]
+        if base.stepper.takes_seeds:
             base.seed_lanes(seeds)
             shared = base.system.declares.seeds == "shared"
             return [] if shared and len(seeds) > 1 else seeds
@@ -106,7 +106,7 @@ def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
             "max_frames_per_traj counts in a column 'step_count', which the environment has "
             'already: rename={"step_count": "own_step_count"}'
         )
-    if base is not None and not base.resets_by_mask:
+    if base is not None and not base.stepper.declares.resets_by_mask:
         raise EnvironmentRefused(
             f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; limit episodes "
             "where it is made (gymnasium.make_vec: max_episode_steps), or use SyncVectorEnv"
@@ -140,7 +140,7 @@ def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
     if not missing:
         return env
     base = system_of(env)
-    if base is not None and base.marks_transitions:
+    if base is not None and base.stepper.declares.marks_transitions:
         raise EnvironmentRefused(
             "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
             f"{base.kind} does not allow (it ignores reset masks); "

@@ -1,9 +1,9 @@
 """The door for environment systems: a `System` takes arrays and gives arrays.
 
 An author declares what the system is and writes ``reset`` and ``step``. Everything else is done by
-the one class that drives all of them, `SystemEnv`: which slots are transitions, where final
-observations go, masks, seeds of lanes, contexts, TorchRL's own protocol. `testing.py` beside this
-module has the contract that a system is held to.
+the one class that drives all of them, `Stepper`: which slots are transitions, where final
+observations go, masks, seeds of lanes, contexts; `SystemEnv` is TorchRL's own protocol over it.
+`testing.py` beside this module has the contract that a system is held to.
 """
 
 from abc import ABC, abstractmethod
@@ -76,6 +76,34 @@ class Declares:
     """True if agents take turns: a mask marks the agent that acts next, not those alive."""
     device: str = "cpu"
     """The device of arrays; on the CPU actions are NumPy arrays, elsewhere torch tensors."""
+
+    @property
+    def resets_by_mask(self) -> bool:
+        """True if some lanes can be reset while the others go on."""
+        return self.resets == "mask"
+
+    @property
+    def has_reset_slots(self) -> bool:
+        """True if the step of a lane after an end only resets it, and is no transition."""
+        return self.at_end == "reset_slot"
+
+    @property
+    def marks_transitions(self) -> bool:
+        """True if TorchRL's steps mark transitions, for reset slots cannot be avoided there.
+
+        They do that in ``("collector", "valid")``.
+        """
+        return self.has_reset_slots and not self.resets_by_mask
+
+    @property
+    def loses_finals(self) -> bool:
+        """True if final observations are lost."""
+        return self.finals == "lost"
+
+    @property
+    def can_step_part(self) -> bool:
+        """True if some lanes can be stepped while others wait."""
+        return self.parts or (self.lanes == 1 and not self.arrivals)
 
 
 class AgentFlags(NamedTuple):

@@ -1,33 +1,35 @@
-"""The environment that a collector drives over any `System`; it fills the slab itself.
+"""TorchRL's face over the lanes of a `System`: specs, TensorDicts, ``step`` and ``reset``.
 
-It is put together from one file an idea: `declared_env` (specs, names, seeds, contexts),
-`checked_env` (what is refused), `torchrl_protocol` (``step`` and ``reset``) and `slot_ends` (what
-follows a step); here is the way that a collector takes at every step.
+Transforms, batched environments and code that steps an environment by itself use these. A
+collector on the CPU drives `SystemEnv.stepper`, which has neither.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase
 
-from tallyroll.collector.compat import count_true
-from tallyroll.collector.envs.arrays import are_small, fitting
-from tallyroll.collector.envs.slot_ends import SlotEnds
-from tallyroll.collector.envs.system import Array, Step
-from tallyroll.collector.errors import ValueRefused
-from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
-from tallyroll.collector.slab.progress import FILLED, HALT
-from tallyroll.collector.slab.slab import Cursor
-from tallyroll.storage.engine.kernel import compiled, table_of
-from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.stepping.arrays import as_flags, as_tensor, fitting
+from tallyroll.collector.envs.stepping.contexts import Draw
+from tallyroll.collector.envs.stepping.moved_attributes import Moved
+from tallyroll.collector.envs.stepping.restarts import Make
+from tallyroll.collector.envs.stepping.results import kind_of
+from tallyroll.collector.envs.stepping.specs import batched_specs
+from tallyroll.collector.envs.stepping.stepper import Stepper
+from tallyroll.collector.envs.system import Array, Mask, Step, System
+from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
+from tallyroll.collector.slab.names import Rename
+from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key
 
-_BOOL = np.dtype(np.bool_)
+_FLAGS = ("terminated", "truncated", "done")
 
 
-class SystemEnv(SlotEnds):
+class SystemEnv(EnvBase):
     """A TorchRL environment over a :class:`System`.
 
     Keys are those that the system declares, with a leading dimension of its lanes; reward is
@@ -46,214 +48,225 @@ class SystemEnv(SlotEnds):
         NameRefused: names of columns that collide.
     """
 
+    owns_system = True
+    """Closing this closes the system."""
+
+    def __init__(
+        self,
+        system: System,
+        *,
+        rename: Rename | None = None,
+        make: Make | None = None,
+        draw: Draw | None = None,
+    ) -> None:
+        stepper = Stepper(system, rename=rename, make=make, draw=draw)
+        d = stepper.declares
+        super().__init__(device=torch.device(d.device), batch_size=torch.Size([d.lanes]))
+        self.is_closed = False
+        self.stepper = stepper
+        """The lanes, as a collector steps them."""
+        self._fresh: list[torch.Tensor] = []
+        """First observations of episodes that began within the last step, and the lanes of them."""
+        self._fresh_lanes = np.zeros(d.lanes, np.bool_)
+        self._declare()
+
+    def _declare(self) -> None:
+        """Set the specs that the system declares now."""
+        self._declares = d = self.stepper.declares
+        specs = batched_specs(d, self.observation_keys)
+        self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = specs
+
+    @property
+    def system(self) -> System:
+        """The system; a reset may make a new one."""
+        return self.stepper.system
+
+    @property
+    def kind(self) -> str:
+        """The system's name in messages."""
+        return kind_of(self.system)
+
+    @property
+    def observation_keys(self) -> tuple[Key, ...]:
+        """Columns of the observation, in the order of a slot's arrays.
+
+        Those of infos are among them from the first reset on, or where they are declared.
+        """
+        return self.stepper.observation_keys
+
+    @property
+    def info_keys(self) -> tuple[Key, ...]:
+        """Observations that report on the episode, and not on the environment's state."""
+        return self.stepper.info_keys
+
+    def seed_lanes(self, seeds: Sequence[int]) -> None:
+        """Seed every lane at the next full reset, where that is possible."""
+        self.stepper.seed_lanes(seeds)
+
+    def _set_seed(self, seed: int | None) -> None:
+        lanes = self.batch_size[0]
+        self.stepper.restarts.seeds = None if seed is None else lane_seeds(seed, lanes, 0)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the system too, where it is not a caller's.
+
+        TorchRL closes environments that nothing refers to any more.
+        """
+        if not self.is_closed and self.owns_system:
+            self.system.close()
+        super().close(raise_if_closed=raise_if_closed)
+
+    action_columns = Moved("stepper.action_keys")
+    arrivals = Moved("stepper.declares.arrivals")
+    can_step_part = Moved("stepper.declares.can_step_part")
+    fills = Moved("stepper.fills")
+    first_lane = Moved("system.first_lane")
+    groups = Moved("stepper.declares.groups")
+    has_reset_slots = Moved("stepper.declares.has_reset_slots")
+    loses_finals = Moved("stepper.declares.loses_finals")
+    marks_transitions = Moved("stepper.declares.marks_transitions")
+    resets_by_mask = Moved("stepper.declares.resets_by_mask")
+    reward_columns = Moved("stepper.reward_keys")
+    step_block = Moved("stepper.step_block")
+    step_of = Moved("stepper.step_of")
+    step_part = Moved("stepper.step_part")
+    takes_seeds = Moved("stepper.takes_seeds")
+    writes_to = Moved("stepper.writes_to")
+    wrong_arrivals = Moved("stepper.results.wrong_arrivals")
+
+    # --- steps ------------------------------------------------------------------------------------
+
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """One batched step; lanes whose episode ended start the next one.
-
-        With a tensordict of a slab (it has the attribute ``cursor``) the slab is filled in place,
-        and the tensordict returned as it is; any other is treated as TorchRL's own environments
-        treat it.
-        """
-        cursor: Cursor | None = getattr(tensordict, "cursor", None)
-        if cursor is not None:
-            self.step_block(cursor, cursor.at, cursor.at + 1)
-            return tensordict, tensordict
-        if self.marks_transitions:
+        """One batched step; lanes whose episode ended start the next one."""
+        if self._declares.marks_transitions:
             tensordict = self.step(tensordict)
             return tensordict, self._set_flags(self._step_mdp(tensordict))
         stepped: tuple[TensorDictBase, TensorDictBase] = super().step_and_maybe_reset(tensordict)
         return stepped
 
-    def step_block(self, cursor: Cursor, start: int, stop: int) -> None:
-        """Step through the slots ``[start, stop)``, whose actions are all known beforehand.
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        stepper, d, tensors = self.stepper, self._declares, self.stepper.results.tensors
+        out = stepper.step([self._action(tensordict.get(key)) for key in d.action])
+        self._forget_fresh()
+        values = tensors(out.obs)
+        flags = [as_flags(each) for each in (out.terminated, out.truncated)]
+        ended = flags[0] | flags[1]
+        if d.at_end == "first" and ended.any():
+            self._fresh, self._fresh_lanes = [value.clone() for value in values], ended
+            stepper.results.require_finals(out, ended)
+            if out.final is not None:
+                self._put(values, tensors(out.final), ended)
+            stepper.contexts.draw(stepper.system, ended)
+        stepper.results.require_skipped(out.skipped, stepper.pending)
+        transitions = ~stepper.pending
+        if d.has_reset_slots:
+            stepper.follow(stepper.pending, ended)
+        td = self._td(values)
+        for key, reward in zip(d.reward, self._rewards(out), strict=True):
+            td.set(key, reward)
+        for name, flag in zip(_FLAGS, (*flags, ended), strict=True):
+            td.set(name, self._flag(flag)[:, None])
+        for group in d.groups:
+            ends = [as_flags(each) for each in out.agents[group]]
+            for name, flag in zip(_FLAGS, (*ends, ends[0] | ends[1]), strict=True):
+                td.set((group, name), self._flag(flag)[..., None])
+        if d.marks_transitions:
+            td.set(VALID, self._flag(transitions)[:, None])
+        if d.finals == "some":
+            td.set(NEXT_VALID, self._flag(~ended | _given_finals(out, ended)))
+        return td
 
-        ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
+    def _rewards(self, out: Step) -> list[torch.Tensor]:
+        """Return rewards in the form of their specs.
+
+        Raises:
+            TransitionError: they do not fit.
         """
-        system = self.system
-        lend = system.lend if system.lends else None
-        system.while_waiting = cursor.while_waiting
-        try:
-            self._step_block(cursor, start, stop, lend, system.step)
-        finally:
-            system.while_waiting = None
-            if lend is not None:
-                lend(None)
+        found = []
+        for key, given in zip(self._declares.reward, out.reward, strict=True):
+            spec, reward = self.full_reward_spec[key], given
+            if self.stepper.fills:
+                row = np.empty(tuple(spec.shape), NUMPY[spec.dtype])
+                row = row if np.shape(given) == row.shape else row[..., 0]
+                try:
+                    reward = fitting(given, row, (NEXT, *key))
+                except (TypeError, ValueError, ValueRefused) as error:
+                    raise self.stepper.results.unfit(out, error) from error
+            found.append(as_tensor(reward, self.device).to(spec.dtype).reshape(spec.shape))
+        return found
 
-    def writes_to(self, cursor: Cursor) -> Decision:
-        """Choose how steps are written to slots of ``cursor``."""
-        return writing(
-            small=cursor.next_obs[0][0].nbytes <= SMALL_NBYTES,
-            single=len(cursor.next_obs) == len(cursor.actions) == len(cursor.rewards) == 1,
-            looks_behind=self._looks_behind,
-            lost_finals=cursor.next_valid is not None,
-        )
+    # --- resets -----------------------------------------------------------------------------------
 
-    def step_of(self, cursor: Cursor, at: int) -> Callable[[], None]:
-        """Return a function that steps through slot ``at``, and copies results to views of it.
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        lanes = None if mask is None else mask.reshape(-1).cpu().numpy()
+        if lanes is None or (lanes.all() and not self._fresh_lanes.any()):
+            observation = self.stepper.reset(**kwargs)
+            values = self.stepper.results.tensors(observation)
+            if self.stepper.declares is not self._declares:
+                self._declare()
+                self.empty_cache()
+        else:
+            values = self._reset_some(lanes, kwargs)
+        self._forget_fresh()
+        td = self._td(values)
+        if self._declares.marks_transitions:
+            td.set(VALID, self._flag(np.ones((*self.batch_size, 1), np.bool_)))
+        if self._declares.finals == "some":
+            td.set(NEXT_VALID, self._flag(np.ones(self.batch_size, np.bool_)))
+        return self._set_flags(td)
 
-        To let the system write there would cost more; `writes_to` has chosen it.
-        """
-        action, *slot = cursor.slot(at)
-        row, _, terminated, truncated, _ = slot
-        put, compiled = _putting(*slot), _compiled_putting(*slot)
-        board, finish, array = cursor.board, self._finish, np.ndarray
+    def _reset_some(self, lanes: Mask, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Reset ``lanes``, of which some may have begun their next episode within the last step."""
+        asked = lanes & ~self._fresh_lanes
+        values = self._fresh
+        if asked.any():
+            if not self._declares.resets_by_mask:
+                raise EnvironmentRefused(
+                    f"{self.kind} ignores reset masks and would reset every lane; do not wrap it "
+                    "in TransformedEnv or reset a part of it: apply wrappers of its own "
+                    "underneath, or use one that resets by mask"
+                )
+            values = self.stepper.results.tensors(self.stepper.reset_lanes(asked, **kwargs))
+            if self._fresh:
+                self._put(values, self._fresh, self._fresh_lanes)
+        elif not values:
+            values = [self.observation_spec[key].zero() for key in self.observation_keys]
+        self.stepper.pending[lanes] = False
+        return values
 
-        def step() -> None:
-            cursor.at = at
-            if cursor.while_waiting is None:
-                out = self.system.step((action.copy(),))
-            else:
-                out = self._step_while_waiting(cursor, action)
-            obs, reward, over, cut = out[:4]
-            ended = -1
-            more = out.skipped is not None or self._tells_skips
-            if len(obs) == len(reward) == 1 and type(obs[0]) is array and not more:
-                if compiled is not None:
-                    ended = compiled(obs[0], reward[0], over, cut)
-                if ended < 0:
-                    ended = put(obs[0], reward[0], over, cut)
-            if ended < 0:
-                self._step_block(cursor, at, at + 1, None, lambda _: out)
-                return
-            if finish is not None and ended:
-                finish(cursor, terminated | truncated, out, (row,))
-            board[FILLED] = at + 1
+    # --- tensors ----------------------------------------------------------------------------------
 
-        return step
+    def _action(self, action: torch.Tensor) -> Array:
+        return action.clone() if self.device.type != "cpu" else action.numpy().copy()
 
-    def _step_while_waiting(self, cursor: Cursor, action: Array) -> Step:
-        system = self.system
-        system.while_waiting = cursor.while_waiting
-        try:
-            return system.step((action.copy(),))
-        finally:
-            system.while_waiting = None
+    def _flag(self, flags: Mask) -> torch.Tensor:
+        return torch.from_numpy(flags).to(self.device)
 
-    def _step_block(
-        self,
-        cursor: Cursor,
-        start: int,
-        stop: int,
-        lend: Callable[[Any], None] | None,
-        step: Callable[[Sequence[Array]], Step],
-    ) -> None:
-        finish, write = self._finish, self._write
-        next_obs, root_obs, board = cursor.next_obs, cursor.root_obs, cursor.board
-        terminated, truncated = cursor.terminated, cursor.truncated
-        looks_behind = self._looks_behind
-        if cursor.next_valid is not None:
-            cursor.next_valid[start:stop] = True
-        lanes, keys = terminated.shape[1:], self.next_rewards
-        for at in range(start, stop):
-            cursor.at = at
-            rows = [column[at] for column in next_obs]
-            if lend is not None:
-                lend(rows)
-            out = step([column[at].copy() for column in cursor.actions])
-            write(rows, out.obs)
-            try:
-                for key, column, value in zip(keys, cursor.rewards, out.reward, strict=True):
-                    column[at] = fitting(value, column[at], key)
-                for flags, value in ((terminated, out.terminated), (truncated, out.truncated)):
-                    if (
-                        type(value) is not np.ndarray
-                        or value.shape != lanes
-                        or value.dtype is not _BOOL
-                    ):
-                        key = TERMINATED if flags is terminated else TRUNCATED
-                        value = fitting(value, flags[at], key)
-                    flags[at] = value
-            except (TypeError, ValueError, ValueRefused) as error:
-                raise self._unfit(out, error) from error
-            if finish is not None:
-                for root, row in zip(root_obs, rows, strict=True):
-                    root[at] = row
-                ended = terminated[at] | truncated[at]
-                if count_true(ended):
-                    finish(cursor, ended, out, rows)
-            if looks_behind or out.skipped is not None:
-                self._after_step(cursor, out)
-                looks_behind = self._looks_behind
-            board[FILLED] = at + 1
-            if board[HALT]:
-                break
+    def _put(self, to: list[torch.Tensor], values: list[torch.Tensor], lanes: Mask) -> None:
+        """Replace the values of some lanes."""
+        at = self._flag(lanes)
+        for old, new in zip(to, values, strict=True):
+            old[at] = new[at]
 
-    def _write(self, rows: Sequence[NDArray[Any]], values: Sequence[Array]) -> None:
-        for index, (row, value) in enumerate(zip(rows, values, strict=True)):
-            # A row of a slab has the declared shape and dtype.
-            if type(value) is np.ndarray and value.shape == row.shape and value.dtype == row.dtype:
-                row[...] = value
-            elif value is not row:
-                row[...] = self._array(index, value)
+    def _forget_fresh(self) -> None:
+        self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)
+
+    def _td(self, values: Sequence[torch.Tensor]) -> TensorDict:
+        td = TensorDict({}, self.batch_size, device=self.device)
+        for group, size in self._declares.groups.items():
+            td.set(group, TensorDict({}, (*self.batch_size, size), device=self.device))
+        for key, value in zip(self.observation_keys, values, strict=True):
+            td.set(key, value)
+        return td
+
+    def _set_flags(self, td: TensorDictBase) -> TensorDictBase:
+        return td.update(self.full_done_spec.zero())
 
 
-_Putting: TypeAlias = Callable[[Array, Array, Array, Array], int]
-"""Writes the result of a step to a slot, and returns how many lanes ended.
-
-That is observation, reward, terminated, truncated. Where they are not as the slot is it returns
--1, whatever it wrote.
-"""
-
-
-def _putting(
-    row: NDArray[Any],
-    payoff: NDArray[Any],
-    terminated: NDArray[Any],
-    truncated: NDArray[Any],
-    root: NDArray[Any],
-) -> _Putting:
-    """Write to these arrays of a slot; ``root`` may be ``row``."""
-    arrays = row, payoff, terminated, truncated
-    apart = root.ctypes.data != row.ctypes.data
-
-    def put(*given: Array) -> int:
-        if any(type(each) is not np.ndarray for each in given) or given[0].dtype != row.dtype:
-            return -1
-        reward, *flags = given[1:]
-        if reward.dtype.kind != "f" or _overflows(reward, payoff.dtype):
-            return -1
-        if any(each.dtype is not _BOOL for each in flags):
-            return -1
-        if any(each.shape != own.shape for each, own in zip(given, arrays, strict=True)):
-            return -1
-        try:
-            for each, own in zip(given, arrays, strict=True):
-                own[...] = each
-        except (TypeError, ValueError):
-            return -1
-        if apart:
-            root[...] = row
-        return count_true(terminated | truncated)
-
-    return put
-
-
-def _overflows(reward: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    """Some finite reward is none as ``dtype``."""
-    if reward.dtype == dtype or are_small(reward):
-        return False
-    with np.errstate(over="ignore"):
-        return bool((np.isinf(reward.astype(dtype)) & np.isfinite(reward)).any())
-
-
-def _compiled_putting(
-    row: NDArray[Any],
-    payoff: NDArray[Any],
-    terminated: NDArray[Any],
-    truncated: NDArray[Any],
-    root: NDArray[Any],
-) -> _Putting | None:
-    """The same, which knows contiguous arrays and rewards of floats; None: there is none."""
-    places = row, root, payoff, terminated, truncated
-    floats = np.dtype(np.float32), np.dtype(np.float64)
-    kernel = compiled()
-    if kernel is None or payoff.ndim > 1 or payoff.dtype not in floats:
-        return None
-    if not all(each.flags.c_contiguous for each in places):
-        return None
-    words = [each.ctypes.data for each in places]
-    if words[1] == words[0]:
-        words[1] = 0
-    table = table_of([*words, payoff.dtype == np.float64, len(terminated), *row.shape])
-    return partial(kernel.put_step, table, row.data.format.encode())
+def _given_finals(out: Step, ended: Mask) -> Mask:
+    """Mark the lanes whose final observations are in the step."""
+    given = out.final is not None and out.final_valid is not None
+    return as_flags(out.final_valid) if given else np.zeros_like(ended)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.numbering import lane_seeds
-from tallyroll.collector.envs.arrays import as_flags, as_tensor, whole
+from tallyroll.collector.envs.stepping.arrays import as_flags, as_tensor, whole
 from tallyroll.collector.envs.system import Mask, Step, System, require_consistent
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import EnvironmentRefused

@@ -28,7 +28,7 @@ def system_of(env: EnvBase) -> SystemEnv | None:
 
 def fills_slabs(env: EnvBase) -> bool:
     """Return whether ``env`` writes the results of a step to the slab itself."""
-    return isinstance(env, SystemEnv) and env.fills
+    return isinstance(env, SystemEnv) and env.stepper.fills
 
 
 def runs_on_cpu(env: EnvBase) -> bool:
@@ -41,7 +41,7 @@ def loses_finals(env: EnvBase) -> bool:
     """Return whether final observations are lost (TorchRL's ``auto_reset=True``)."""
     for each in chain(env):
         if isinstance(each, SystemEnv):
-            return each.loses_finals
+            return each.stepper.declares.loses_finals
         if isinstance(each, AutoResetEnv) or resets_itself(each):
             return True
         if isinstance(each, BatchedEnvBase):
@@ -54,5 +54,5 @@ def loses_finals(env: EnvBase) -> bool:
 def can_step_part(env: EnvBase) -> bool:
     """Return whether some lanes can be stepped while the others wait."""
     if isinstance(env, SystemEnv):
-        return env.can_step_part
+        return env.stepper.declares.can_step_part
     return isinstance(env, BatchedEnvBase) or env.batch_size.numel() == 1

@@ -6,9 +6,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.envs.arrays import reordered
+from tallyroll.collector.envs.stepping.arrays import fitting, put_flags, reordered
+from tallyroll.collector.envs.stepping.ends import put_finals
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.rollout.lanes import Account, Lanes
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -45,14 +47,13 @@ class ArrivingLanes(Lanes):
     ) -> None:
         super().__init__(env, slab)
         self._board, self._by_policy = board, by_policy
-        self._keys = env.observation_keys
-        self._cursor = slab.cursor(
-            env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
-        )
+        self.stepper = stepper = env.stepper
+        self._keys = stepper.observation_keys
+        self._cursor = stepper.cursor(slab, board)
         total = env.batch_size[0]
         self._waiting: dict[Key, Array] = {
             key: np.zeros((total, *slab.array(key).shape[2:]), slab.array(key).dtype)
-            for key in (*self._keys, *env.action_columns, *extra)
+            for key in (*self._keys, *stepper.action_keys, *extra)
         }
         """``[lane, ...]``, the last observation and action of each lane."""
         self._version = np.zeros(total, np.int64)
@@ -95,7 +96,7 @@ class ArrivingLanes(Lanes):
         """Return the last observations of the lanes that act now; repeated if the lanes are few."""
         acting = np.resize(self._acting, self.lanes)
         td = TensorDict({}, [self.lanes])
-        for group, size in self.env.groups.items():
+        for group, size in self.stepper.declares.groups.items():
             td.set(group, TensorDict({}, [self.lanes, size]))
         for key in self._keys:
             td.set(key, torch.from_numpy(self._waiting[key][acting]))
@@ -114,7 +115,7 @@ class ArrivingLanes(Lanes):
             self._arrived[at] = self._send(at) or not len(self._ready)
             self._executed[at] = False
             if self._arrived[at]:
-                self._receive(at, self.env.system.recv())
+                self._receive(at, self.stepper.system.recv())
             self._board[FILLED] = at + 1
             if self._board[HALT]:
                 break
@@ -140,8 +141,8 @@ class ArrivingLanes(Lanes):
             if key not in self._keys:
                 waiting[acting] = self.slab.array(key)[at, chosen]
         self._version[acting] = self.slab.version[at, chosen]
-        actions = [self._waiting[key][acting] for key in self.env.action_columns]
-        self.env.system.send(actions, acting)
+        actions = [self._waiting[key][acting] for key in self.stepper.action_keys]
+        self.stepper.system.send(actions, acting)
         self._away[acting] = True
         return waits
 
@@ -174,19 +175,60 @@ class ArrivingLanes(Lanes):
         for key, waiting in self._waiting.items():
             slab.array(key)[at] = waiting[lanes]
         cursor.at = at
-        ended = self.env.receive(cursor, out, self._pending[lanes])
+        ended = self._put(out, self._pending[lanes])
         self._executed[at] = ~self._pending[lanes]
-        seen = self.env.following(lanes, ended, out)
+        seen = self._following(lanes, ended, out)
         for key, values in zip(self._keys, seen, strict=True):
             self._waiting[key][lanes] = values
-        self._pending[lanes] = ended if self.env.has_reset_slots else False
+        self._pending[lanes] = ended if self.stepper.declares.has_reset_slots else False
         self._away[lanes] = False
         self._ready = np.concatenate([self._ready, lanes]) if len(self._ready) else lanes
 
     def _require_away(self, lanes: NDArray[np.int32]) -> None:
         known = len(lanes) == self.lanes and lanes.min() >= 0 and lanes.max() < len(self._away)
         if not known or len(np.unique(lanes)) < self.lanes or not self._away[lanes].all():
-            raise self.env.wrong_arrivals(lanes)
+            raise self.stepper.results.wrong_arrivals(lanes)
+
+    def _put(self, out: Step, pending: Mask) -> Mask:
+        """Write the result of ``recv`` to the slot ``cursor.at``; return the marks of ended lanes.
+
+        ``pending`` are the arrivals of reset slots.
+        """
+        stepper, cursor = self.stepper, self._cursor
+        at, d = cursor.at, stepper.declares
+        rows = [column[at] for column in cursor.next_obs]
+        for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
+            row[...] = stepper.results.array(index, value, len(pending))
+        try:
+            for key, column, value in stepper.values_of(cursor, out):
+                column[at] = fitting(value, column[at], key)
+        except (TypeError, ValueError, ValueRefused) as error:
+            raise stepper.results.unfit(out, error, out.lanes) from error
+        ended: Mask = cursor.terminated[at] | cursor.truncated[at]
+        for group, flags in cursor.agents.items():
+            put_flags(flags, at, out.agents[group])
+        if d.at_end == "first":
+            put_finals(stepper, cursor, ended, out, rows)
+        stepper.results.require_skipped(out.skipped, pending, out.lanes)
+        if d.has_reset_slots:
+            stepper.contexts.draw(stepper.system, np.asarray(out.lanes)[pending])
+        return ended
+
+    def _following(self, lanes: NDArray[np.int32], ended: Mask, out: Step) -> list[Array]:
+        """Return the next observations ``[arrival, ...]`` of the ``lanes`` that arrived."""
+        stepper, count = self.stepper, len(lanes)
+        array, at_end = stepper.results.array, stepper.declares.at_end
+        seen = [array(index, value, count) for index, value in enumerate(out.obs)]
+        if at_end == "final" and ended.any():
+            asked = np.zeros(stepper.declares.lanes, np.bool_)
+            asked[lanes[ended]] = True
+            first = stepper.system.reset(asked, None)
+            seen = [value.copy() for value in seen]
+            for index, (_, value) in enumerate(zip(seen, first, strict=True)):
+                seen[index][ended] = array(index, value)[lanes[ended]]
+        if at_end != "reset_slot":
+            stepper.contexts.draw(stepper.system, lanes[ended])
+        return seen
 
     def ended(self, start: int, stop: int) -> Mask:
         """Return marks ``[time, arrival]`` of reported ends of episodes."""

@@ -136,20 +136,19 @@ class SystemLanes(Lanes):
 
     def __init__(self, env: SystemEnv, slab: Slab, board: memoryview) -> None:
         super().__init__(env, slab)
-        self.cursor = slab.cursor(
-            env.observation_keys, env.action_columns, env.reward_columns, env.groups, board
-        )
-        self.writes = env.writes_to(self.cursor)
+        self.stepper = stepper = env.stepper
+        self.cursor = stepper.cursor(slab, board)
+        self.writes = stepper.writes_to(self.cursor)
         self._by_views = self.writes.way == "views"
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
         """A function for each slot that was stepped with views of it."""
         self._tds: list[TensorDictBase] = []
-        self.all_are_transitions = not env.has_reset_slots
+        self.all_are_transitions = not stepper.declares.has_reset_slots
         self._pending = np.zeros(self.lanes, np.bool_)
 
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
-        system = self.env.system
+        system = self.stepper.system
         lent = Decision("slab") if system.lends else system.lent
         return {"steps": system.stepped_by, "observations": lent, "writes": self.writes}
 
@@ -161,32 +160,35 @@ class SystemLanes(Lanes):
     def seen(self, at: int) -> TensorDictBase:
         """Return views of the slab."""
         if not self._tds:
-            self._tds = self.slab.tensordicts(self.cursor, self.env.groups)
+            self._tds = self.slab.tensordicts(self.stepper.declares.groups)
         return self._tds[at]
 
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
-        cursor = self.cursor
+        cursor, system = self.cursor, self.stepper.system
+        system.while_waiting = cursor.while_waiting
         try:
             if not self._by_views:
-                self.env.step_block(cursor, start, stop)
+                self.stepper.step_block(cursor, start, stop)
                 return
             for at in range(start, stop):
                 step = self._steps[at]
                 if step is None:
-                    step = self._steps[at] = self.env.step_of(cursor, at)
+                    step = self._steps[at] = self.stepper.step_of(cursor, at)
                 step()
                 if cursor.board[HALT]:
                     break
         except BaseException as error:
             self.say_actions(error)
             raise
+        finally:
+            system.while_waiting = None
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""
         self.cursor.at = at
         try:
-            self.env.step_part(self.cursor, lanes)
+            self.stepper.step_part(self.cursor, lanes)
         except BaseException as error:
             self.say_actions(error)
             raise
@@ -212,7 +214,7 @@ class SystemLanes(Lanes):
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
         """Mark all slots apart from reset slots."""
-        if not self.env.has_reset_slots:
+        if not self.stepper.declares.has_reset_slots:
             return np.ones((stop - start, self.lanes), np.bool_)
         ended = self.ended(start, stop)
         transitions = next_step_transitions(ended, self._pending)

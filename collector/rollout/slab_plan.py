@@ -145,7 +145,7 @@ def plan_slab(
 ) -> SlabPlan:
     """Try the policy on ``first``, the result of a reset, and lay out the columns."""
     in_place = fills_slabs(env)
-    arrivals = env.arrivals if isinstance(env, SystemEnv) and in_place else 0
+    arrivals = env.stepper.declares.arrivals if isinstance(env, SystemEnv) and in_place else 0
     extra: dict[Key, SlabColumn] = {}
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
@@ -172,8 +172,8 @@ def plan_slab(
     return SlabPlan(
         layout={**extra, **layout},
         extra=tuple(extra),
-        flowing=env.observation_keys if in_place and not arrivals else (),
-        shared=in_place and env.has_reset_slots and not arrivals,
+        flowing=env.stepper.observation_keys if in_place and not arrivals else (),
+        shared=in_place and env.stepper.declares.has_reset_slots and not arrivals,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
         lost_finals=options.finals == "lost" or loses_finals(env),
         observed=observed_keys(env, layout, options),
@@ -181,7 +181,7 @@ def plan_slab(
         inits=init_columns(env, layout),
         batch_dims=dims,
         in_place=in_place,
-        reset_slots=in_place and env.has_reset_slots,
+        reset_slots=in_place and env.stepper.declares.has_reset_slots,
         marked=not in_place and VALID in map(as_key, env.observation_spec.keys(True, True)),
         arrivals=arrivals,
         flags=tuple(map(as_key, env.full_done_spec.keys(True, True))) if torchrl else (),
@@ -251,10 +251,10 @@ def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
         layout[key] = _column(env.full_action_spec[key], 1)
     for key in env.observation_keys:
         layout[(NEXT, *key)] = layout[key]
-    for key in env.reward_columns:
+    for key in env.stepper.reward_keys:
         layout[(NEXT, *key)] = _column(env.full_reward_spec[key], 1)
     layout[TERMINATED] = layout[TRUNCATED] = SlabColumn(torch.bool, (1,))
-    for group, size in env.groups.items():
+    for group, size in env.stepper.declares.groups.items():
         for name in ("terminated", "truncated", "done"):
             layout[(NEXT, group, name)] = SlabColumn(torch.bool, (size, 1))
     if NEXT_VALID in map(as_key, env.observation_spec.keys(True, True)):

@@ -274,11 +274,10 @@ class Slab:
         array = self.array(key)
         return array[..., 0] if array.ndim > 2 and array.shape[-1] == 1 else array
 
-    def tensordicts(self, cursor: Cursor, groups: Mapping[str, int]) -> list[TensorDict]:
-        """Make the TensorDicts of each slot for the policy and the environment: views.
+    def tensordicts(self, groups: Mapping[str, int]) -> list[TensorDict]:
+        """Make the TensorDicts of each slot for the policy: views.
 
-        Each carries ``cursor`` as an attribute, by which the environment knows it. ``groups`` of
-        agents have one batch dimension more.
+        ``groups`` of agents have one batch dimension more.
         """
         batch = torch.Size([self.lanes])
         views = {key: memory.unbind(0) for key, memory in self._flow.items()}
@@ -289,6 +288,5 @@ class Slab:
                 td.set(group, TensorDict({}, (self.lanes, size)))
             for key, slots in views.items():
                 td.set(key, slots[at])
-            td.cursor = cursor
             made.append(td)
         return made

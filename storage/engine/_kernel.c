@@ -21,7 +21,7 @@
      store_slot              SlotRows.plan: a tuple   as the tables in the plan, listed above
      the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger;
                                                       SlotRows refers to all three
-     put_step                a step of SystemEnv      the slab, whose slot 0 the step writes
+     put_step                a step of a Stepper      the slab, whose slot the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane) */
 
 #define PY_SSIZE_T_CLEAN

@@ -91,7 +91,7 @@ class Kernel(Protocol):
         truncated: Any,
         /,
     ) -> int:
-        """Write the arrays that a step returned to a slot; see `SystemEnv.step_of_first`.
+        """Write the arrays that a step returned to a slot; see `Stepper.step_of`.
 
         The table has seven words: the addresses of the observation, of the observation that the
         policy sees next (0: the same memory), of rewards, of terminated and of truncated, whether

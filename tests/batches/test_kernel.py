@@ -18,7 +18,7 @@ from tallyroll.collector.batches.compiled_rows import CompiledRows, rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
-from tallyroll.collector.envs import system_env
+from tallyroll.collector.envs.stepping import writing
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab, SlabColumn
@@ -222,11 +222,22 @@ class Slot:
         self.row, self.payoff = np.ones((3, 2), kind), np.ones(3, payoff)
         self.root = self.row if shared else np.ones((3, 2), kind)
         self.terminated, self.truncated = np.zeros((2, 3), np.bool_)
-        arrays = self.row, self.payoff, self.terminated, self.truncated, self.root
-        self.put: Any = system_env._putting(*arrays)
-        if compiled is not None:
-            self.put = system_env._compiled_putting(*arrays)
-        self.arrays = arrays
+        self.arrays = self.row, self.payoff, self.terminated, self.truncated, self.root
+        self.put: Any = self.by_numpy if compiled is None else writing.putting(*self.arrays)
+
+    def by_numpy(self, *given: Any) -> int:
+        """Write where all have the dtypes and shapes of the slot; else return -1."""
+        kinds = [array.dtype for array in self.arrays]
+        kinds[1] = given[1].dtype if getattr(given[1], "dtype", None) in ("f4", "f8") else kinds[1]
+        for each, own, kind in zip(given, self.arrays, kinds, strict=False):
+            if not isinstance(each, np.ndarray) or (each.dtype, each.shape) != (kind, own.shape):
+                return -1
+        if (np.isfinite(given[1]) & np.isinf(given[1].astype(self.payoff.dtype))).any():
+            return -1
+        for each, own in zip(given, self.arrays, strict=False):
+            own[...] = each
+        self.root[...] = self.row
+        return int(np.count_nonzero(self.terminated | self.truncated))
 
 
 OBS_KINDS = ["f4", "f8", "i8", "u1", "?", "c8", ">f4"]

@@ -26,13 +26,13 @@ from torchrl.envs import GymWrapper, SerialEnv, StepCounter, TransformedEnv
 from torchrl.modules import GRUModule, LSTMModule
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.envs.arrays import as_flags, fitting
 from tallyroll.collector.envs.exact import (
     ExactRow,
     RoundedWarning,
     reward_of,
     terminated_of,
 )
+from tallyroll.collector.envs.stepping.arrays import as_flags, fitting
 from tallyroll.collector.errors import (
     ArgumentError,
     SpaceError,

@@ -17,6 +17,7 @@ from torchrl.envs import RewardSum, TransformedEnv
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.stepping.stepper import Stepper
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.systems.isaaclab import IsaacLabSystem
 from tallyroll.collector.envs.testing import SystemContract
@@ -129,7 +130,7 @@ def test_transforms_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seed = lane_seeds(3, 4, 0)[0]
     check_by_hand(collect(transformed), 4, seed, kept=True)
-    monkeypatch.setattr(SystemEnv, "fills", property(lambda self: False))
+    monkeypatch.setattr(Stepper, "fills", property(lambda self: False))
     for entries in (KEPT, LOST):
         rows = collect(lambda e=entries: kit.make(4, **e))
         check_by_hand(rows, 4, seed, kept=entries is KEPT)

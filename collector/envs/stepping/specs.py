@@ -19,13 +19,12 @@ class Specs(NamedTuple):
     done: Composite
 
 
-def batched_specs(d: Declares, names: Sequence[Key], marks_transitions: bool) -> Specs:
+def batched_specs(d: Declares, names: Sequence[Key]) -> Specs:
     """Return the specs of ``d`` with a leading dimension of lanes, and specs of flags of ends.
 
     Args:
         d: the declaration of a system.
         names: keys of its observations, in their order.
-        marks_transitions: whether a column says which steps are transitions.
     """
     device, shape = torch.device(d.device), torch.Size([d.lanes])
 
@@ -45,7 +44,7 @@ def batched_specs(d: Declares, names: Sequence[Key], marks_transitions: bool) ->
     specs = Specs(composite(), composite(), composite(), composite())
     for key, spec in zip(names, d.observation.values(), strict=True):
         specs.observation[key] = grown(spec)
-    if marks_transitions:
+    if d.marks_transitions:
         specs.observation[VALID] = flags()["done"]
     if d.finals == "some":
         specs.observation[NEXT_VALID] = Binary(shape=shape, dtype=torch.bool, device=device)

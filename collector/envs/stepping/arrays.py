@@ -1,6 +1,6 @@
 """Arrays that systems return, as NumPy and torch represent them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,61 +20,43 @@ def whole(system: System, lanes: int) -> Step:
     parts: list[Step] = []
     while sum(len(part.terminated) for part in parts) < lanes:
         parts.append(system.recv())
-    came = np.concatenate([np.asarray(part.lanes) for part in parts])
+    joined: Step = _mapped(_joined, *(_with_all(part, parts) for part in parts))
+    came = np.asarray(joined.lanes)
     order = np.argsort(came, kind="stable")
     if not np.array_equal(came[order], np.arange(lanes)):
         raise TransitionError(f"expected each of {lanes} lanes once, got {came.tolist()!r:.200}")
-
-    def joined(values: Sequence[Array]) -> Array:
-        return np.concatenate([np.asarray(value) for value in values])[order]
-
-    def columns(values: Sequence[Sequence[Array]]) -> list[Array]:
-        return [joined(each) for each in zip(*values, strict=True)]
-
-    def flags(values: Sequence[Array | None]) -> Array | None:
-        if all(each is None for each in values):
-            return None
-        sizes = [len(part.terminated) for part in parts]
-        return joined(
-            [np.zeros(n, np.bool_) if v is None else v for v, n in zip(values, sizes, strict=True)]
-        )
-
-    finals = None
-    if any(part.final is not None for part in parts):
-        finals = columns([part.obs if part.final is None else part.final for part in parts])
-    return Step(
-        columns([part.obs for part in parts]),
-        columns([part.reward for part in parts]),
-        joined([part.terminated for part in parts]),
-        joined([part.truncated for part in parts]),
-        finals,
-        flags([part.final_valid for part in parts]),
-        None,
-        flags([part.skipped for part in parts]),
-        {
-            group: AgentFlags(*columns([part.agents[group] for part in parts]))
-            for group in parts[0].agents
-        },
-    )
+    return reordered(joined, order)._replace(lanes=None)
 
 
 def reordered(out: Step, order: NDArray[np.intp]) -> Step:
     """Return the result ``out`` of ``recv`` with its rows in ``order``."""
+    found: Step = _mapped(lambda value: None if value is None else np.asarray(value)[order], out)
+    return found
 
-    def rows(value: Array | None) -> Array | None:
-        return None if value is None else np.asarray(value)[order]
 
-    return Step(
-        [rows(value) for value in out.obs],
-        [rows(value) for value in out.reward],
-        rows(out.terminated),
-        rows(out.truncated),
-        None if out.final is None else [rows(value) for value in out.final],
-        rows(out.final_valid),
-        rows(out.lanes),
-        rows(out.skipped),
-        {group: AgentFlags(*map(rows, flags)) for group, flags in out.agents.items()},
-    )
+def _mapped(change: Callable[..., Any], *steps: Any) -> Any:
+    """Apply ``change`` to the values that are at the same place in all ``steps``."""
+    one = steps[0]
+    if isinstance(one, Mapping):
+        return {name: _mapped(change, *(each[name] for each in steps)) for name in one}
+    if not isinstance(one, (tuple, list)):
+        return change(*steps)
+    values = [_mapped(change, *each) for each in zip(*steps, strict=True)]
+    return type(one)(*values) if isinstance(one, (Step, AgentFlags)) else values
+
+
+def _joined(*values: Array | None) -> Array | None:
+    return None if values[0] is None else np.concatenate([np.asarray(each) for each in values])
+
+
+def _with_all(part: Step, parts: Sequence[Step]) -> Step:
+    """Return ``part`` with a value for everything that some of ``parts`` have."""
+    no_lane = np.zeros(len(part.terminated), np.bool_)
+    absent: dict[str, Any] = {"final": part.obs, "final_valid": no_lane, "skipped": no_lane}
+    for name, value in absent.items():
+        if getattr(part, name) is None and any(getattr(each, name) is not None for each in parts):
+            part = part._replace(**{name: value})
+    return part
 
 
 def fitting(value: Array, row: NDArray[Any], key: Key) -> NDArray[Any]:

@@ -1,0 +1,60 @@
+"""Contexts of next resets, which are drawn one ahead."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage.rows.dtypes import NUMPY
+
+Draw = Callable[[np.random.Generator], Mapping[str, Any]]
+"""Draws a lane's context: a value for each name in ``Declares.context``."""
+
+
+class Contexts:
+    """The contexts of a system's lanes, drawn from a generator of each lane.
+
+    Args:
+        system: the system that is given them.
+        draw: draws them; None where the system declares none.
+
+    Raises:
+        ArgumentError: it declares contexts and ``draw`` is None, or the reverse.
+    """
+
+    def __init__(self, system: System, draw: Draw | None) -> None:
+        declared = system.declares.context
+        if bool(declared) != (draw is not None):
+            raise ArgumentError(
+                f"draw: expected one for the contexts {sorted(declared)} that "
+                f"{type(system).__name__} declares, got {draw!r}"
+            )
+        self._draw = draw
+        self._rngs: list[np.random.Generator] = []
+
+    def seed(self, system: System, seeds: Sequence[int] | None) -> None:
+        """Seed the generators and draw all contexts, if there are seeds or for the first time."""
+        if self._draw is None:
+            return
+        d = system.declares
+        if seeds is not None or not self._rngs:
+            each: Sequence[int | None] = seeds or [None] * d.lanes
+            self._rngs = [np.random.default_rng(seed) for seed in each]
+        if seeds is not None or not hasattr(system, "next_context"):
+            system.next_context = {
+                name: np.zeros((d.lanes, *spec.shape), NUMPY[spec.dtype])
+                for name, spec in d.context.items()
+            }
+            self.draw(system, np.ones(d.lanes, np.bool_))
+
+    def draw(self, system: System, lanes: NDArray[Any]) -> None:
+        """Draw the contexts of the next resets of ``lanes``, a mask or numbers."""
+        if self._draw is None:
+            return
+        for lane in np.flatnonzero(lanes) if lanes.dtype == np.bool_ else lanes:
+            drawn = self._draw(self._rngs[lane])
+            for name, values in system.next_context.items():
+                values[lane] = drawn[name]

@@ -1,0 +1,75 @@
+"""Resets of all lanes, with seeds, and of systems that are made again for one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.counting.numbering import lane_seed
+from tallyroll.collector.envs.stepping.contexts import Contexts
+from tallyroll.collector.envs.stepping.results import kind_of
+from tallyroll.collector.envs.system import Array, Declares, System
+from tallyroll.collector.errors import EnvironmentRefused
+
+Make = Callable[[Sequence[int] | None], System]
+"""Makes a system from one seed a lane; None: from any."""
+
+
+class Restarts:
+    """Resets of all lanes of a system.
+
+    Args:
+        make: makes the system again, with seeds, where it takes them only then.
+        contexts: contexts of its lanes.
+    """
+
+    def __init__(self, make: Make | None, contexts: Contexts) -> None:
+        self._make, self._contexts = make, contexts
+        self.seeds: Sequence[int] | None = None
+        """Seeds of the next reset, one a lane; None: generators go on."""
+        self._last: list[int] = []
+        self._remade = 0
+        self._begun = False
+
+    def takes_seeds(self, declares: Declares) -> bool:
+        """Return whether each lane can be given a seed."""
+        how = declares.seeds
+        return how in ("reset", "shared") or (how == "make" and self._make is not None)
+
+    def reset(self, system: System, **options: Any) -> tuple[System, Sequence[Array]]:
+        """Reset all lanes, and return the system, which may be a new one, and observations.
+
+        ``seed`` among the options is one for each lane, or that of the first.
+
+        Raises:
+            EnvironmentRefused: it can be reset once only, and not be made again.
+        """
+        d = system.declares
+        seeds = options.pop("seed", self.seeds)
+        self.seeds = None
+        if isinstance(seeds, int):
+            seeds = [seeds + lane for lane in range(d.lanes)]
+        again = d.resets == "none" and self._begun
+        if seeds is not None:
+            self._last, self._remade = list(seeds), 0
+        elif again and self._last:
+            self._remade += 1
+            seeds = [lane_seed(each, 0, self._remade) for each in self._last]
+        if again and self._make is None:
+            raise EnvironmentRefused(
+                f"{kind_of(system)} cannot be reset, and nothing says how it is made again; pass a "
+                "factory that takes seeds (def make(seeds): …)"
+            )
+        if self._make is not None and (again or (d.seeds == "make" and seeds is not None)):
+            system = self._made_again(system, seeds, self._make)
+        self._contexts.seed(system, seeds)
+        first = system.reset(None, seeds if d.seeds in ("reset", "shared") else None, **options)
+        self._begun = True
+        self._contexts.draw(system, np.ones(d.lanes, np.bool_))
+        return system, first
+
+    def _made_again(self, system: System, seeds: Sequence[int] | None, make: Make) -> System:
+        system.close()
+        made = make(seeds)
+        made.first_lane = system.first_lane
+        return made

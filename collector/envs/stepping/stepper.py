@@ -1,0 +1,282 @@
+"""The lanes of a system, stepped from slot to slot of a slab: arrays, and no tensors.
+
+A collector drives it (`SystemLanes`, `ArrivingLanes`); `SystemEnv` is TorchRL's face over it. What
+follows the end of an episode is in `ends.py`, resets of all lanes are in `restarts.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.compat import count_true
+from tallyroll.collector.envs.stepping.arrays import as_flags, fitting, put_flags, whole
+from tallyroll.collector.envs.stepping.contexts import Contexts, Draw
+from tallyroll.collector.envs.stepping.ends import FINISH, Rows
+from tallyroll.collector.envs.stepping.restarts import Make, Restarts
+from tallyroll.collector.envs.stepping.results import Results, kind_of
+from tallyroll.collector.envs.stepping.writing import putting
+from tallyroll.collector.envs.system import Array, Mask, Step, System, require_consistent
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
+from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
+from tallyroll.collector.slab.names import Rename, renamed, require_names
+from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.slab import Array as Column
+from tallyroll.collector.slab.slab import Cursor, Slab
+from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
+
+
+class Stepper:
+    """The lanes of a :class:`System`, and the state that they are in.
+
+    Args:
+        system: the system.
+        rename: other names for columns, old name -> new name.
+        make: makes it again with seeds, where it takes them only then.
+        draw: draws contexts, where it declares any.
+
+    Raises:
+        ArgumentError: the system declares what cannot be, or lacks what it needs.
+        NameRefused: names of columns that collide.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        *,
+        rename: Rename | None = None,
+        make: Make | None = None,
+        draw: Draw | None = None,
+    ) -> None:
+        require_consistent(system.declares)
+        self.system = system
+        self.contexts = Contexts(system, draw)
+        self.restarts = Restarts(make, self.contexts)
+        self._names = renamed(system.columns, rename or {})
+        d = system.declares
+        require_names(system.columns, [*d.action], [*d.reward], given=self._names)
+        self.pending = np.zeros(d.lanes, np.bool_)
+        """Lanes whose next step is a reset slot, where that is followed."""
+        self._follows = False
+        self._declare()
+
+    def _declare(self) -> None:
+        """Take what the system declares now."""
+        self.declares = d = self.system.declares
+        self.observation_keys: tuple[Key, ...] = tuple(self._names[: len(d.observation)])
+        """Columns of observations, in their order; those of infos from the first reset on."""
+        self.action_keys: tuple[Key, ...] = tuple(d.action)
+        self.reward_keys: tuple[Key, ...] = tuple(d.reward)
+        """Columns of rewards, without "next"."""
+        self._next_rewards = [(NEXT, *key) for key in d.reward]
+        self.results = Results(self.system, self.observation_keys)
+        finish = FINISH.get(d.at_end)
+        self._finish = None if finish is None else partial(finish, self)
+        self._follow_resets(bool(d.context))
+
+    def _follow_resets(self, on: bool) -> None:
+        """Follow which lanes wait for a reset slot, where there are any, from now on."""
+        self._follows = self._follows or (on and self.declares.has_reset_slots)
+        self._looks_behind = self._follows or bool(self.declares.groups)
+
+    @property
+    def fills(self) -> bool:
+        """True if it fills slots of a slab: its arrays are NumPy's."""
+        return self.results.are_arrays
+
+    @property
+    def info_keys(self) -> tuple[Key, ...]:
+        """Observations that report on the episode, and not on the environment's state."""
+        columns = zip(self._names, self.system.columns, strict=True)
+        return tuple(name for name, column in columns if column.what == "info")
+
+    # --- resets, and steps into no slab -----------------------------------------------------------
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Each lane can be given a seed."""
+        return self.restarts.takes_seeds(self.declares)
+
+    def seed_lanes(self, seeds: Sequence[int]) -> None:
+        """Seed every lane at the next full reset, where that is possible."""
+        if len(seeds) != self.declares.lanes:
+            raise ArgumentError(
+                f"expected {self.declares.lanes} seeds, one a lane, got {len(seeds)}"
+            )
+        self.restarts.seeds = [int(seed) for seed in seeds]
+
+    def reset(self, **options: Any) -> Sequence[Array]:
+        """Begin every lane's next episode, and return the first observations."""
+        system, first = self.restarts.reset(self.system, **options)
+        self.pending[:] = False
+        if system is not self.system or system.declares is not self.declares:
+            self.system = system
+            self._declare()
+        return first
+
+    def reset_lanes(self, lanes: Mask, **options: Any) -> Sequence[Array]:
+        """Begin the next episodes of some lanes."""
+        first = self.system.reset(lanes, None, **options)
+        self.contexts.draw(self.system, lanes)
+        return first
+
+    def step(self, action: Sequence[Array]) -> Step:
+        """Step all lanes, also where they come back in any order."""
+        d = self.declares
+        if not d.arrivals:
+            return self.system.step(action)
+        if d.lanes % d.arrivals:
+            raise EnvironmentRefused(
+                f"{kind_of(self.system)}: {d.lanes} lanes that are stepped together, as through a "
+                f"transform, have to be a multiple of the {d.arrivals} that come a call; make more "
+                "or fewer"
+            )
+        lanes = np.arange(d.lanes, dtype=np.int32)
+        for part in np.split(lanes, range(d.arrivals, d.lanes, d.arrivals)):
+            self.system.send([each[part] for each in action], part)
+        return whole(self.system, d.lanes)
+
+    # --- steps into slots of a slab ---------------------------------------------------------------
+
+    def cursor(self, slab: Slab, board: memoryview) -> Cursor:
+        """Return the arrays of ``slab`` that steps read and write, with words for progress."""
+        groups = self.declares.groups
+        keys = self.observation_keys, self.action_keys, self.reward_keys
+        return slab.cursor(*keys, groups, board)
+
+    def writes_to(self, cursor: Cursor) -> Decision:
+        """Choose how steps are written to slots of ``cursor``."""
+        single = len(cursor.next_obs) == len(cursor.actions) == len(cursor.rewards) == 1
+        return writing(
+            small=cursor.next_obs[0][0].nbytes <= SMALL_NBYTES,
+            single=single,
+            compiled=single and putting(*cursor.slot(0)[1:]) is not None,
+            looks_behind=self._looks_behind,
+            lost_finals=cursor.next_valid is not None,
+        )
+
+    def step_of(self, cursor: Cursor, at: int) -> Callable[[], None]:
+        """Return a function that steps through slot ``at``, and copies results to views of it.
+
+        To let the system write there would cost more; `writes_to` has chosen it.
+        """
+        action, *slot = cursor.slot(at)
+        row, _, terminated, truncated, _ = slot
+        put = putting(*slot)
+        assert put is not None, "writes_to has chosen it"
+        board, finish, array = cursor.board, self._finish, np.ndarray
+
+        def step() -> None:
+            cursor.at = at
+            out = self.system.step((action.copy(),))
+            obs, reward, over, cut = out[:4]
+            ended = -1
+            more = out.skipped is not None or self._looks_behind
+            if len(obs) == len(reward) == 1 and type(obs[0]) is array and not more:
+                ended = put(obs[0], reward[0], over, cut)
+            if ended < 0:
+                self._put(cursor, (row,), out)
+            elif finish is not None and ended:
+                finish(cursor, terminated | truncated, out, (row,))
+            board[FILLED] = at + 1
+
+        return step
+
+    def step_block(self, cursor: Cursor, start: int, stop: int) -> None:
+        """Step through the slots ``[start, stop)``, whose actions are all known beforehand.
+
+        ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
+        """
+        system, board = self.system, cursor.board
+        lends, step, put = system.lends, system.step, self._put
+        try:
+            for at in range(start, stop):
+                cursor.at = at
+                rows = [column[at] for column in cursor.next_obs]
+                if lends:
+                    system.lend(rows)
+                put(cursor, rows, step([column[at].copy() for column in cursor.actions]))
+                board[FILLED] = at + 1
+                if board[HALT]:
+                    break
+        finally:
+            if lends:
+                system.lend(None)
+
+    def step_part(self, cursor: Cursor, lanes: int) -> None:
+        """Step only the first ``lanes`` lanes; the others keep their values.
+
+        Only where lanes can be stepped in part; no lane at all can always be stepped.
+        """
+        at = cursor.at
+        others = slice(lanes, None)
+        if lanes:
+            values = (*cursor.rewards, cursor.terminated, cursor.truncated)
+            kept = [column[at, others].copy() for column in values]
+            some = np.arange(self.declares.lanes) < lanes
+            out = self.system.step([column[at].copy() for column in cursor.actions], some)
+            self._put(cursor, [column[at] for column in cursor.next_obs], out, some)
+            for column, value in zip(values, kept, strict=True):
+                column[at, others] = value
+        for columns in (cursor.next_obs, cursor.root_obs):
+            for column, seen in zip(columns, cursor.seen_obs, strict=bool(columns)):
+                column[at, others] = seen[at, others]
+        cursor.board[FILLED] = at + 1
+
+    def _put(self, cursor: Cursor, rows: Rows, out: Step, stepped: Mask | None = None) -> None:
+        """Write the result of a step of ``stepped`` lanes (None: all) to the slot ``cursor.at``.
+
+        ``rows`` are its next observations. Other lanes have arbitrary values there.
+        """
+        at = cursor.at
+        for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
+            # A row of a slab has the declared shape and dtype.
+            if type(value) is np.ndarray and value.shape == row.shape and value.dtype == row.dtype:
+                row[...] = value
+            elif value is not row:
+                row[...] = self.results.array(index, value)
+        try:
+            for key, column, value in self.values_of(cursor, out):
+                column[at] = fitting(value, column[at], key)
+        except (TypeError, ValueError, ValueRefused) as error:
+            raise self.results.unfit(out, error) from error
+        if cursor.next_valid is not None:
+            cursor.next_valid[at] = True
+        if self._finish is not None:
+            for root, row in zip(cursor.root_obs, rows, strict=True):
+                root[at] = row
+            ended = cursor.terminated[at] | cursor.truncated[at]
+            ended = ended if stepped is None else ended & stepped
+            if count_true(ended):
+                self._finish(cursor, ended, out, rows)
+        if self._looks_behind or out.skipped is not None:
+            self._after_step(cursor, out, stepped)
+
+    def values_of(self, cursor: Cursor, out: Step) -> Iterator[tuple[Key, Column, Array]]:
+        """Yield key, column and values of each reward, and of both flags."""
+        yield from zip(self._next_rewards, cursor.rewards, out.reward, strict=True)
+        yield TERMINATED, cursor.terminated, out.terminated
+        yield TRUNCATED, cursor.truncated, out.truncated
+
+    def _after_step(self, cursor: Cursor, out: Step, stepped: Mask | None) -> None:
+        """Write agents' flags, and compare the reset slots with the declared ones."""
+        at = cursor.at
+        for group, flags in cursor.agents.items():
+            put_flags(flags, at, out.agents[group])
+        pending, skipped = self.pending, out.skipped
+        ended = cursor.terminated[at] | cursor.truncated[at]
+        if stepped is not None:  # the others are as they were
+            pending, ended = pending & stepped, np.where(stepped, ended, pending)
+            skipped = None if skipped is None else as_flags(skipped) & stepped
+        if self._looks_behind or not self.declares.has_reset_slots:
+            self.results.require_skipped(skipped, pending)
+        if skipped is not None:
+            self._follow_resets(True)  # from the first step on that names skipped lanes
+        if self.declares.has_reset_slots:
+            self.follow(pending, ended)
+
+    def follow(self, reset: Mask, ended: Mask) -> None:
+        """Follow reset slots over a step, which ``reset`` some lanes; ``ended`` are reset next."""
+        self.contexts.draw(self.system, reset)
+        self.pending[...] = ended
