@@ -7,16 +7,12 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tallyroll.storage.errors import StorageFull
 from tallyroll.storage.files.mapping import maps_left
 from tallyroll.storage.files.paths import free_bytes, nearest
-
-if TYPE_CHECKING:
-    from tallyroll.storage.formats.base import Format
-    from tallyroll.storage.rows.schema import Schema
-
+from tallyroll.storage.rows.schema import Schema
 
 _UNLIMITED = 2**63 - 1
 # The most bytes of a file, by Linux's name of the file system.
@@ -77,7 +73,16 @@ class Estimate:
         return found
 
 
-def estimate(format: Format, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
+class Sized(Protocol):
+    """A format, as far as the space that it takes is concerned."""
+
+    path: Path
+
+    def footprint(self, schema: Schema, rows: int) -> Footprint:
+        """Return the space of ``rows`` rows on disk."""
+
+
+def estimate(format: Sized, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
     """Return the space that ``rows`` rows in all will take, and the space that is free.
 
     Args:
@@ -100,7 +105,7 @@ def estimate(format: Format, schema: Schema, rows: int, *, there: int = 0) -> Es
     )
 
 
-def require_room(format: Format, schema: Schema, rows: int, *, there: int = 0) -> None:
+def require_room(format: Sized, schema: Schema, rows: int, *, there: int = 0) -> None:
     """Refuse ``rows`` rows that do not fit; ``there`` of them have their space already.
 
     Raises:

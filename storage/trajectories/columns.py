@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +20,10 @@ from tallyroll.storage.rows.keys import (
     Key,
     spell,
 )
+from tallyroll.storage.rows.reading import Reading
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.by_lane import RowChunk
-from tallyroll.storage.trajectories.episodes import EpisodeRows, Episodes
-
-if TYPE_CHECKING:
-    from tallyroll.storage.readers.row_reader import RowReader
-    from tallyroll.storage.trajectories.id_checks import IdChecks
-    from tallyroll.storage.trajectories.row_links import RowLinks
-
+from tallyroll.storage.trajectories.episodes import EpisodeRows
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
@@ -40,7 +35,15 @@ _CHUNK_ROWS = 2**18
 _LOOKS = 8
 
 
-def unread(reader: RowReader, counted: RowLinks | Episodes | IdChecks) -> Iterator[tuple[int, int]]:
+class Counted(Protocol):
+    """Something that follows the rows, up to a number of them."""
+
+    @property
+    def seen(self) -> int:
+        """The number of rows that it has followed."""
+
+
+def unread(reader: Reading, counted: Counted) -> Iterator[tuple[int, int]]:
     """Yield stretches of the rows that are not ``counted`` yet, each no longer than a ring.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is
@@ -64,11 +67,11 @@ class RowOrder:
         self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
         self._versions = not missing(schema, (POLICY_VERSION,))
 
-    def chunk(self, reader: RowReader, start: int, stop: int) -> RowChunk:
+    def chunk(self, reader: Reading, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
         return _left(reader, RowChunk(start, *self._whose(reader, start, stop)))
 
-    def episode_rows(self, reader: RowReader, start: int, stop: int) -> EpisodeRows:
+    def episode_rows(self, reader: Reading, start: int, stop: int) -> EpisodeRows:
         """Return the rows that episodes are counted from, as `chunk`."""
         count = stop - start
         terminated, truncated = (
@@ -88,10 +91,10 @@ class RowOrder:
         rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version)
         return _left(reader, rows)
 
-    def _whose(self, reader: RowReader, start: int, stop: int) -> list[np.ndarray]:
+    def _whose(self, reader: Reading, start: int, stop: int) -> list[np.ndarray]:
         return [numbers_of(self._column(reader, key, start, stop)) for key in WHOSE]
 
-    def _column(self, reader: RowReader, key: Key, start: int, stop: int) -> np.ndarray:
+    def _column(self, reader: Reading, key: Key, start: int, stop: int) -> np.ndarray:
         """Return rows of one column, [stop - start, ...]."""
         found = reader.column(key).slice(start, stop)
         if reader.ring:  # before `_left` looks whether they were overwritten
@@ -99,7 +102,7 @@ class RowOrder:
         return floats_of(found) if key in self._sixteen_bits else found
 
 
-def _left(reader: RowReader, rows: Chunk) -> Chunk:
+def _left(reader: Reading, rows: Chunk) -> Chunk:
     """Return the rows without the first ones that a writer overwrote during the copy."""
     gone = min(max(0, reader.span.start - rows.start), len(rows.ids)) if reader.ring else 0
     return rows.part(gone) if gone else rows

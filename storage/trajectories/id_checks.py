@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -25,10 +25,7 @@ from tallyroll.storage.trajectories.by_lane import (
 )
 from tallyroll.storage.trajectories.columns import RowOrder, flags_of, numbers_of, unread
 from tallyroll.storage.trajectories.episodes import Episodes
-
-if TYPE_CHECKING:
-    from tallyroll.storage.readers.row_reader import RowReader
-
+from tallyroll.storage.trajectories.index import Indexed
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
@@ -42,7 +39,7 @@ class IdChecks:
     with its last trajectory.
     """
 
-    def __init__(self, reader: RowReader) -> None:
+    def __init__(self, reader: Indexed) -> None:
         keys = reader.keys
         self._reader, self._path = reader, reader.path
         self._places = tuple(keys.index(key) for key in (TRAJ_IDS, STEP, LANE))

@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from tensordict import TensorDictBase
 
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage, DamagedTable
 from tallyroll.storage.files.copied_runs import goes_on
+from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRAJ_IDS, Key
+from tallyroll.storage.rows.reading import Reading
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
 from tallyroll.storage.trajectories.row_links import RowLinks
-
-if TYPE_CHECKING:
-    from tallyroll.storage.readers.file_reader import FileReader
-    from tallyroll.storage.readers.row_reader import RowReader
-
 
 _COUNTED = (*WHOSE, TERMINATED)
 
@@ -42,7 +39,7 @@ class TrajectoryIndex:
         """The table of episodes, up to the rows of the last question; None before the first."""
         self._in_file = -1
 
-    def links(self, reader: RowReader) -> RowLinks:
+    def links(self, reader: Reading) -> RowLinks:
         """Return the links of all committed rows.
 
         Raises:
@@ -60,7 +57,7 @@ class TrajectoryIndex:
                     links.extend(order.chunk(reader, start, stop))
             return links
 
-    def episodes(self, reader: RowReader) -> Episodes:
+    def episodes(self, reader: Reading) -> Episodes:
         """Return the table of all committed rows; raise as `links` does."""
         with self.lock:
             if self.counted is None:
@@ -73,17 +70,17 @@ class TrajectoryIndex:
                     episodes.extend(order.episode_rows(reader, start, stop), runs)
             return episodes
 
-    def table(self, reader: RowReader) -> np.ndarray:
+    def table(self, reader: Reading) -> np.ndarray:
         """Return the lines of the trajectories that have rows left; raise as `links` does."""
         with self.lock:
             return self.episodes(reader).table(reader.span.start, _active_from(reader))
 
-    def _order_of(self, reader: RowReader) -> RowOrder:
+    def _order_of(self, reader: Reading) -> RowOrder:
         if self._order is None:
             self._order = RowOrder(reader.schema)
         return self._order
 
-    def load(self, reader: RowReader) -> Episodes:
+    def load(self, reader: Reading) -> Episodes:
         """Return a new table with the lines of the file, from which the caller counts on."""
         shapes = {column.key: column.shape for column in reader.schema.columns}
         episodes = Episodes(reader.ring, shapes.get(REWARD, ()))
@@ -97,7 +94,7 @@ class TrajectoryIndex:
                 self._in_file = episodes.seen
         return episodes
 
-    def _belongs(self, lines: np.ndarray, reader: RowReader) -> bool:
+    def _belongs(self, lines: np.ndarray, reader: Reading) -> bool:
         """Return whether the last trajectory of every lane in a table is where the table says."""
         last = np.full(int(lines["lane"].max(initial=-1)) + 1, -1)
         last[lines["lane"]] = np.arange(len(lines))
@@ -106,7 +103,7 @@ class TrajectoryIndex:
         ids = numbers_of(reader.column(TRAJ_IDS).take(line["last_row"]))
         return bool((ids == line["id"]).all())
 
-    def make_way(self, reader: RowReader, rows: Any) -> None:
+    def make_way(self, reader: Reading, rows: Any) -> None:
         """Count the rows that a batch, or an index of its rows, will overwrite in a ring.
 
         Without a table, which no caller has needed yet, nothing is counted.
@@ -116,7 +113,7 @@ class TrajectoryIndex:
             with contextlib.suppress(CorruptStorage):  # `table` raises it to its caller
                 self.episodes(reader)
 
-    def save(self, reader: FileReader, *, synced: bool) -> None:
+    def save(self, reader: InFiles, *, synced: bool) -> None:
         """Write the table beside the rows, before their writer closes, if they can have one.
 
         Raises:
@@ -135,7 +132,21 @@ class TrajectoryIndex:
                     self._in_file = episodes.seen
 
 
-def _active_from(reader: RowReader) -> int | None:
+class Indexed(Reading, Protocol):
+    """A reader with an index of its rows."""
+
+    @property
+    def trajectory_index(self) -> TrajectoryIndex:
+        """The index of the rows of each trajectory."""
+
+
+class InFiles(Reading, Protocol):
+    """A reader of rows in files of ours."""
+
+    format: Format
+
+
+def _active_from(reader: Reading) -> int | None:
     """Return the first row of the run that is being written, None if no process writes.
 
     Runs that were copied in parts count as one, because their trajectories may go on.
@@ -154,7 +165,7 @@ def says_whose(schema: Schema) -> bool:
     return not missing(schema, WHOSE)
 
 
-def _require(reader: RowReader, keys: tuple[Key, ...]) -> None:
+def _require(reader: Reading, keys: tuple[Key, ...]) -> None:
     if lacking := missing(reader.schema, keys):
         raise ColumnsMissing(
             f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row; flags for "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -14,10 +14,7 @@ from tallyroll.storage.errors import NoSlices, UnknownTrajectory
 from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done, is_init
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
-
-if TYPE_CHECKING:
-    from tallyroll.storage.readers.row_reader import RowReader
-
+from tallyroll.storage.trajectories.index import Indexed
 
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -65,7 +62,7 @@ class Trajectories(Mapping[int, TensorDict]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def __init__(self, reader: RowReader, owner: object = None) -> None:
+    def __init__(self, reader: Indexed, owner: object = None) -> None:
         self._reader, self._owner = reader, reader if owner is None else owner
         self._index = reader.trajectory_index
 
@@ -248,7 +245,7 @@ class _Values(ValuesView[TensorDict]):
 
 
 def draw(
-    reader: RowReader, num_slices: int, slice_len: int, generator: torch.Generator | None
+    reader: Indexed, num_slices: int, slice_len: int, generator: torch.Generator | None
 ) -> np.ndarray:
     """Draw row numbers [num_slices, slice_len]; see `Trajectories.sample_slices`."""
     if not len(reader.span):
@@ -320,7 +317,7 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} is a whole number above 0, got {value!r}.")
 
 
-def _unknown(reader: RowReader, id: object) -> UnknownTrajectory:
+def _unknown(reader: Indexed, id: object) -> UnknownTrajectory:
     return UnknownTrajectory(
         f"{reader.path} has no rows of trajectory {id}. See storage.trajectories.ids for those "
         "that there are."
