@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +23,13 @@ from tallyroll.storage.compat import (
 )
 from tallyroll.storage.errors import CursorOverflow, NotAnAppend, RowsMismatch
 from tallyroll.storage.rows.keys import Key
-
-if TYPE_CHECKING:
-    from tallyroll.storage.storages import DiskStorage
-
+from tallyroll.storage.stores.row_store import RowStore
 
 _INDEX: Key = ("index",)
 _CURSOR_LIMIT = 2**31 - 1
 
 
-def join(storage: DiskStorage, buffer: Any) -> None:
+def join(storage: RowStore, buffer: Any) -> None:
     """Seat the buffer's writer at the storage's head, now or when the buffer makes it.
 
     A buffer attaches to its storage before it makes its writer and chooses its
@@ -58,7 +55,7 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def seat_writers(storage: DiskStorage) -> None:
+def seat_writers(storage: RowStore) -> None:
     """Let every attached writer go on after the last row."""
     at = _next_index(storage)
     for writer in _writers(storage):
@@ -66,7 +63,7 @@ def seat_writers(storage: DiskStorage) -> None:
             setattr(writer, CURSOR, at)
 
 
-def tell_buffers(storage: DiskStorage, rows: range) -> None:
+def tell_buffers(storage: RowStore, rows: range) -> None:
     """Let attached buffers know of rows that did not come through them."""
     seat_writers(storage)
     index = torch.from_numpy(storage.reader.index_of(np.arange(rows.start, rows.stop)))
@@ -75,7 +72,7 @@ def tell_buffers(storage: DiskStorage, rows: range) -> None:
             buffer.mark_update(index)
 
 
-def check_cursor(storage: DiskStorage, rows: range) -> None:
+def check_cursor(storage: RowStore, rows: range) -> None:
     """Refuse a write anywhere but after the last row, ``rows`` being slots, counted on.
 
     Raises:
@@ -115,7 +112,7 @@ def as_batch(data: Any, *, single: bool) -> TensorDictBase:
     return data.unsqueeze(0) if single else data
 
 
-def writers_index(storage: DiskStorage) -> Key | None:
+def writers_index(storage: RowStore) -> Key | None:
     """Return the column that an attached TensorDict writer adds, if it is none of ours.
 
     It holds the row's own number, and the buffer adds it again to every sample.
@@ -127,12 +124,12 @@ def writers_index(storage: DiskStorage) -> Key | None:
     return _INDEX if adds else None
 
 
-def _next_index(storage: DiskStorage) -> int:
+def _next_index(storage: RowStore) -> int:
     reader = storage.reader
     return (reader.head - reader.floor) % reader.ring if reader.ring else reader.head
 
 
-def _writers(storage: DiskStorage) -> list[Any]:
+def _writers(storage: RowStore) -> list[Any]:
     found = (getattr(buffer, WRITER, None) for buffer in attached_buffers(storage))
     return [writer for writer in found if isinstance(writer, RoundRobinWriter)]
 
@@ -141,7 +138,7 @@ def _limit(writer: Any) -> int:
     return torch.iinfo(torch.int64).max if counts_in_64_bits(writer) else _CURSOR_LIMIT
 
 
-def _seat(writer: Any, storage: DiskStorage) -> None:
+def _seat(writer: Any, storage: RowStore) -> None:
     if not isinstance(writer, RoundRobinWriter):
         return  # a writer without a cursor, such as that of an immutable dataset
     if (at := _next_index(storage)) > _limit(writer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
@@ -14,11 +14,8 @@ from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
-
-if TYPE_CHECKING:
-    from tallyroll.storage.storages import DiskStorage
-
 
 _CHUNK_NBYTES = 2**26
 
@@ -43,7 +40,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
 
     register_load_hook = register_save_hook
 
-    def dumps(self, storage: DiskStorage, path: Any) -> None:
+    def dumps(self, storage: RowStore, path: Any) -> None:
         """Copy the committed rows, the record and the runs to ``path``.
 
         Raises:
@@ -59,7 +56,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with closing(RowWriter(target, capacity=max(1, len(source)), max_size=ring)) as copy:
             _bring_up(copy, source)
 
-    def loads(self, storage: DiskStorage, path: Any) -> None:
+    def loads(self, storage: RowStore, path: Any) -> None:
         """Bring ``storage`` to the rows in ``path``: a new one gets them all.
 
         Rows that came after the dump stay.

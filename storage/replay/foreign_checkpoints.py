@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers.storages import TensorStorage
@@ -13,15 +14,14 @@ from tallyroll.storage.compat import INITIALISE, LAST_INDEX, ROWS, STORED
 from tallyroll.storage.errors import NotInitialised, RowsMismatch, StateMismatch
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-    from tallyroll.storage.storages import DiskStorage
 
-
-def dump(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any) -> None:
+def dump(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) -> None:
     """Let a checkpointer of TorchRL write the rows to ``path``, like those of its own storages.
 
     A storage that keeps every row is written as a full one.
@@ -35,7 +35,7 @@ def dump(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any)
     rows = reader.get(slice(None))
     shown = TensorStorage(_with_free_slots(rows, reader.ring))
     setattr(shown, STORED, len(rows))
-    setattr(shown, LAST_INDEX, storage.last_index)
+    setattr(shown, LAST_INDEX, int(reader.index_of(np.array(reader.head - 1))))
     checkpointer.dumps(shown, user_path(path))
 
 
@@ -48,7 +48,7 @@ def _with_free_slots(rows: TensorDict, ring: int) -> TensorDictBase:
     return slots
 
 
-def load(checkpointer: StorageCheckpointerBase, storage: DiskStorage, path: Any) -> None:
+def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) -> None:
     """Append the rows that a checkpointer of TorchRL finds at ``path`` to an empty storage.
 
     Each gets the index that it had. After a whole buffer's checkpoint a full ring goes on where it
