@@ -1,7 +1,7 @@
 """Errors for workers that failed: the cause, the lanes, the remedy."""
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gymnasium.error import UnregisteredEnv
 
@@ -14,18 +14,16 @@ from tallyroll.collector.errors import (
     WorkerRaised,
 )
 from tallyroll.collector.rollout.driver import WHILE_ACTING
+from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.messages import Raised
 from tallyroll.collector.workers.transport import Gone
-
-if TYPE_CHECKING:
-    from tallyroll.collector.workers.pool import Member
 
 _PROCESS = 'transport="process", whose workers can be ended and replaced'
 _SHOWN = 16
 """Lanes whose seeds and actions a message shows."""
 
 
-def worker_error(member: "Member", report: Raised) -> Exception:
+def worker_error(member: Member, report: Raised) -> Exception:
     """The error for an exception in a worker."""
     original = _unpickled(report.error)
     if isinstance(original, CollectorError):
@@ -46,7 +44,7 @@ def worker_error(member: "Member", report: Raised) -> Exception:
     return error
 
 
-def died(member: "Member", gone: Gone) -> WorkerError:
+def died(member: Member, gone: Gone) -> WorkerError:
     """The error for a worker that ended."""
     if gone.mistake:
         text = gone.mistake.format(who=member.who)
@@ -60,7 +58,7 @@ def died(member: "Member", gone: Gone) -> WorkerError:
     return WorkerDied(text, **_facts(member, None), exitcode=gone.exitcode)
 
 
-def hung(member: "Member", seconds: float, ended: bool) -> WorkerError:
+def hung(member: Member, seconds: float, ended: bool) -> WorkerError:
     """The error for a worker that made no progress for so many seconds.
 
     ``ended``: it could be ended, as a thread cannot.
@@ -80,7 +78,7 @@ def hung(member: "Member", seconds: float, ended: bool) -> WorkerError:
     return WorkerHung(text, **_facts(member, None))
 
 
-def _details(member: "Member", lane: int | None) -> str:
+def _details(member: Member, lane: int | None) -> str:
     """Lane, seed and last action, as far as they are known."""
     facts = _facts(member, lane)
     seeds, last = facts["seeds"], facts["action"]
@@ -95,7 +93,7 @@ def _details(member: "Member", lane: int | None) -> str:
     return text + ("" if last is None else f"; last actions {last!r:.400}")
 
 
-def _facts(member: "Member", lane: int | None) -> dict[str, Any]:
+def _facts(member: Member, lane: int | None) -> dict[str, Any]:
     seeds, action = list(member.seeds), member.last_action
     if lane is not None:
         at = member.lanes.index(lane)

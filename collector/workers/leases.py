@@ -19,7 +19,8 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.pool import Event, Member, WorkerPool
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Place

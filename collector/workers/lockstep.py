@@ -15,7 +15,8 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.pool import Member, WorkerPool
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 

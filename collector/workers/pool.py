@@ -5,19 +5,17 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
-
-from numpy.typing import NDArray
 
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.supervision_options import Supervision
-from tallyroll.collector.workers.transport import Board, Gone, Link, Transport
+from tallyroll.collector.workers.transport import Gone, Transport
 
 _LOOK_SECONDS = 0.25
 """How often the progress of workers is looked at while nothing is heard of them."""
@@ -25,50 +23,6 @@ _CLOSE_SECONDS = 2.0
 """How long a worker may take to close its environment."""
 _SETTLE_SECONDS = 1.0
 """How long a worker may take to end the step under way, when all is over."""
-
-
-@dataclass(eq=False)
-class Member:
-    """One worker, and what was heard of it last."""
-
-    index: int
-    link: Link
-    lanes: range = range(0)
-    board: Board = field(default_factory=new_board, repr=False)
-    """One of its own until it has got that of the place."""
-    actions: NDArray[Any] | None = field(default=None, repr=False)
-    """``[slot, lane, ...]``, those of its slab."""
-    seeds: Sequence[int] = ()
-    state: bytes | None = None
-    """The state of its environment's transforms."""
-    ended: bool = False
-    """Whether it is no more."""
-    ready: bool = False
-    """Whether it has all it needs to step."""
-    failed: Exception | None = None
-    """Why it will never answer again."""
-    asked: int = 0
-    """Questions that it has not answered yet."""
-    since: float = 0.0
-    """When it was asked, or made progress last."""
-    filled: int = field(default=0, repr=False)
-
-    @property
-    def who(self) -> str:
-        """For messages."""
-        lanes = self.lanes
-        if not lanes:
-            return f"worker {self.index}"
-        several = f"lanes {lanes[0]} to {lanes[-1]}" if len(lanes) > 1 else f"lane {lanes[0]}"
-        return f"worker {self.index} ({several}, {self.link.name})"
-
-    @property
-    def last_action(self) -> NDArray[Any] | None:
-        """The last actions of its lanes, or the ones under way, ``[lane, ...]``."""
-        if self.actions is None or not self.ready:
-            return None
-        last: NDArray[Any] = self.actions[min(self.board[FILLED], len(self.actions) - 1)]
-        return last
 
 
 Event = tuple[Member, Any]

@@ -4,7 +4,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from tallyroll.collector.workers.pool import Member, WorkerPool
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import WorkerPool
 
 Lead = Generator[object, Any, Any]
 """The way of one worker: yields questions, is sent their answers, first that to its start."""

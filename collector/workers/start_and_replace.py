@@ -11,7 +11,8 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError, WorkerHung
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.pool import Member, WorkerPool
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.replacements import Lead, Replacements
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Place

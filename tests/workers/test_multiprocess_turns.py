@@ -18,7 +18,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import StateError, WorkerDied, WorkerHung, WorkerRaised
 from tallyroll.collector.workers import messages
-from tallyroll.collector.workers.pool import Member, WorkerPool
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.storage import open_storage
 from tallyroll.storage.verification.storage_checks import verify
 
