@@ -15,6 +15,7 @@ moved_modules(
         "base": "tallyroll.collector.batches.run_loop",
         "envs.gymnasium_vector": "tallyroll.collector.envs.gymnasium.vector",
         "envs.info": "tallyroll.collector.slab.info",
+        "envs.testing": "tallyroll.collector.testing",
         "episodes": "tallyroll.collector.counting.episode_log",
         "checks": "tallyroll.collector.batches.value_checks",
         "exact": "tallyroll.collector.batches.run_loop",

@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script that starts the tests with & has them ignore it, and all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The contracts that ship are no test modules, whose assertions pytest explains.
-pytest.register_assert_rewrite("tallyroll.collector.envs.testing")
+pytest.register_assert_rewrite("tallyroll.collector.testing")
 
 # Shared machines are slow at times: pytest's own watchdog is the deadline.
 settings.register_profile("tallyroll", deadline=None)

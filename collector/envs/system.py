@@ -3,7 +3,7 @@
 An author declares what the system is and writes ``reset`` and ``step``. Everything else is done by
 the one class that drives all of them, `Stepper`: which slots are transitions, where final
 observations go, masks, seeds of lanes, contexts; `SystemEnv` is TorchRL's own protocol over it.
-`testing.py` beside this module has the contract that a system is held to.
+`collector.testing` has the contract that a system is held to.
 """
 
 from abc import ABC, abstractmethod

@@ -10,7 +10,7 @@ import pytest
 
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.testing import SystemContract
+from tallyroll.collector.testing import SystemContract
 
 from toy_systems import (
     LONGEST,
@@ -27,6 +27,12 @@ from toy_systems import (
     Toy,
     WithResetSlots,
 )
+
+
+def test_the_contract_is_found_where_it_was() -> None:
+    with pytest.warns(DeprecationWarning, match="envs.testing is tallyroll.collector.testing now"):
+        from tallyroll.collector.envs import testing
+    assert testing.SystemContract is SystemContract
 
 
 class ToyContract(SystemContract):

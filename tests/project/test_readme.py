@@ -101,7 +101,7 @@ def test_the_example_with_workers_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_environment_of_its_own_runs_and_passes_the_contract(tmp_path: Path) -> None:
     contract = """
-from tallyroll.collector.envs.testing import SystemContract
+from tallyroll.collector.testing import SystemContract
 
 
 class TestWalk(SystemContract):

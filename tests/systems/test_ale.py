@@ -20,8 +20,8 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.ale import AleSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from arrays_kit import Stepped, compare, rows_of

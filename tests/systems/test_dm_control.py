@@ -20,7 +20,6 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.systems.dm_control import DmControlSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -28,6 +27,7 @@ from tallyroll.collector.errors import (
     SpaceError,
     TransitionError,
 )
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 SHORT = {"task_kwargs": {"time_limit": 0.15}}  # 15 steps of cartpole

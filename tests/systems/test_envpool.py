@@ -21,8 +21,8 @@ from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.envpool import EnvPoolSystem
 from tallyroll.collector.envs.systems.envpool_qt import LINKED, made_with_qt
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from arrays_kit import Stepped, compare, rows_of

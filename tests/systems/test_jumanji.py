@@ -25,7 +25,6 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems import functional
 from tallyroll.collector.envs.systems.jumanji import JumanjiSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -34,6 +33,7 @@ from tallyroll.collector.errors import (
     TransitionError,
 )
 from tallyroll.collector.policies.masked_actions import Choices
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from functional_kit import replay, shared

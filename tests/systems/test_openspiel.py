@@ -19,13 +19,13 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.envs.systems.openspiel import OpenSpielSystem
 from tallyroll.collector.envs.systems.openspiel_games import OVER
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
     PolicyError,
 )
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 GOOFSPIEL = "goofspiel(num_cards=4)"  # simultaneous bids, chance turns prize cards up

@@ -22,8 +22,8 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, MissingExtra, SpaceError, TransitionError
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 pytestmark = pytest.mark.filterwarnings(

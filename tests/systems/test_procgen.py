@@ -22,13 +22,13 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.procgen import ProcgenSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
     SpaceError,
 )
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from arrays_kit import Stepped, compare, rows_of

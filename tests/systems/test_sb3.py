@@ -33,7 +33,6 @@ from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.sb3 import Sb3System
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -44,6 +43,7 @@ from tallyroll.collector.errors import (
     TransitionError,
 )
 from tallyroll.collector.policies.sb3_models import Sb3Policy
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from arrays_kit import Stepped, compare, rows_of

@@ -17,8 +17,8 @@ from tensordict import TensorDictBase
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.smax import SmaxSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, MissingExtra
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from functional_kit import replay, shared

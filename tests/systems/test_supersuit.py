@@ -17,8 +17,8 @@ from pettingzoo import ParallelEnv
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.systems.supersuit import SuperSuitSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import verify
 
 

@@ -18,12 +18,12 @@ from vmas.scenarios import balance
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.systems.vmas import VmasSystem
-from tallyroll.collector.envs.testing import SystemContract
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
 )
+from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 LIMIT = 7
