@@ -14,12 +14,12 @@ from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
 from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.stepping.restarts import Make
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.throwaway import close
 from tallyroll.collector.envs.traits import chain, system_of
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
@@ -65,16 +65,12 @@ def make_env(create: CreateEnv, options: Options) -> Made:
     factory = _callable_alone(create) if _is_factory(create) else None
     with processes_guarded():
         made: Any = create if factory is None else factory()
-    try:
+    with closing_on_error(None if factory is None else made):
         env = _driven(made, factory, options)
         base = system_of(env)
         if factory is None and base is not None and not isinstance(made, EnvBase):
             base.owns_system = False
         refuse(env)
-    except BaseException:
-        if factory is not None and hasattr(made, "close"):
-            close(made)
-        raise
     return Made(env, factory is not None, _describe(env), made)
 
 
@@ -173,14 +169,11 @@ def _by_name(name: str, options: Options) -> Made:
                 raise ArgumentError(f"cannot make {name!r} with {kwargs}: {error}") from error
 
         system = make(None)
-        try:
+        with closing_on_error(system):
             if isinstance(system, GymnasiumSystem):
                 env = of_gymnasium.over(system.env, lambda: make(None).env, options)
             else:
                 env = _over(system, options, make)
-        except BaseException:
-            system.close()
-            raise
     return Made(env, True, {"id": name, "kwargs": _json(kwargs), "type": env.kind})
 
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchrl.envs import EnvBase
-
+from tallyroll.collector.envs.closing import close
 from tallyroll.collector.policies.trial import generators_restored
 
 
@@ -24,14 +23,6 @@ def throwaway(make: Callable[[], Any], real: object = None) -> Iterator[Any]:
             yield env
         finally:
             close(env)
-
-
-def close(env: Any) -> None:
-    """Close an environment of any kind; it may be closed already."""
-    if isinstance(env, EnvBase):
-        env.close(raise_if_closed=False)
-    else:
-        env.close()
 
 
 def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ()) -> list[int]:

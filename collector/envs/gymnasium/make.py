@@ -12,6 +12,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from tallyroll.collector.compat import mend_joint_types
+from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.errors import ArgumentError, MissingExtra
@@ -39,11 +40,8 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
     def look() -> VectorEnv:
         return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
 
-    try:
+    with closing_on_error(vector):
         return over(vector, look, options)
-    except BaseException:
-        vector.close()
-        raise
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
+from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
@@ -55,11 +56,8 @@ class AleSystem(GymnasiumSystem):
             env = kind(name, lanes, **kwargs)
         except (TypeError, ValueError, RuntimeError, gymnasium.error.Error) as error:
             raise ArgumentError(f"ale cannot make {name!r} with {kwargs}: {error}") from error
-        try:
+        with closing_on_error(env):
             return cls(env)
-        except BaseException:
-            env.close()
-            raise
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:

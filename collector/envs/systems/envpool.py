@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.told import TellingSystem
@@ -77,11 +78,8 @@ class EnvPoolSystem(TellingSystem):
             raise ArgumentError(
                 f"envpool cannot make {name!r} with {kwargs} by its {api} API: {said}"
             ) from error
-        try:
+        with closing_on_error(env):
             return cls(env)
-        except BaseException:
-            env.close()
-            raise
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:

@@ -7,6 +7,7 @@ import gymnasium
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Array, Declares, Finals, Mask, Step, System
 from tallyroll.collector.envs.systems.isaaclab_tasks import make_task
@@ -110,11 +111,8 @@ class IsaacLabSystem(System):
         which ``compute_final_obs`` is true where it has one and nothing else is said.
         """
         env = make_task(name, lanes, kwargs)
-        try:
+        with closing_on_error(env):
             return cls(env)
-        except BaseException:
-            env.close()
-            raise
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:

@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
@@ -67,11 +68,8 @@ class ProcgenSystem(TellingSystem):
             env = package.ProcgenGym3Env(lanes, name, **{"rand_seed": seed, **kwargs})
         except (AssertionError, TypeError, ValueError) as error:
             raise ArgumentError(f"procgen cannot make {name!r} with {kwargs}: {error}") from error
-        try:
+        with closing_on_error(env):
             return cls(env)
-        except BaseException:
-            env.close()
-            raise
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
