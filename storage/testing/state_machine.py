@@ -128,9 +128,11 @@ class StorageMachine(RuleBasedStateMachine):
     @initialize(steps=st.integers(1, 7), capacity=st.integers(1, 40))
     def create(self, steps: int, capacity: int) -> None:
         """Create a storage, which has no columns yet."""
-        ring = {} if self.max_size is None else {"max_size": self.max_size}
-        self.storage = self.storage_class(self.path, capacity=capacity, **ring)
+        self.storage = self._make(capacity=capacity)
         self.model = RowsModel(self.storage.ring, steps)
+
+    def _make(self, **options: Any) -> DiskStorage:
+        return self.storage_class(self.path, max_size=self.max_size, **options)
 
     # -- writing
 
@@ -217,11 +219,7 @@ class StorageMachine(RuleBasedStateMachine):
         storage.close()
         with pytest.raises(StorageClosed):
             storage.get(0)
-        ring = {} if self.max_size is None else {"max_size": self.max_size}
-        if has_columns:
-            self.storage = self.storage_class(self.path, mode=mode, **ring)
-        else:
-            self.storage = self.storage_class(self.path, capacity=9, **ring)
+        self.storage = self._make(mode=mode) if has_columns else self._make(capacity=9)
 
     @precondition(lambda self: self.has_columns)
     @rule()
