@@ -36,7 +36,7 @@ def words_in(text: str, place: str) -> Iterator[str]:
     return (f"{place} says {word!r}" for word in WORDS.findall(NAMES.sub("", text)))
 
 
-@pytest.mark.parametrize("wing", ["collector", "storage"])
+@pytest.mark.parametrize("wing", ["collector", "storage", "tests/support"])
 def test_docstrings_and_comments_are_plain_english(wing: str) -> None:
     files = sorted((ROOT / wing).rglob("*.py"))
     assert files

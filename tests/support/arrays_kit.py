@@ -16,12 +16,12 @@ Arrays = Mapping[Any, NDArray[Any]]
 
 
 class Stepped(NamedTuple):
-    """What a step by hand did."""
+    """The results of a step by hand."""
 
     after: Arrays
-    """What it led to: final observations where episodes ended."""
+    """The observations after it: final ones where episodes ended."""
     seen: Arrays
-    """What the next action is chosen by."""
+    """The observations by which the next action is chosen."""
     reward: NDArray[Any]
     terminated: NDArray[Any]
     truncated: NDArray[Any]

@@ -1,4 +1,4 @@
-"""What the tests of the collector share."""
+"""Helpers that the tests of collectors share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def joined(batches: Batches) -> TensorDict:
 
 
 def without_cut(batch: TensorDictBase) -> TensorDictBase:
-    """What of a batch of rows is stored."""
+    """Return the part of a batch of rows that is stored."""
     cut = batch["collector", "cut"].unsqueeze(-1)
     rows = batch.clone().exclude(("collector", "cut"))
     rows["next", "done"] = rows["next", "done"] & ~cut

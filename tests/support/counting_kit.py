@@ -12,7 +12,7 @@ LANES, SLOTS, WIDE = 4, 128, 600
 
 
 class Counting(System):
-    """What lanes see is how many steps there were; `bad` is seen in step `at` of the last lane."""
+    """Lanes observe how many steps there were; the last lane observes `bad` in step `at`."""
 
     def __init__(self, at: int = -1, bad: float = 0.0, high: float = 1e6) -> None:
         self.declares = Declares(

@@ -14,7 +14,7 @@ WARNINGS = ("-W", "error", "-W", "ignore:Creating:DeprecationWarning")
 
 
 def run(name: str, directory: Path, **options: float | str) -> str:
-    """What the example prints, run in ``directory``."""
+    """Return the output of the example, run in ``directory``."""
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     done = subprocess.run(
         [sys.executable, *WARNINGS, str(EXAMPLES / name), *arguments],

@@ -1,6 +1,6 @@
 """Multiprocessing's fork server, started with what takes long to import, and shared by all tests.
 
-What it lacks, each worker imports anew: that took most of the time of tests that start workers.
+Each worker imports again whatever the server lacks: that took most of the time of tests that start workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRELOADED = (__name__, "pandas", main.__module__, *KITS)
 
 
 def warm_fork_server(*modules: str) -> None:
-    """A server that has imported the kits and `modules`, whoever started one before."""
+    """Start a server that has imported the kits and `modules`, in the place of another one."""
     loaded = SERVER._preload_modules
     wanted = dict.fromkeys([*loaded, *PRELOADED, *modules])
     if len(wanted) == len(loaded) and SERVER._forkserver_pid is not None:

@@ -87,7 +87,7 @@ def config(lanes: int, **entries: Any) -> SimpleNamespace:
 
 
 def make(lanes: int, **entries: Any) -> gymnasium.Env:
-    """As ``gymnasium.make`` returns it: in a wrapper."""
+    """The environment in a wrapper, as ``gymnasium.make`` returns it."""
     return gymnasium.wrappers.OrderEnforcing(ManagerBasedRLEnv(config(lanes, **entries)))
 
 

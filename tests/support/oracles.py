@@ -68,7 +68,7 @@ ACTIONS: tuple[Actions, ...] = get_args(Actions)
 IMAGE_SHAPE = (4, 4, 3)
 LARGE_SHAPE = (40, 40, 3)
 PATTERN = np.random.default_rng(0).integers(0, 256, LARGE_SHAPE, dtype=np.uint8)
-"""What is added to the numbers in each pixel, modulo 256."""
+"""The number that each pixel adds, modulo 256."""
 MULTIDISCRETE = [64, 512, 513]
 ONE_CODE = (8, 32, 32)
 
@@ -245,7 +245,7 @@ class OracleEnv(gym.Env[Any, Any]):
     Plain attributes for `envs.get_attr`: `steps_taken` (actions executed), `resets_done`,
     `seeds` and `options_seen` (one entry a reset), `ticks`.
 
-    With `reuse_buffer` every observation is the same arrays, written anew.
+    With `reuse_buffer` every observation is the same arrays, written again.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium declares it so
@@ -608,7 +608,7 @@ def expected_stream(
 
 @dataclass(frozen=True)
 class ExpectedLedger:
-    """What a run for N transitions must count, and how many rows each lane gives."""
+    """Counts that a run for N transitions must have, and the rows that each lane gives."""
 
     slots: int
     executed: int
@@ -650,7 +650,7 @@ def expected_ledger(
 
 @dataclass(frozen=True)
 class Rows:
-    """What checked rows say of themselves, in their order: int64 and bool arrays [rows]."""
+    """Lanes, episodes and steps of checked rows, in their order: int64 and bool arrays [rows]."""
 
     lane: Ints
     episode: Ints

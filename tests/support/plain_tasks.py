@@ -32,7 +32,7 @@ class Play:
         return False
 
     def show(self) -> Shown:
-        """What is observed now."""
+        """Return the present observation."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -137,7 +137,7 @@ class RandomDocks(Grid):
 
 
 class Bandit(Play):
-    """One step; the context is one of a few, or drawn anew, and may be zeros."""
+    """One step; the context is one of a few, or drawn again, and may be zeros."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__(rng)

@@ -74,7 +74,7 @@ class SelfResetting(gym.Env[Any, Any]):
 
 
 class SelfResettingTorch(EnvBase):
-    """As a user wraps a batched simulator that resets itself: a reset by mask observes it."""
+    """A batched simulator that resets itself, as a user wraps it: a reset by mask observes it."""
 
     def __init__(self, lanes: int = 4, wrong: int | None = None) -> None:
         super().__init__(batch_size=torch.Size([lanes]))

@@ -12,7 +12,7 @@ Look = Callable[[Any], object]
 
 
 class Interruption(Exception):
-    """What a handler raises."""
+    """Exception that a handler raises."""
 
 
 @contextmanager

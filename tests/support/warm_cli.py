@@ -76,12 +76,12 @@ class Command:
 
     @property
     def out(self) -> str:
-        """What it wrote to stdout."""
+        """Its output on stdout."""
         return (self.folder / "stdout").read_text()
 
     @property
     def err(self) -> str:
-        """What it wrote to stderr."""
+        """Its output on stderr."""
         return (self.folder / "stderr").read_text()
 
 

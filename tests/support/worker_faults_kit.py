@@ -1,8 +1,8 @@
-"""Workers that fail when and how they are told, in real processes, and what must hold after it.
+"""Workers that fail as a test plans it, in real processes, and what must hold afterwards.
 
 `Faults` counts in files, so that counts go on where a process was killed: a fault that is planned
-for a lane's tenth step happens once, whoever makes that step. Environments are those of `oracles`:
-each row says which lane, episode and step it belongs to. A process that begins anew begins with
+for a lane's tenth step happens once, in whichever process makes that step. Environments are those of `oracles`:
+each row says which lane, episode and step it belongs to. A new process begins with
 episode 0 again; `check_lives` takes the rows of each such life apart.
 """
 
@@ -55,7 +55,7 @@ EXITCODES = {"exit": 7, "sys.exit": 3, "kill": -signal.SIGKILL, "segfault": -sig
 
 
 class Sabotage(Exception):
-    """What a fault raises."""
+    """Exception that a fault raises."""
 
 
 def fall(how: How) -> None:
@@ -117,7 +117,7 @@ class Faults:
         return number
 
     def counted(self, what: str, lane: int) -> int:
-        """What was counted, in whatever process."""
+        """Return the count, of all processes."""
         path = self.folder / f"{what}-{lane}"
         return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
@@ -138,7 +138,7 @@ class Faults:
 
     @property
     def action(self) -> str:
-        """What the lane that failed last was about to execute."""
+        """Return the action that the lane that failed last was about to execute."""
         return (self.folder / "action").read_text()
 
     @property
@@ -285,7 +285,7 @@ def split(lanes: int, workers: int) -> list[range]:
 
 
 def factories(faults: Faults, lanes: int, workers: int, **kwargs: Any) -> list[Callable[[], Any]]:
-    """What each worker makes."""
+    """Return the environment factory of each worker."""
     return [partial(make, own, faults, **kwargs) for own in split(lanes, workers)]
 
 
@@ -358,7 +358,7 @@ def check_ledger(ledger: Ledger, rows: TensorDictBase, faults: Faults, lanes: in
     assert ledger.stored == len(rows)
     assert (ledger.episodes_complete, ledger.episodes_cut) == ends_of(rows)
     unknown = faults.executed(lanes) - ledger.executed
-    # Of the slot in which a worker died nobody knows how many of its lanes had stepped.
+    # How many lanes of a worker had stepped in the slot in which it died is not known.
     assert 0 <= unknown <= (1 + ledger.respawned) * lanes, f"{unknown} executed, not counted"
     seeds = faults.noted("seeds")
     assert len(set(seeds)) == len(seeds), "a seed was used twice"
@@ -386,7 +386,7 @@ def error_of(how: How) -> type[WorkerError]:
 
 
 def adopt_orphans() -> None:
-    """What is left of a child that died becomes a child of this process."""
+    """Make this process the parent of the children of a child that died."""
     set_child_subreaper = 36
     assert ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) == 0
 
@@ -524,7 +524,7 @@ class Parent:
 
     @property
     def err(self) -> str:
-        """What it and its workers wrote to stderr."""
+        """Output of it and its workers on stderr."""
         return (self.folder / "stderr").read_text()
 
 

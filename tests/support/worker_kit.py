@@ -115,7 +115,7 @@ MADE: list[Env] = []
 
 
 def steps_and_resets() -> tuple[int, int]:
-    """What all lanes of `MADE` did."""
+    """Return the steps and resets of all lanes of `MADE`."""
     lanes = [lane for env in MADE for lane in _lanes_of(env)]
     return sum(lane[0] for lane in lanes), sum(lane[1] for lane in lanes)
 
@@ -304,7 +304,7 @@ def ticking(first: int, lanes: int, mode: AutoresetMode) -> Env:
 
 @dataclass
 class Run:
-    """What came of a run, and its ledger at every yield and at the end."""
+    """Result of a run, and its ledger at every yield and at the end."""
 
     batches: Batches
     counts: list[Counts]

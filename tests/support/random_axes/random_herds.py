@@ -45,11 +45,11 @@ class Herd:
         return "herd"
 
     def observation_space(self, agent: str) -> Box:
-        """Of each agent."""
+        """Return the space of each agent's observation."""
         return Box(-100, 100, (2,), np.float32)
 
     def action_space(self, agent: str) -> Discrete:
-        """Of each agent."""
+        """Return the space of each agent's action."""
         return Discrete(3)
 
     def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], Any]:
@@ -101,7 +101,7 @@ class Herd:
 
 
 class HerdRows:
-    """What agents did in the transitions of a lane: all ``[row, agent]``.
+    """Values of agents in the transitions of a lane: all ``[row, agent]``.
 
     ``steps`` are ``(episode, step, over)`` of each row.
     """

@@ -14,7 +14,7 @@ OURS = ("/tallyroll/collector/", "/tallyroll/storage/")
 
 
 class Stopped(Exception):
-    """What a handler of the caller's own raises."""
+    """Exception that a handler of the caller's own raises."""
 
 
 CAUGHT = (KeyboardInterrupt, Stopped)

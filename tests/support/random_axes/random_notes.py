@@ -15,7 +15,7 @@ from tallyroll.storage.storages import storage_class
 
 
 def wrong_with_notes(path: Path, stored: TensorDictBase) -> list[str]:
-    """What an attribute makes wrong with a storage of these rows."""
+    """Return the faults that an attribute makes in a storage of these rows."""
     if path.suffix == ".h5":
         with h5py.File(path, "r+") as file:
             file.attrs["author"] = "a user"

@@ -61,7 +61,7 @@ class Model:
 
 
 def wrong_in_reading(source: Path, stored: TensorDictBase, number: int) -> list[str]:
-    """What is wrong with what is read of ``source``, whose rows in their order are ``stored``."""
+    """Return the faults in reading ``source``, whose rows in their order are ``stored``."""
     if not len(stored):
         return []
     rng, model, found = np.random.default_rng([19, number]), Model(stored), []

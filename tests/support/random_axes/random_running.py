@@ -13,7 +13,7 @@ from torchrl.envs.transforms import ObservationTransform
 from random_spaces import Array, digest
 
 Told = dict[int, list[Array]]
-"""What each observation became, by its bytes."""
+"""Results by the bytes of the observation."""
 
 
 class Running(ObservationTransform):

@@ -1,4 +1,4 @@
-"""What a random run is made of, and for which reasons it may be refused."""
+"""Configurations of random runs, and the reasons for which a run may be refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Configuration:
     interrupt_at: int = 0
     """Calls of functions of ours before the signal comes."""
     meddles: tuple[str, ...] = ()
-    """What is written to in place after each batch (`random_meddling`)."""
+    """Tensors that are written to in place after each batch (`random_meddling`)."""
     copy: Copy = ""
     """The rows are appended to another storage."""
     copy_by: Literal["all", "slice", "numbers", "twice"] = "all"
@@ -115,13 +115,13 @@ class Configuration:
 
     @property
     def loses_finals(self) -> bool:
-        """It says that final observations are lost."""
+        """True if it says that final observations are lost."""
         lost = self.env.lane.self_reset != "" and not self.env.auto_reset
         return lost and self.settled
 
     @property
     def infos(self) -> tuple[Any, ...]:
-        """What `info_keys` are."""
+        """Return the `info_keys`."""
         names = self.env.lane.infos if self.info_keys else ()
         if not self.settled:
             return names

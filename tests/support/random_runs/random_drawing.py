@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Draw:
-    """What a generator chooses."""
+    """Choices of a generator."""
 
     def __init__(self, number: int, stream: int = 11) -> None:
         self.rng = np.random.default_rng([stream, number])
@@ -240,7 +240,7 @@ def _options(draw: Draw, config: Configuration) -> Configuration:
 
 
 def _habits(draw: Draw, config: Configuration) -> Configuration:
-    """What environments do that they should not."""
+    """Habits of environments that are not allowed."""
     env, lane = config.env, config.env.lane
     if draw.chance(18):
         reuse = draw.one("same", "one key", "view", "double", "ring")

@@ -57,9 +57,9 @@ class EnvKind:
     system: System = "sync"
     mode: Literal["Disabled", "NextStep", "SameStep"] = "Disabled"
     adapter: Literal["", "mask", "avoid"] = ""
-    """It is handed over in a `GymnasiumVectorEnv`, which has those reset slots."""
+    """The `reset_slots` of the `GymnasiumVectorEnv` in which it is handed over."""
     copy: bool = True
-    """Of a `SyncVectorEnv`."""
+    """The argument `copy` of a `SyncVectorEnv`."""
     vector_statistics: bool = False
     one_hot: bool = False
     auto_reset: bool = False
@@ -70,7 +70,7 @@ class EnvKind:
 
     @property
     def is_vector(self) -> bool:
-        """It is one of Gymnasium's vectors."""
+        """True if it is one of Gymnasium's vectors."""
         return self.system in VECTORS
 
     @property
@@ -87,7 +87,7 @@ class EnvKind:
 
 
 class NativeVector(VectorEnv[Any, Any, Any]):
-    """As Gymnasium's own: NEXT_STEP, no masks, one seed; its arrays are written in place."""
+    """A vector like Gymnasium's own: NEXT_STEP, no masks, one seed, arrays written in place."""
 
     metadata: dict[str, Any] = {  # noqa: RUF012  gymnasium declares it so
         "render_modes": [],

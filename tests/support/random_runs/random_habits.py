@@ -1,4 +1,4 @@
-"""What stands around a random lane: Gymnasium's wrappers, its witness, and its bad habits."""
+"""Parts around a random lane: Gymnasium's wrappers, its witness, and its bad habits."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def judge(config: Configuration, outcome: Outcome) -> list[str]:
 
 
 def _other_uses(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
-    """What other storages and readers make of the rows."""
+    """Faults that other storages and readers make of the rows."""
     if outcome.error is not None:
         return
     there = [path for path in outcome.paths if path.exists()]
@@ -124,7 +124,7 @@ def _errors(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
 
 
 def _is_theirs(error: BaseException) -> bool:
-    """It was raised by what an environment is made of: that called nothing of ours again."""
+    """Return whether a part of the environment raised it, which called nothing of ours again."""
     trace, theirs = error.__traceback__, False
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -147,7 +147,7 @@ def _same(one: TensorDictBase, other: TensorDictBase) -> bool:
 
 
 def _batch(config: Configuration, batch: TensorDictBase, verdict: Verdict) -> None:
-    """What only a batch has: a shape, and cuts."""
+    """Faults of a batch alone: its shape, and its cuts."""
     rows = flat(batch)
     cut = rows["collector", "cut"]
     ids = rows["collector", "traj_ids"]

@@ -43,7 +43,7 @@ Form = Literal["", "array of one", "array of none", "numpy", "half", "whole"]
 
 
 class Injected(Exception):
-    """What a random environment or policy raises on its own account."""
+    """Error that a random environment or policy raises on its own account."""
 
 
 # --- journals -----------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class World:
 
     @property
     def told(self) -> Told:
-        """What the transforms of this process made of observations."""
+        """Results of the transforms of this process."""
         return _TOLD[self.token]
 
     def forget(self) -> None:
@@ -133,7 +133,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class LaneKind:
-    """What all lanes of an environment have in common."""
+    """Traits that all lanes of an environment share."""
 
     observation: str = "float32"
     names: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class LaneKind:
     bound: bool = True
     """Actions have to be legal by the mask."""
     lengths: tuple[tuple[int, ...], ...] = ((5,),)
-    """Of the episodes of each lane, in turn."""
+    """Lengths of the episodes of each lane, in turn."""
     ends: Literal["terminated", "truncated", "mixed", "both"] = "terminated"
     infos: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
@@ -166,14 +166,14 @@ class LaneKind:
     """How rewards and flags are given."""
 
     def observation_space(self) -> gym.Space[Any]:
-        """Of one lane."""
+        """Return the space of one lane's observation."""
         if self.agents:
             return Box(-100, 100, (self.agents, 2), np.float32)
         mask = sum(parts_of_mask(self.action_space())) + self.mask_extra if self.masked else 0
         return space_of_observation(self.observation, self.names, mask)
 
     def action_space(self) -> gym.Space[Any]:
-        """Of one lane."""
+        """Return the space of one lane's action."""
         if self.agents:
             return gym.spaces.MultiDiscrete([3] * self.agents)
         return ACTIONS[self.action]()

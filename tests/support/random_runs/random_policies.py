@@ -32,9 +32,9 @@ class PolicyKind:
     since: int = 1
     """The call from which on it has its habit."""
     memory: int = 3
-    """It acts by what it saw so many calls ago."""
+    """Calls since the observation by which it acts."""
     copies: bool = False
-    """It keeps copies, and does everything else to copies."""
+    """True if it keeps copies, and does everything else to copies."""
     extra: tuple[str, ...] = ()
     """Columns that it writes."""
     module: bool = True
@@ -44,7 +44,7 @@ class PolicyKind:
     network: bool = False
     """A `TensorDictModule` around a network of tensors."""
     change: str = ""
-    """What becomes of it in the phase "change" (`random_networks.CHANGES`)."""
+    """The change of it in the phase "change" (`random_networks.CHANGES`)."""
 
     def clean(self) -> PolicyKind:
         """The same policy, without any effect on what it is given."""

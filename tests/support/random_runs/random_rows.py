@@ -24,7 +24,7 @@ class Made:
     before: Event
     after: Event
     start: bool
-    """It is the first after a reset."""
+    """True for the first row after a reset."""
     step: int
     """Steps since that reset."""
     episode: int
@@ -51,7 +51,7 @@ class Rows:
 
 @dataclass
 class Verdict:
-    """What is wrong."""
+    """Return the faults."""
 
     found: list[str] = field(default_factory=list)
 
@@ -217,7 +217,7 @@ def _looks_like(
 
 
 def _may_lose_finals(config: Configuration, rows: Rows, ended: Array, valid: Array) -> bool:
-    """The environment loses final observations, in a way that nobody can see (yet)."""
+    """The environment loses final observations, in a way that cannot be detected (yet)."""
     kind = config.env.lane
     return kind.self_reset != "" and not config.env.auto_reset and not config.loses_finals
 

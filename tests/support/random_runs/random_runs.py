@@ -49,10 +49,10 @@ class Run:
     changed: bool = False
     """The policy was changed."""
     first_version: int = 0
-    """Of the policy's weights, when it began."""
+    """Version of the policy's weights, when the run began."""
     interrupted: bool = False
     ended_by_interrupt: bool = False
-    """It did not go on, and said how to."""
+    """True if it did not go on, and its message said how to."""
 
     @property
     def rows(self) -> int:
@@ -62,20 +62,20 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What came of a configuration."""
+    """Result of a configuration."""
 
     runs: list[Run]
     journals: dict[tuple[int, int], list[list[Event]]]
     stored: list[TensorDictBase]
-    """What the storages hold, one for each."""
+    """Rows of each storage."""
     paths: list[Path]
     buffer: TensorDictBase | None = None
     told: Told = field(default_factory=dict)
-    """What the transforms made of observations."""
+    """Results of the transforms."""
     turns: list[tuple[int, int]] = field(default_factory=list)
-    """Of collectors in turn: the run of each batch, and its rows."""
+    """Batches of collectors in turn: the run of each batch, and its rows."""
     found: list[str] = field(default_factory=list)
-    """What was seen to be wrong under way."""
+    """Faults that were found under way."""
     warned: set[str] = field(default_factory=set)
     """Names of the categories of warnings."""
 
@@ -262,7 +262,7 @@ class _Runner:
                     run.changed = True
 
     def _by_calls(self, collector: Collector) -> Iterator[TensorDictBase]:
-        """What calls of `collect` stored, as batches; some of them are batches."""
+        """Return rows that calls of `collect` stored, as batches; some of them are batches."""
         config, rng = self.config, np.random.default_rng([29, self.config.number])
         lanes, frames = config.env.lanes, config.frames_per_batch
         while True:

@@ -73,7 +73,7 @@ OBSERVATIONS: dict[str, Callable[[], Space[Any]]] = {
 _NOT_IN_TORCHRL = ("multibinary matrix", "multidiscrete matrix", "discrete from -3")
 _NOT_IN_TORCHRL += ("uint8 image", LARGE)
 PLAIN = tuple(name for name in OBSERVATIONS if "tuple" not in name and name not in _NOT_IN_TORCHRL)
-"""What TorchRL's own wrapper takes."""
+"""Spaces that TorchRL's own wrapper takes."""
 FLOAT_VECTORS = ("float32", "unbounded")
 
 RARE: dict[str, Callable[[], Space[Any]]] = {

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: its own rows, and that its twin has others."""
+"""Faults of a configuration: in its own rows, and beside the rows of its twin."""
 
 from __future__ import annotations
 

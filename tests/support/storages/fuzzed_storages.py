@@ -258,7 +258,7 @@ class User:
         self.refused: set[str] = set()
         """Names of errors of ours that came."""
         self.wrong: list[str] = []
-        """What is wrong with what came."""
+        """Return the faults in the result."""
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -340,7 +340,7 @@ def _too_late(*_: object) -> None:
 
 
 def outside_of(folder: Path) -> Path:
-    """Files that are nobody's business."""
+    """Files that no storage may touch."""
     outside = folder / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_bytes(PRECIOUS)
@@ -349,7 +349,7 @@ def outside_of(folder: Path) -> Path:
 
 
 def touched(outside: Path) -> list[str]:
-    """What is not as :func:`outside_of` left it."""
+    """Return what is not as :func:`outside_of` left it."""
     found = {str(each.relative_to(outside)) for each in outside.rglob("*")}
     wrong = sorted(found ^ {"file", "folder", "folder/file"})
     return wrong + [

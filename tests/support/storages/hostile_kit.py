@@ -104,7 +104,7 @@ WAYS: tuple[Callable[[Path], None], ...] = (read, look, inspect, append, resume,
 
 
 def told_or_done(way: Callable[[Path], None], path: Path) -> str:
-    """What is wrong with how it went; "" for an error of ours, or none."""
+    """Return the fault of a call; "" for an error of ours, or none."""
     try:
         way(path)
     except (StorageError, CollectorError):
@@ -120,7 +120,7 @@ def told_or_done(way: Callable[[Path], None], path: Path) -> str:
 def in_a_child(
     act: Callable[[], Any], *, seconds: float = 60, nbytes: int = 0, user: int = 0
 ) -> Any:
-    """What ``act`` returns in a forked child, with so much more memory than we have.
+    """Return the result of ``act`` in a forked child, with so much more memory than we have.
 
     And as another user, where one is given.
     """

@@ -116,7 +116,7 @@ def at(numbers: np.ndarray) -> dict[Key, np.ndarray]:
 
 
 def record_of(head: int) -> bytes:
-    """What is committed with row ``head``: the number, as often as makes some length."""
+    """Return the record of row ``head``: its number, as often as makes some length."""
     return head.to_bytes(8, "little") * (1 + head % 300)
 
 
@@ -162,7 +162,7 @@ def check(storage: DiskStorage, *, since: int = 0, acknowledged: int = 0) -> int
 
 
 def shown(path: Path, kind: type[DiskStorage]) -> dict[Key, np.ndarray]:
-    """The columns as h5py, zarr-python or tensordict reads them, as many rows as they are told."""
+    """The columns as h5py, zarr-python or tensordict reads them, as many rows as their metadata say."""
     if kind is H5Storage:
         with h5py.File(path, "r", locking=False) as file:
             rows = int(file.attrs["rows"])
@@ -179,7 +179,7 @@ def check_shown(path: Path, storage: DiskStorage, *, all_of_them: bool = False) 
     try:
         columns = shown(path, type(storage))
     except RuntimeError as error:
-        # tensordict's metadata are several files: whoever is between two of them is told,
+        # tensordict's metadata are several files: a reader between two of them sees a mixture,
         # and after a kill there that lasts until the next refresh.
         if all_of_them or "incompatible with the batch-size" not in str(error):
             raise
@@ -252,7 +252,7 @@ def killed(child: int) -> None:
 
 
 def in_a_process(target: Callable[..., Any], *args: Any, seconds: float = WAIT_SECONDS) -> Any:
-    """What ``target(*args)`` returns in a process of one thread, which may fork."""
+    """Return the result of ``target(*args)`` in a process of one thread, which may fork."""
     warm_fork_server()
     with process(_answer, target, args) as (_, connection):
         assert connection.poll(seconds), "the process said nothing"
@@ -382,7 +382,7 @@ def scenario_append(case: Case, path: Path, told: Told) -> None:
 
 
 def scenario_reserve(case: Case, path: Path, told: Told) -> None:
-    """Make room, which writes an HDF5 file anew, and use it."""
+    """Make room, for which an HDF5 file is replaced, and use it."""
     with case.kind(path, mode="append") as storage:
         head = storage.head
         storage.reserve(2 * head + 3000)
@@ -454,7 +454,7 @@ def _run_scenario(case: Case, act: Scenario, base: Path, work: Path, line: int) 
 
 
 def survived(case: Case, path: Path, acknowledged: int) -> int:
-    """What a killed writer left is whole, and writing goes on from there; the rows found."""
+    """Assert that a killed writer left whole rows, and write on; return the rows that it left."""
     if not case.there(path):
         assert not acknowledged
         with pytest.raises((NotAStorage, StorageMissing)):

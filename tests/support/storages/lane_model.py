@@ -37,7 +37,7 @@ class Model:
     ) -> Model:
         """Batched steps of `lanes` lanes, some of which are left out at random.
 
-        Now and then everything begins anew, as after a restart. With `lane_by_lane` the rows of
+        Now and then everything begins again, as after a restart. With `lane_by_lane` the rows of
         each batch (of several steps) are put in the order of their lanes.
         """
         found: list[tuple[int, int, int, bool, bool]] = []

@@ -1,4 +1,4 @@
-"""What every storage on disk says of damage and of a full disk: a part of the contract."""
+"""Messages of every storage about damage and a full disk: a part of the contract."""
 
 from __future__ import annotations
 

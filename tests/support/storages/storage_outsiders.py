@@ -1,4 +1,4 @@
-"""What other libraries see of a storage, at any moment: a part of the contract of some formats."""
+"""A storage as other libraries see it, at any moment: a part of the contract of formats."""
 
 from __future__ import annotations
 
