@@ -29,7 +29,7 @@ from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv
 from collect_kit import LENGTHS, assert_same, collect
 from toy_systems import TOYS
 from warm_cli import WarmServer
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 NAMES = ["rows", "rows.h5", "rows.zarr"]
 every_format = pytest.mark.parametrize("name", NAMES)
@@ -88,7 +88,7 @@ def test_every_layout_has_those_of_the_specs(env: str, layout: Any) -> None:
 def test_workers_give_them_too(mode: str) -> None:
     makes = [partial(AgentsEnv, 2, LENGTHS), partial(AgentsEnv, 1, LENGTHS, first_lane=2)]
     with in_threads():
-        run = through(start(makes, frames_per_batch=10, total_frames=37, mode=mode))
+        run = collect_all(start(makes, frames_per_batch=10, total_frames=37, mode=mode))
     for batch in run.batches:
         assert sizes(batch) == agents_sizes(len(batch))
 

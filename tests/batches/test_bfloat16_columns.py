@@ -18,7 +18,16 @@ from tallyroll.storage import open_storage, verify
 
 from collect_kit import ByObservation, assert_same, joined
 from oracles import OracleTorchEnv, check_rows
-from worker_kit import LANES, LENGTHS, Run, assert_alike, in_threads, shares, start, through
+from worker_kit import (
+    LANES,
+    LENGTHS,
+    Run,
+    assert_alike,
+    collect_all,
+    in_threads,
+    lanes_of_workers,
+    start,
+)
 
 RUN: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 87, "seed": 3}
 HALF = ("half", "wide", "more")
@@ -90,10 +99,10 @@ def bits(rows: TensorDictBase) -> TensorDictBase:
 def run_to(path: Path | None, workers: int, **kwargs: Any) -> Run:
     options = {**RUN, "storage": path, **kwargs}
     if not workers:
-        return through(SyncCollector(halves(), ByObservation(), **options))
-    makes = [partial(halves, first, own) for first, own in shares(LANES, workers)]
+        return collect_all(SyncCollector(halves(), ByObservation(), **options))
+    makes = [partial(halves, first, own) for first, own in lanes_of_workers(LANES, workers)]
     with in_threads():
-        return through(start(makes, ByObservation(), **options))
+        return collect_all(start(makes, ByObservation(), **options))
 
 
 @pytest.mark.parametrize("slots", [3, 4096])
@@ -153,10 +162,10 @@ def acting_by_halves(td: TensorDictBase) -> TensorDictBase:
 
 
 def test_actions_of_workers(tmp_path: Path) -> None:
-    one = through(SyncCollector(half_actions(), acting_by_halves, **RUN))
-    makes = [partial(half_actions, first, own) for first, own in shares(LANES, 3)]
+    one = collect_all(SyncCollector(half_actions(), acting_by_halves, **RUN))
+    makes = [partial(half_actions, first, own) for first, own in lanes_of_workers(LANES, 3)]
     with in_threads():
-        many = through(start(makes, acting_by_halves, storage=tmp_path / "s", **RUN))
+        many = collect_all(start(makes, acting_by_halves, storage=tmp_path / "s", **RUN))
     rows = joined(many.batches)
     assert rows["action"].dtype is torch.bfloat16
     assert_same(bits(joined(one.batches)), bits(rows))

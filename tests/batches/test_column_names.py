@@ -26,7 +26,7 @@ from tallyroll.storage import open_storage, verify
 from tallyroll.storage.errors import InvalidSchema
 
 from collect_kit import collect, joined
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 BUDGET = {"frames_per_batch": 7, "total_frames": 40}
@@ -319,7 +319,7 @@ def test_an_echoed_action_of_a_torchrl_environment(kind: str, key: Any, workers:
     create, kwargs = partial(ECHOES[kind], key), {"rename": {key: "before"}, **BUDGET}
     if workers:
         with in_threads():
-            rows = joined(through(start([create] * workers, **kwargs)).batches)
+            rows = joined(collect_all(start([create] * workers, **kwargs)).batches)
     else:
         rows = joined(collect(create, **kwargs)[0])
     assert torch.equal(rows["next", "before"], rows["action"])
@@ -391,7 +391,7 @@ def test_renamed_columns_through_a_resume(tmp_path: Path) -> None:
         SyncCollector(partial(vec, space), resume=True, storage=tmp_path / "s", **BUDGET)
     makes = [partial(vec, space, 1)] * 2
     with in_threads():
-        through(start(makes, resume=True, frames_per_batch=7, total_frames=40, **kwargs))
+        collect_all(start(makes, resume=True, frames_per_batch=7, total_frames=40, **kwargs))
     with open_storage(tmp_path / "s") as storage:
         assert storage.head == 40
         assert [run["call"]["rename"] for run in storage.manifest["runs"]] == [

@@ -34,7 +34,7 @@ from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, verify
 from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv, check_agents
 from collect_kit import LENGTHS, assert_same, collect
 from oracles import flat_rows
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 GAMMA, LAMBDA = 0.9, 0.8
 every_layout = pytest.mark.parametrize("layout", ["rows", "lanes", "trajectories"])
@@ -263,7 +263,7 @@ def test_a_postproc_that_leaves_no_place_for_them_is_refused(
 def test_through_workers(mode: str, tmp_path: Path) -> None:
     makes = [partial(AgentsEnv, 2, LENGTHS), partial(AgentsEnv, 1, LENGTHS, first_lane=2)]
     with in_threads():
-        run = through(
+        run = collect_all(
             start(
                 makes,
                 frames_per_batch=10,

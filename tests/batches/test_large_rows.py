@@ -32,12 +32,12 @@ from worker_kit import (
     NEXT,
     SAME,
     Run,
-    alone,
     assert_alike,
+    collect_all,
     in_threads,
-    spread,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 MODES = (DISABLED, NEXT, SAME)
@@ -88,7 +88,7 @@ def with_and_without(make: Any, path: Path, **kwargs: Any) -> tuple[Run, Run]:
     runs = []
     for yields in (True, False):
         to = path.with_name(f"{yields}-{path.name}")
-        runs.append(through(make(storage=to, yield_large=yields, **{**RUN, **kwargs})))
+        runs.append(collect_all(make(storage=to, yield_large=yields, **{**RUN, **kwargs})))
     with_large, without = (path.with_name(f"{yields}-{path.name}") for yields in (True, False))
     stored = rows_in(with_large)
     assert_same(rows_in(without), stored)
@@ -112,7 +112,7 @@ def test_every_pixel_is_stored_and_yielded(
 ) -> None:
     """Of each batch the last block stays in the slab, the others are copied before."""
     few_slots(monkeypatch, slots)
-    make = partial(alone, source, policy(), oracle=IMAGES)
+    make = partial(sync_collector, source, policy(), oracle=IMAGES)
     run, _ = with_and_without(make, tmp_path / "s")
     assert [len(batch) for batch in run.batches] == [17] * 5 + [2]
     true_rows(rows_in(tmp_path / "True-s"), from_start=True)
@@ -122,14 +122,14 @@ def test_every_pixel_is_stored_and_yielded(
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_without_a_storage(mode: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     few_slots(monkeypatch)
-    run = through(alone(mode, ByObservation(kind), oracle={"kind": kind}, **RUN))
+    run = collect_all(sync_collector(mode, ByObservation(kind), oracle={"kind": kind}, **RUN))
     check_rows(joined(run.batches), LENGTHS, kind=kind, ends="mixed", from_start=True)
 
 
 def test_a_batch_of_one_slot_is_its_own() -> None:
     """What a caller writes to it changes no number of a later one."""
     run = {"frames_per_batch": LANES, "total_frames": 5 * LANES, "seed": 3}
-    with alone(DISABLED, oracle=IMAGES, **run) as collector:
+    with sync_collector(DISABLED, oracle=IMAGES, **run) as collector:
         for batch in collector:
             assert batch["collector", "lane"].tolist() == [*range(LANES)]
             for leaf in batch.values(True, True):
@@ -142,7 +142,7 @@ def test_every_format_holds_the_same_with_large_columns_and_without(
     name: str, size: int, tmp_path: Path
 ) -> None:
     """Batches of 14 KB, 80 KB and 610 KB take three ways to the file."""
-    make = partial(alone, NEXT, policy(), oracle=IMAGES)
+    make = partial(sync_collector, NEXT, policy(), oracle=IMAGES)
     budget = {"frames_per_batch": size, "total_frames": 3 * size - 1}
     with_and_without(make, tmp_path / name, **budget)
     true_rows(rows_in(tmp_path / f"False-{name}"), from_start=True)
@@ -168,9 +168,11 @@ def test_the_same_rows_whatever_the_options(
 ) -> None:
     few_slots(monkeypatch)
     options = dict(OPTIONS[case])
-    make = partial(alone, DISABLED, None if "rename" in options else policy(), oracle=IMAGES)
+    make = partial(
+        sync_collector, DISABLED, None if "rename" in options else policy(), oracle=IMAGES
+    )
     if "rename" in options:
-        run = through(make(storage=tmp_path / "r", yield_large=False, **RUN, **options))
+        run = collect_all(make(storage=tmp_path / "r", yield_large=False, **RUN, **options))
         stored = rows_in(tmp_path / "r").rename_key_("pixels", "img")
         stored["next"].rename_key_("pixels", "img")
         assert_stored_alone(run.batches, stored)
@@ -189,7 +191,9 @@ def test_the_same_rows_whatever_the_options(
 def test_a_part_of_a_batch_that_is_kept_stays_as_it_was() -> None:
     """A pool gives memory out again: not while anybody can still look at it."""
     kept: list[tuple[Any, bytes]] = []
-    with alone(NEXT, policy(), oracle=IMAGES, frames_per_batch=10, total_frames=300) as collector:
+    with sync_collector(
+        NEXT, policy(), oracle=IMAGES, frames_per_batch=10, total_frames=300
+    ) as collector:
         for number, batch in enumerate(collector):
             image = batch["next", "img"] if number % 2 else batch["img"]
             part: Any = (image[4], image.numpy()[2:4], image.flatten()[7:], batch[5:])[number % 4]
@@ -208,7 +212,7 @@ def test_a_ring_holds_the_last_images(yields: bool, tmp_path: Path) -> None:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with MemmapStorage(tmp_path / "s", max_size=40) as storage:
         options = {**RUN, "oracle": IMAGES, "storage": storage, "yield_large": yields}
-        with alone(SAME, policy(), **options) as collector:
+        with sync_collector(SAME, policy(), **options) as collector:
             for batch in collector:
                 rows = storage.get(torch.from_numpy(storage.slots_of(np.array(storage.span))))
                 true_rows(rows)
@@ -225,9 +229,9 @@ def test_a_buffer_beside_the_storage_gets_images_too(
 ) -> None:
     few_slots(monkeypatch)
     options = {**RUN, "oracle": IMAGES, **pair(tmp_path / "s")}
-    make = partial(spread, SAME, workers) if workers else partial(alone, SAME)
+    make = partial(worker_collector, SAME, workers) if workers else partial(sync_collector, SAME)
     with in_threads():
-        run = through(make(policy(), **options))
+        run = collect_all(make(policy(), **options))
     held = options["replay_buffer"].storage.get(slice(0, 87))
     assert_same(held.exclude("index"), stored := rows_in(tmp_path / "s"))
     assert_same(joined(run.batches), stored)
@@ -243,8 +247,10 @@ def test_a_postproc_sees_and_changes_images(
         true_rows(td)
         return td.set("img", 255 - td["img"])
 
-    run = through(
-        alone(NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", postproc=inverted, **RUN)
+    run = collect_all(
+        sync_collector(
+            NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", postproc=inverted, **RUN
+        )
     )
     stored = rows_in(tmp_path / "s")
     assert_same(joined(run.batches), stored)
@@ -252,10 +258,12 @@ def test_a_postproc_sees_and_changes_images(
 
 
 def test_a_run_is_resumed_without_large_columns(tmp_path: Path) -> None:
-    make = partial(alone, NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False)
+    make = partial(
+        sync_collector, NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False
+    )
     options = {"frames_per_batch": 17, "total_frames": 87}
-    first = through(make(seed=3, **options), batches=3)
-    second = through(make(resume=True, **options))
+    first = collect_all(make(seed=3, **options), batches=3)
+    second = collect_all(make(resume=True, **options))
     assert_stored_alone(first.batches + second.batches, stored := rows_in(tmp_path / "s"))
     assert second.collector.ledger.stored == len(stored) == 87
     true_rows(stored[:51], from_start=True)
@@ -280,7 +288,7 @@ class Objectives(OracleTorchEnv):
 def test_large_rewards_are_looked_at_and_always_yielded(yields: bool, tmp_path: Path) -> None:
     env = Objectives(LANES, LENGTHS, kind="images", ends="mixed")
     options = {**RUN, "storage": tmp_path / "s", "yield_large": yields}
-    run = through(SyncCollector(env, policy(), **options))
+    run = collect_all(SyncCollector(env, policy(), **options))
     stored = rows_in(tmp_path / "s")
     assert_same(joined(run.batches), stored, *([] if yields else LARGE))
     reward = stored["next", "reward"]
@@ -301,9 +309,9 @@ def test_workers_in_step_give_what_one_process_gives(
     source: str, workers: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_slots(monkeypatch, slots)
-    one = through(alone(source, policy(), oracle=IMAGES, **RUN))
+    one = collect_all(sync_collector(source, policy(), oracle=IMAGES, **RUN))
     with in_threads():
-        make = partial(spread, source, workers, policy(), oracle=IMAGES)
+        make = partial(worker_collector, source, workers, policy(), oracle=IMAGES)
         run, _ = with_and_without(make, tmp_path / "s")
     assert_alike(one, run)
 
@@ -318,8 +326,8 @@ def test_workers_that_run_free(
     for yields in (True, False):
         path = tmp_path / f"{yields}"
         with in_threads():
-            run = through(
-                spread(
+            run = collect_all(
+                worker_collector(
                     source,
                     workers,
                     policy(),
@@ -346,7 +354,7 @@ def test_processes(
 ) -> None:
     few_slots(monkeypatch, 5)
     options = {"oracle": IMAGES, "mode": mode, "storage": tmp_path / "s", "yield_large": False}
-    run = through(spread(NEXT, workers, policy(), **options, **RUN))
+    run = collect_all(worker_collector(NEXT, workers, policy(), **options, **RUN))
     assert_stored_alone(run.batches, stored := rows_in(tmp_path / "s"))
     true_rows(stored, from_start=True)
 
@@ -449,13 +457,13 @@ def test_rows_that_fit_in_the_slab_are_copied_once(
     settled: list[int] = []
     settle = Part.settle
     monkeypatch.setattr(Part, "settle", lambda part: settled.append(len(part)) or settle(part))
-    make = partial(spread, NEXT, workers) if workers else partial(alone, NEXT)
+    make = partial(worker_collector, NEXT, workers) if workers else partial(sync_collector, NEXT)
     with in_threads():
-        through(make(policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False, **RUN))
+        collect_all(make(policy(), oracle=IMAGES, storage=tmp_path / "s", yield_large=False, **RUN))
     assert settled == []
     few_slots(monkeypatch, 5)
     with in_threads():
-        through(make(policy(), oracle=IMAGES, storage=tmp_path / "t", yield_large=False, **RUN))
+        collect_all(make(policy(), oracle=IMAGES, storage=tmp_path / "t", yield_large=False, **RUN))
     assert 0 < sum(settled) < RUN["total_frames"] - 5
     assert_same(rows_in(tmp_path / "s"), rows_in(tmp_path / "t"))
 
@@ -482,17 +490,19 @@ def test_large_columns_that_nobody_would_get_are_refused(
 ) -> None:
     given, match = REFUSED[case]
     options = {**RUN, "oracle": IMAGES, "yield_large": False, **given(tmp_path / "s")}
-    make = partial(spread, NEXT, workers) if workers else partial(alone, NEXT)
+    make = partial(worker_collector, NEXT, workers) if workers else partial(sync_collector, NEXT)
     with pytest.raises(ArgumentError, match=match):
         make(policy(), **options)
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_run_that_is_refused_lets_go_of_its_storage(tmp_path: Path) -> None:
-    through(alone(NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", **RUN), batches=2)
+    collect_all(
+        sync_collector(NEXT, policy(), oracle=IMAGES, storage=tmp_path / "s", **RUN), batches=2
+    )
     options = {"frames_per_batch": 17, "total_frames": 87, "yield_large": False, "resume": True}
     with pytest.raises(ArgumentError, match="replay buffer") as raised:
-        alone(NEXT, policy(), oracle=IMAGES, **options, **pair(tmp_path / "s"))
+        sync_collector(NEXT, policy(), oracle=IMAGES, **options, **pair(tmp_path / "s"))
     assert raised.traceback  # which holds what was made, and with it the lock if that is held
     with open_storage(tmp_path / "s", mode="append") as storage:
         assert len(storage) == 34
@@ -503,10 +513,12 @@ def test_a_buffer_over_the_storage_itself_is_refused_too(tmp_path: Path) -> None
         buffer = ReplayBuffer(storage=storage)
         for where in ({}, {"storage": storage}):
             with pytest.raises(ArgumentError, match="replay buffer gets what is yielded"):
-                alone(
+                sync_collector(
                     NEXT, policy(), oracle=IMAGES, yield_large=False, replay_buffer=buffer,
                     **where, **RUN,
                 )  # fmt: skip
-        run = through(alone(NEXT, policy(), oracle=IMAGES, replay_buffer=buffer, **RUN))
+        run = collect_all(
+            sync_collector(NEXT, policy(), oracle=IMAGES, replay_buffer=buffer, **RUN)
+        )
         assert_same(joined(run.batches), storage.get(slice(None)))
         true_rows(joined(run.batches), from_start=True)

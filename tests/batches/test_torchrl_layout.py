@@ -42,7 +42,7 @@ from collect_kit import LENGTHS, ByObservation, assert_same, collect, without_cu
 from estimators_kit import GAMMA, LAMBDA, plain_gae, value_net
 from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, flat_rows, make_oracle_vec
 from policies_kit import recurrent
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 SEED = 3
 IDS, MASK = ("collector", "traj_ids"), ("collector", "mask")
@@ -502,7 +502,7 @@ def test_workers_in_step_are_stacked_as_torchrls_are(lanes: Any, size: Any) -> N
     makes = [partial(plain_env, w * (lanes[0] or 1), own) for w, own in enumerate(lanes)]
     budget: dict[str, Any] = {"frames_per_batch": 8 * count, "total_frames": 24 * count}
     with in_threads():
-        run = through(start(makes, ByObservation(), layout="torchrl", **budget))
+        run = collect_all(start(makes, ByObservation(), layout="torchrl", **budget))
     alone, _ = collect(plain_env(0, count), ByObservation(), layout="torchrl", **budget)
     for batch, rows in zip(run.batches, alone, strict=True):
         assert batch.batch_size == size
@@ -518,7 +518,7 @@ def test_workers_on_their_own_give_batches_of_their_own(lanes: Any, lead: Any, t
     with warnings.catch_warnings(), in_threads():
         if total % own:
             warnings.simplefilter("ignore", PaddedBatchWarning)
-        run = through(
+        run = collect_all(
             start(makes, ByObservation(), mode="async", layout="torchrl", frames_per_batch=12,
                   total_frames=total)
         )  # fmt: skip
@@ -543,7 +543,7 @@ def test_a_batch_of_a_worker_is_whole_however_many_slots_it_takes(
     makes = [partial(plain_env, 2 * worker, 2) for worker in range(2)]
     budget: dict[str, Any] = {"frames_per_batch": 40, "total_frames": 160}
     with in_threads():
-        run = through(start(makes, ByObservation(), mode="async", layout="torchrl", **budget))
+        run = collect_all(start(makes, ByObservation(), mode="async", layout="torchrl", **budget))
     assert [batch.batch_size for batch in run.batches] == [(2, 20)] * 4
 
 
@@ -554,7 +554,7 @@ def test_a_torchrl_buffer_behind_workers(mode: Any, lanes: Any) -> None:
     makes = [partial(plain_env, worker * own, lanes) for worker in range(2)]
     held = buffer(1 if lanes is None else 2)
     with in_threads():
-        through(
+        collect_all(
             start(makes, ByObservation(), mode=mode, layout="torchrl", replay_buffer=held,
                   frames_per_batch=12 * own, total_frames=48 * own)
         )  # fmt: skip
@@ -565,7 +565,7 @@ def test_a_torchrl_buffer_behind_workers(mode: Any, lanes: Any) -> None:
 
 def test_an_id_is_one_system_however_many_processes_step_it() -> None:
     with in_threads():
-        run = through(
+        run = collect_all(
             start("CartPole-v1", num_envs=4, num_workers=2, layout="torchrl",
                   frames_per_batch=40, total_frames=40)
         )  # fmt: skip

@@ -32,7 +32,7 @@ from oracles import OracleTorchEnv, check_row, check_rows, make_oracle_vec
 from random_configurations import Configuration
 from random_drawing import configuration
 from random_runs import Run, carry_out, flat
-from worker_kit import alone, in_threads, spoilt_vec, spread
+from worker_kit import faulty_vec, in_threads, sync_collector, worker_collector
 
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5], [2, 9]]
 
@@ -256,7 +256,7 @@ def test_a_buffer_over_the_storage_is_kept_in_step(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_refused_and_what_came_before_it_is_stored(tmp_path: Path) -> None:
-    create = spoilt_vec(0, 4, what="nan", lane=1, at=31)
+    create = faulty_vec(0, 4, what="nan", lane=1, at=31)
     with SyncCollector(
         create, ByObservation(), frames_per_batch=4, total_frames=400, storage=tmp_path / "rows"
     ) as collector:
@@ -403,7 +403,7 @@ def test_what_is_carried_is_stored_where_every_call_resets(buffered: bool, tmp_p
 
 def test_the_last_rows_are_told_after_an_error_too(tmp_path: Path) -> None:
     with SyncCollector(
-        spoilt_vec(0, 4, what="nan", lane=1, at=9),
+        faulty_vec(0, 4, what="nan", lane=1, at=9),
         ByObservation(),
         frames_per_batch=4,
         total_frames=400,
@@ -471,7 +471,10 @@ def test_small_batches_of_arrivals_stand_lane_by_lane(
 @pytest.mark.parametrize("source", ["Disabled", "NextStep"])
 def test_workers_in_step_store_what_one_process_does(source: str, tmp_path: Path) -> None:
     counts = []
-    for name, make in (("alone", alone), ("sync", partial(spread, workers=2, mode="sync"))):
+    for name, make in (
+        ("alone", sync_collector),
+        ("sync", partial(worker_collector, workers=2, mode="sync")),
+    ):
         with (
             in_threads(),
             make(
@@ -490,7 +493,7 @@ def test_workers_in_step_store_what_one_process_does(source: str, tmp_path: Path
 
 
 def test_workers_that_run_ahead_store_exactly_as_many(tmp_path: Path) -> None:
-    with spread(
+    with worker_collector(
         "NextStep",
         workers=2,
         mode="async",

@@ -27,7 +27,16 @@ from tallyroll.storage.files.run_record import RunRecord
 from collect_kit import ByObservation
 from ledger_legs import RUN, Leg, lead
 from oracles import check_rows
-from worker_kit import DISABLED, LENGTHS, NEXT, SAME, alone, spread, through, warm_fork_server
+from worker_kit import (
+    DISABLED,
+    LENGTHS,
+    NEXT,
+    SAME,
+    collect_all,
+    sync_collector,
+    warm_fork_server,
+    worker_collector,
+)
 
 CHAINS = int(os.environ.get("TALLYROLL_LEDGERS", "2"))
 Counts = dict[str, int]
@@ -219,18 +228,20 @@ def test_without_a_record_the_rows_are_counted(
     """Ends of which a ring holds no row any more are not known; what is there is counted once."""
     options = {**RUN, "oracle": {}}
     with MemmapStorage(tmp_path / "s", max_size=size) as storage:
-        through(alone(NEXT, ByObservation(), storage=storage, seed=5, **options), batches=5)
+        collect_all(
+            sync_collector(NEXT, ByObservation(), storage=storage, seed=5, **options), batches=5
+        )
         storage.writer.put_record(record)
         at = storage.slots_of(np.array(storage.span))
         ends = int(storage.get(torch.from_numpy(at))["next", "done"].sum())
         assert 0 < ends < 35
     with MemmapStorage(tmp_path / "s", mode="append") as storage:
-        collector = alone(NEXT, ByObservation(), storage=storage, resume=True, **options)
+        collector = sync_collector(NEXT, ByObservation(), storage=storage, resume=True, **options)
         counts = collector.ledger.counts()
         collector.ledger.check()
         assert (counts["stored"], counts["episodes_complete"]) == (35, ends)
         assert (counts["slots"], counts["executed"], counts["lost"]) == (35, 35, 0)
-        run = through(collector)
+        run = collect_all(collector)
         assert sum(map(len, run.batches)) == RUN["total_frames"] - 35
         assert storage.head == RUN["total_frames"]
     assert in_storage(tmp_path / "s")[0] == collector.ledger.counts()
@@ -239,13 +250,15 @@ def test_without_a_record_the_rows_are_counted(
 def test_starts_of_workers_count_where_a_run_is_resumed(tmp_path: Path) -> None:
     """A worker that was replaced had seeds of the next incarnation, of which no row may tell."""
     options = {**RUN, "storage": tmp_path / "s", "on_worker_death": "respawn"}
-    with spread(DISABLED, 2, ByObservation(), seed=5, **options) as collector:
+    with worker_collector(DISABLED, 2, ByObservation(), seed=5, **options) as collector:
         batches = iter(collector)
         next(batches)
         os.kill(collector.worker_pids[0], signal.SIGKILL)
         next(batches)
         assert (collector.ledger.incarnation, collector.ledger.respawned) == (1, 1)
-    with alone(DISABLED, ByObservation(), resume=True, storage=tmp_path / "s", **RUN) as collector:
+    with sync_collector(
+        DISABLED, ByObservation(), resume=True, storage=tmp_path / "s", **RUN
+    ) as collector:
         assert (collector.ledger.incarnation, collector.ledger.seed) == (2, 5)
         list(collector)
         assert collector.ledger.stored == RUN["total_frames"]
@@ -254,14 +267,18 @@ def test_starts_of_workers_count_where_a_run_is_resumed(tmp_path: Path) -> None:
 def test_rows_that_a_record_counts_and_that_are_gone_are_lost(tmp_path: Path) -> None:
     """As after a power cut, where the record reached the disk and the last rows did not."""
     with MemmapStorage(tmp_path / "s") as storage:
-        through(alone(NEXT, ByObservation(), storage=storage, seed=5, **RUN), batches=3)
+        collect_all(
+            sync_collector(NEXT, ByObservation(), storage=storage, seed=5, **RUN), batches=3
+        )
         assert storage.record is not None
         record = json.loads(storage.record[1])
         lost = record["ledger"]["lost"]
         for name in ("slots", "executed", "stored"):
             record["ledger"][name] += 4
         storage.writer.put_record(json.dumps(record).encode())
-    with alone(NEXT, ByObservation(), resume=True, storage=tmp_path / "s", **RUN) as collector:
+    with sync_collector(
+        NEXT, ByObservation(), resume=True, storage=tmp_path / "s", **RUN
+    ) as collector:
         collector.ledger.check()
         counts = collector.ledger.counts()
         assert (counts["stored"], counts["lost"]) == (21, lost + 4)

@@ -60,7 +60,7 @@ DRIVERS: dict[str, Any] = {
 }
 
 
-class Telling(ByObservation):
+class RecordingPolicy(ByObservation):
     """Writes a column of its own, 7 everywhere."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def test_exactly_the_first_frames_in_slot_order_are_random(
 ) -> None:
     batches, collector = collect(
         DRIVERS[driver](),
-        Telling(),
+        RecordingPolicy(),
         frames_per_batch=per_batch,
         total_frames=70,
         init_random_frames=random_frames,

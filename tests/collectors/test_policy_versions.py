@@ -15,13 +15,22 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.torchrl import Collector as Named
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
-from worker_kit import DISABLED, LANES, NEXT, Versioned, alone, factory, in_threads, spread
+from worker_kit import (
+    DISABLED,
+    LANES,
+    NEXT,
+    Versioned,
+    factory,
+    in_threads,
+    sync_collector,
+    worker_collector,
+)
 
 KINDS = {
-    "alone": partial(alone, DISABLED),
-    "reset slots": partial(alone, NEXT),
-    "sync": partial(spread, DISABLED, 2, mode="sync"),
-    "async": partial(spread, DISABLED, 2, mode="async"),
+    "alone": partial(sync_collector, DISABLED),
+    "reset slots": partial(sync_collector, NEXT),
+    "sync": partial(worker_collector, DISABLED, 2, mode="sync"),
+    "async": partial(worker_collector, DISABLED, 2, mode="async"),
 }
 
 

@@ -24,7 +24,7 @@ make_env = partial(OracleTorchEnv, None, LENGTHS, action="box")
 SCALE = 1e-6
 
 
-class Telling(nn.Module):
+class RecordingPolicy(nn.Module):
     """Its action is its weights, read one after the other."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def weights(number: int) -> dict[str, torch.Tensor]:
 
 
 def policy() -> TensorDictModule:
-    return TensorDictModule(Telling(), ["observation"], ["action"])
+    return TensorDictModule(RecordingPolicy(), ["observation"], ["action"])
 
 
 BUFFERS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import RunUnderWay
 
-from worker_kit import DISABLED, alone, factory, in_threads, spread
+from worker_kit import DISABLED, factory, in_threads, sync_collector, worker_collector
 
 ORDERS = int(os.environ.get("TALLYROLL_INTERLEAVINGS", "12"))
 IDS, STEP, LANE = (("collector", name) for name in ("traj_ids", "step", "lane"))
@@ -175,7 +175,10 @@ def test_workers_beside_one_that_has_begun(tmp_path: Path) -> None:
     with in_threads(), MemmapStorage(tmp_path / "rows") as storage:
         given = {"frames_per_batch": 10, "total_frames": 30, "storage": storage}
         for mode in ("sync", "async"):
-            with spread(DISABLED, 2, mode=mode, **given) as many, alone(DISABLED, **given) as one:
+            with (
+                worker_collector(DISABLED, 2, mode=mode, **given) as many,
+                sync_collector(DISABLED, **given) as one,
+            ):
                 next(iter(many))
                 with pytest.raises(RunUnderWay):
                     next(iter(one))

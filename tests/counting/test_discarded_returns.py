@@ -19,11 +19,11 @@ from worker_kit import (
     LENGTHS,
     NEXT,
     SAME,
-    alone,
+    collect_all,
     in_threads,
-    spread,
-    through,
+    sync_collector,
     ticking,
+    worker_collector,
 )
 
 
@@ -43,9 +43,9 @@ def test_returns_and_lengths_include_what_was_discarded(
     options: dict[str, Any] = {"frames_per_batch": size, "total_frames": 150, "surplus": "discard"}
     with in_threads():
         if workers:
-            run = through(spread(source, workers, ByObservation(), **options))
+            run = collect_all(worker_collector(source, workers, ByObservation(), **options))
         else:
-            run = through(alone(source, ByObservation(), **options))
+            run = collect_all(sync_collector(source, ByObservation(), **options))
     rows = torch.cat(run.batches)
     ends = rows[rows["next", "done"].reshape(-1) & ~rows["collector", "cut"]]
     seen = {
@@ -80,7 +80,7 @@ def test_ticks_of_a_reset_are_those_of_episodes_whose_first_row_is_there(
         total_frames=150,
         surplus="discard",
     )
-    rows = torch.cat(through(collector).batches)
+    rows = torch.cat(collect_all(collector).batches)
     began = int((rows["observation"][:, 2] == 0).sum())
     opened = int((rows["collector", "step"] == 0).sum())
     assert 0 < began < opened

@@ -35,11 +35,11 @@ from worker_kit import (
     DISABLED,
     LENGTHS,
     NEXT,
-    alone,
+    faulty_vec,
     in_threads,
-    spoilt_vec,
-    spread,
     start,
+    sync_collector,
+    worker_collector,
 )
 
 BATCH, LANES = 10, 3
@@ -175,9 +175,9 @@ def tampered(step: Step, what: str) -> Iterator[Once]:
 
 
 RUNS: dict[str, Callable[..., Collector]] = {
-    "alone": alone,
-    "sync": partial(spread, workers=2, mode="sync"),
-    "async": partial(spread, workers=2, mode="async"),
+    "alone": sync_collector,
+    "sync": partial(worker_collector, workers=2, mode="sync"),
+    "async": partial(worker_collector, workers=2, mode="async"),
 }
 
 
@@ -266,7 +266,7 @@ def test_after_an_error_that_error_is_raised_and_the_other_is_its_note(
     mode: str, step: Step, tmp_path: Path
 ) -> None:
     # The tenth batch would be transitions 91 to 100, of which the fifth is the bad one.
-    create = spoilt_vec(0, LANES, what="nan", lane=1, at=31)
+    create = faulty_vec(0, LANES, what="nan", lane=1, at=31)
     kwargs = {"frames_per_batch": BATCH, "total_frames": 200, "storage": tmp_path / "rows"}
     with in_threads(), tampered(step, "lost") as once:
         made = (
@@ -290,7 +290,7 @@ def test_after_an_error_that_error_is_raised_and_the_other_is_its_note(
 def test_unsound_transitions_are_counted_as_discarded(
     mode: str, stores: bool, tmp_path: Path
 ) -> None:
-    create = spoilt_vec(0, LANES, what="nan", lane=1, at=40)
+    create = faulty_vec(0, LANES, what="nan", lane=1, at=40)
     kwargs: dict[str, Any] = {"frames_per_batch": 100, "total_frames": 300}
     kwargs |= {"storage": tmp_path / "rows"} if stores else {}
     with in_threads():
@@ -355,7 +355,7 @@ def test_transitions_that_a_failed_worker_was_ahead_are_lost(tmp_path: Path) -> 
 def test_of_a_batch_that_a_ring_took_half_the_half_is_counted(tmp_path: Path) -> None:
     ring = MemmapStorage(tmp_path / "rows", mode="create", max_size=50)
     with SyncCollector(
-        alone(DISABLED, lanes=LANES, frames_per_batch=50, total_frames=1).env,
+        sync_collector(DISABLED, lanes=LANES, frames_per_batch=50, total_frames=1).env,
         ByObservation(),
         frames_per_batch=50,
         total_frames=200,

@@ -43,7 +43,7 @@ from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 
 import toy_systems
 from collect_kit import collect, joined
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 MODES = list(AutoresetMode)
 BUDGET: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 18, "seed": 0}
@@ -395,7 +395,7 @@ def test_workers_say_lane_and_step(run: str) -> None:
     step = "(, step 2 of its trajectory)?" if run == "sync" else ""
     wanted = rf"^next/reward at lane [01]{step}: expected one number, got \[3\] \(list\)"
     with in_threads(), pytest.raises(ValueRefused, match=wanted):
-        through(start([make] * 2, **BUDGET, mode=run))
+        collect_all(start([make] * 2, **BUDGET, mode=run))
 
 
 @pytest.mark.parametrize(
@@ -566,7 +566,7 @@ def test_the_sign_of_zero_is_kept_under_transforms(kind: str, run: str) -> None:
     budget = BUDGET | {"total_frames": 42, "init_random_frames": 5 * (run == "opening")}
     if run == "threads":
         with in_threads():
-            rows = joined(through(start([make], policy, **budget)).batches)
+            rows = joined(collect_all(start([make], policy, **budget)).batches)
     else:
         rows = joined(collect(make, policy, **budget)[0])
     require_equal(rows, Given(value=below_zero))

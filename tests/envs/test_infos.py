@@ -27,7 +27,7 @@ from tallyroll.storage import open_storage, verify
 
 from collect_kit import ByObservation, collect, columns, joined
 from oracles import OracleEnv, decode, length_of
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 MODES = (NEXT, SAME, DISABLED)
@@ -161,7 +161,9 @@ def test_infos_through_workers_and_a_storage(mode: Any, tmp_path: Path) -> None:
     rename = {"code": "number", "group": "told"}
     kwargs = {"frames_per_batch": 7, "total_frames": 60, "info_keys": infos, "rename": rename}
     with in_threads():
-        run = through(start(makes, ByObservation(), mode=mode, storage=tmp_path / "s", **kwargs))
+        run = collect_all(
+            start(makes, ByObservation(), mode=mode, storage=tmp_path / "s", **kwargs)
+        )
     rows = joined(run.batches)
     assert torch.equal(rows["number"], rows["told", "n"])
     rows = rows.clone().set("code", rows["number"]).set(("next", "code"), rows["next", "number"])
@@ -274,7 +276,7 @@ def test_the_lane_is_that_of_the_run_where_workers_step_it() -> None:
         partial(SyncVectorEnv, [partial(Saying, 1, [0, 0, 0.5])]),
     ]
     with in_threads(), pytest.raises(TransitionError, match="at lane 1, step 1 of its traj"):
-        through(start(makes, frames_per_batch=9, total_frames=36, info_keys=["x"]))
+        collect_all(start(makes, frames_per_batch=9, total_frames=36, info_keys=["x"]))
 
 
 def test_rows_complete_before_are_stored(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tallyroll.storage import open_storage
 
 from collect_kit import ByObservation, joined
 from oracles import OracleEnv, check_rows
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 LENGTHS = (3, 1, 2)
 LANES = 3
@@ -62,9 +62,11 @@ def test_each_row_has_the_infos_of_its_step(size: int, workers: int) -> None:
     if workers:
         makes = [partial(late, (-1, -1), first, own) for first, own in ((0, 1), (1, 2))]
         with in_threads():
-            rows = joined(through(start(makes, ByObservation(), **options)).batches)
+            rows = joined(collect_all(start(makes, ByObservation(), **options)).batches)
     else:
-        rows = joined(through(SyncCollector(late((-1, -1)), ByObservation(), **options)).batches)
+        rows = joined(
+            collect_all(SyncCollector(late((-1, -1)), ByObservation(), **options)).batches
+        )
     checked = check_rows(rows, LENGTHS, ends="mixed", from_start=True)
     taken = [0] * LANES
     for row, (lane, episode, step) in enumerate(
@@ -107,4 +109,4 @@ def test_the_lane_is_that_of_the_run_where_a_worker_steps_a_part() -> None:
     makes = [partial(late, (1, 1), first, own) for first, own in ((0, 1), (1, 2))]
     options = {**RUN, "frames_per_batch": 2}
     with in_threads(), pytest.raises((TransitionError, WorkerRaised), match="at lane 1, step 0 of"):
-        through(start(makes, ByObservation(), **options))
+        collect_all(start(makes, ByObservation(), **options))

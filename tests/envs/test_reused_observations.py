@@ -37,7 +37,7 @@ from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
 from oracles import Kind, OracleEnv, OracleVectorEnv, make_oracle_vec
 from policies_kit import recurrent
 from reusing_kit import HABITS, OneCall, Reusing, one, parallel, plain
-from worker_kit import start, through
+from worker_kit import collect_all, start
 
 NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 WAYS = ("views", "in turn", "resets", "after resets", "nonsense")
@@ -351,7 +351,7 @@ def test_workers_rows_are_true(mode: Any) -> None:
     def run(habit: str | None) -> Any:
         kwargs: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 60, "seed": 0}
         lanes = [partial(Reusing, 2, LENGTHS, habit=habit), partial(one, habit, "float", 2)]
-        return through(
+        return collect_all(
             start([*lanes][: 1 + (mode == "sync")], ByObservation(), mode=mode, **kwargs)
         )
 

@@ -21,7 +21,7 @@ from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
 
 from collect_kit import collect, joined
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -95,7 +95,7 @@ def test_the_same_in_random_frames_and_workers() -> None:
     for act in (choice, FORMS["bool, an axis more"]):
         policy = TensorDictModule(act, ["observation"], ["action"])
         with in_threads():
-            found.append(joined(through(start(makes, policy, **budget)).batches))
+            found.append(joined(collect_all(start(makes, policy, **budget)).batches))
     assert (found[0] == found[1]).all()
 
 

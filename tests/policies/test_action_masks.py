@@ -37,7 +37,7 @@ from tallyroll.storage import MemmapStorage
 
 import toy_systems
 from collect_kit import Batches, collect, joined
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 40, "seed": 1}
 MODES = list(AutoresetMode)
@@ -165,7 +165,7 @@ def test_masks_of_any_dtype_seen_or_told(where: str, kind: Any) -> None:
 def test_workers_draw_legal_actions(run: str) -> None:
     with in_threads():
         collector = start([partial(vec, "several", lanes=1)] * 2, **BUDGET, mode=run)
-        rows = joined(through(collector).batches)
+        rows = joined(collect_all(collector).batches)
     require_legal(rows, "several")
     if run == "sync":
         one = joined(collect(vec("several"), **BUDGET)[0])

@@ -18,7 +18,7 @@ from tallyroll.collector.policies.random_actions import RandomActions, block_dra
 from tallyroll.collector.policies.slot_rng import SlotRng
 
 from collect_kit import collect, joined
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 I64 = np.iinfo(np.int64)
 F64 = np.finfo(np.float64)
@@ -133,7 +133,7 @@ def test_one_beyond_the_ends_is_refused_in_all_its_digits() -> None:
 def test_workers_draw_what_one_process_draws(case: str) -> None:
     one = joined(collect(vec(case), **BUDGET)[0])
     with in_threads():
-        many = joined(through(start([partial(vec, case, 1)] * 2, **BUDGET)).batches)
+        many = joined(collect_all(start([partial(vec, case, 1)] * 2, **BUDGET)).batches)
     assert torch.equal(one["action"], many["action"])
 
 

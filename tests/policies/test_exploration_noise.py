@@ -25,7 +25,7 @@ from tallyroll.collector.errors import PolicyError, TransitionError
 
 from collect_kit import collect, joined
 from theirs_kit import theirs
-from worker_kit import in_threads, start, through
+from worker_kit import collect_all, in_threads, start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -188,6 +188,6 @@ def test_an_index_of_no_action_raises(value: int) -> None:
 def test_once_for_all_workers(mode: str) -> None:
     makes = [partial(vec, 1), partial(vec, 2)]
     with in_threads(), pytest.warns(OutOfRangeWarning) as said:
-        run = through(start(makes, acting(3, 1.5), **BUDGET, mode=mode))
+        run = collect_all(start(makes, acting(3, 1.5), **BUDGET, mode=mode))
     assert len(said) == 1
     assert len(joined(run.batches)) == 60

@@ -30,7 +30,16 @@ from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on
 
 from collect_kit import ByObservation, act, assert_same, collect, joined
 from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
-from worker_kit import DISABLED, LANES, LENGTHS, NEXT, SAME, in_threads, spread, through
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    SAME,
+    collect_all,
+    in_threads,
+    worker_collector,
+)
 
 PLAIN = [[3, 1, 4], [1, 1, 2]]
 """Lengths of the episodes of two lanes."""
@@ -255,7 +264,11 @@ def test_through_workers(workers_mode: str) -> None:
     for source, habit in ((DISABLED, SpoilsTheLast), (NEXT, Clamps), ("torch", KeepsArray)):
         with in_threads():
             found = [
-                joined(through(spread(source, 1, habit(each), mode=workers_mode, **budget)).batches)
+                joined(
+                    collect_all(
+                        worker_collector(source, 1, habit(each), mode=workers_mode, **budget)
+                    ).batches
+                )
                 for each in (False, True)
             ]
         check_rows(found[0], LENGTHS, ends="mixed")

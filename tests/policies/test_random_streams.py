@@ -45,16 +45,16 @@ from worker_kit import (
     LANES,
     LENGTHS,
     NEXT,
+    RecordingPolicy,
     Run,
-    Telling,
-    alone,
     assert_alike,
+    collect_all,
     in_threads,
+    lanes_of_workers,
     make,
-    shares,
-    spread,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 kernel = compiled()
@@ -91,10 +91,10 @@ def tracked(source: str, first: int, lanes: int) -> TransformedEnv:
 def alike(made: Callable[[int, int], Any], policy: Any = None, **kwargs: Any) -> Run:
     """The same rows by one process, and by one, two and three workers."""
     with in_threads():
-        one = through(SyncCollector(partial(made, 0, LANES), policy, **kwargs))
+        one = collect_all(SyncCollector(partial(made, 0, LANES), policy, **kwargs))
         for workers in (1, 2, 3):
-            makes = [partial(made, first, own) for first, own in shares(LANES, workers)]
-            assert_alike(one, through(start(makes, policy, **kwargs)))
+            makes = [partial(made, first, own) for first, own in lanes_of_workers(LANES, workers)]
+            assert_alike(one, collect_all(start(makes, policy, **kwargs)))
     return one
 
 
@@ -103,7 +103,7 @@ def alike(made: Callable[[int, int], Any], policy: Any = None, **kwargs: Any) ->
 def test_actions_do_not_depend_on_how_lanes_are_spread(
     source: str, random_frames: int | None
 ) -> None:
-    policy = None if random_frames is None else Telling()
+    policy = None if random_frames is None else RecordingPolicy()
     extra = {} if random_frames is None else {"init_random_frames": random_frames}
     run = alike(partial(make, source), policy, **BUDGET, **extra, max_frames_per_traj=4)
     rows = joined(run.batches)
@@ -133,9 +133,9 @@ def test_masked_actions_do_not_depend_on_it_and_are_legal(one_hot: bool) -> None
 
 def test_a_transform_changes_no_action() -> None:
     with in_threads():
-        plain = joined(through(alone(DISABLED, **BUDGET)).batches)
+        plain = joined(collect_all(sync_collector(DISABLED, **BUDGET)).batches)
         through_torchrl = SyncCollector(partial(tracked, DISABLED, 0, LANES), **BUDGET)
-        copied = joined(through(through_torchrl).batches)
+        copied = joined(collect_all(through_torchrl).batches)
     rng = np.random.default_rng(driver_seed(3, 0))
     assert torch.equal(plain["action"], copied["action"])
     first = plain[(plain["collector", "traj_ids"] < LANES) & (plain["collector", "step"] == 0)]
@@ -146,7 +146,7 @@ def test_a_transform_changes_no_action() -> None:
 def test_workers_that_do_not_wait_for_one_another_draw_other_actions(made: Any) -> None:
     makes = [partial(made, 0, 3)] * 2
     with in_threads():
-        run = through(start(makes, **{**BUDGET, "total_frames": 200}, mode="async"))
+        run = collect_all(start(makes, **{**BUDGET, "total_frames": 200}, mode="async"))
     rows = joined(run.batches)
     lanes = [rows[rows["collector", "lane"] == lane]["action"] for lane in range(6)]
     for lane in range(3):
@@ -263,10 +263,10 @@ class MaskedToy(toy_systems.Toy):
 
 
 def test_in_place_legal_actions_are_those_of_the_longer_way() -> None:
-    in_place = joined(through(SyncCollector(MaskedToy(3), **BUDGET)).batches)
+    in_place = joined(collect_all(SyncCollector(MaskedToy(3), **BUDGET)).batches)
     copied = TransformedEnv(SystemEnv(MaskedToy(3)), Compose())
     assert torch.equal(
-        in_place["action"], joined(through(SyncCollector(copied, **BUDGET)).batches)["action"]
+        in_place["action"], joined(collect_all(SyncCollector(copied, **BUDGET)).batches)["action"]
     )
     assert in_place["action_mask"].gather(-1, in_place["action"][:, None]).all()
     assert len(in_place["action"].unique()) == 3
@@ -298,12 +298,12 @@ def test_at_random_a_recurrent_state_stays_as_it_is(run: str, random_frames: int
     kwargs = {**BUDGET, "init_random_frames": random_frames}
     with in_threads():
         if run == "alone":
-            collector: Any = alone("torch", policy, **kwargs)
+            collector: Any = sync_collector("torch", policy, **kwargs)
         elif run == "one lane a worker":
-            collector = spread("single", 3, policy, 3, **kwargs)
+            collector = worker_collector("single", 3, policy, 3, **kwargs)
         else:
-            collector = spread("torch", 2, policy, **kwargs, mode=run)
-        rows = joined(through(collector).batches)
+            collector = worker_collector("torch", 2, policy, **kwargs, mode=run)
+        rows = joined(collect_all(collector).batches)
     drawn = rows["collector", "policy_version"] == -1
     assert int(drawn.sum()) == random_frames
     assert torch.equal(rows["next", "h"][drawn], rows["h"][drawn])
@@ -319,7 +319,7 @@ def test_noise_that_a_policy_carries_goes_from_step_to_step_and_not_on() -> None
     # The module counts its steps since the trajectory began; what it keeps is in no row.
     telling = TensorDictModule(torch.clone, in_keys=["_ou_steps"], out_keys=["steps"])
     policy = TensorDictSequential(noisy(), telling)
-    rows = joined(through(SyncCollector(env, policy, **BUDGET)).batches)
+    rows = joined(collect_all(SyncCollector(env, policy, **BUDGET)).batches)
     assert torch.equal(rows["steps"].view(-1), rows["collector", "step"] + 1)
     assert not [key for key in rows.keys() if key.startswith("_")]
 
@@ -329,7 +329,7 @@ def test_noise_that_a_policy_carries_goes_from_step_to_step_and_not_on() -> None
 @pytest.mark.parametrize("source", [DISABLED, "torch"])
 def test_noise_that_would_be_lost_or_go_on_is_refused(source: str, workers: int) -> None:
     wanted = r"\['_ou_prev_noise', '_ou_steps'\] and reads them .* TransformedEnv\(env, InitTracker"
-    run = partial(spread, source, workers) if workers else partial(alone, source)
+    run = partial(worker_collector, source, workers) if workers else partial(sync_collector, source)
     with in_threads(), pytest.raises(PolicyError, match=wanted):
         run(noisy(), **BUDGET)
 
@@ -364,8 +364,8 @@ def test_states_under_next_without_a_primer_are_refused_where_they_are_read() ->
         return ByObservation()(td).set(("next", "total"), total)
 
     with pytest.raises(PolicyError, match=r"\['next/memory'\] .* add a primer"):
-        alone("torch", counting, **BUDGET)
-    rows = joined(through(alone("torch", telling, **BUDGET)).batches)
+        sync_collector("torch", counting, **BUDGET)
+    rows = joined(collect_all(sync_collector("torch", telling, **BUDGET)).batches)
     assert torch.equal(rows["next", "total"], rows["observation"].sum(-1, keepdim=True))
 
 
@@ -379,4 +379,4 @@ def test_a_policy_that_draws_or_counts_is_not_taken_for_one_with_states() -> Non
         return td.set("calls", torch.full(td.batch_size, len(seen)))
 
     vector = make_oracle_vec(LANES, LENGTHS)
-    through(SyncCollector(vector, policy, **BUDGET))
+    collect_all(SyncCollector(vector, policy, **BUDGET))

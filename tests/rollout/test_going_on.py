@@ -50,11 +50,11 @@ from worker_kit import (
     LENGTHS,
     NEXT,
     SAME,
-    Telling,
-    alone,
+    RecordingPolicy,
     factory,
     in_threads,
-    spread,
+    sync_collector,
+    worker_collector,
 )
 
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "1"))
@@ -98,20 +98,20 @@ class AtEach:
 
 FRAMES, BATCH = 72, 12
 RUNS: dict[str, Callable[..., Collector]] = {
-    "next": partial(alone, NEXT, Telling()),
-    "same": partial(alone, SAME, Telling(), init_random_frames=33),
-    "random": partial(alone, "avoided"),
-    "plain": partial(alone, DISABLED, finals="kept"),
-    "part": partial(alone, DISABLED, surplus="never_step"),
-    "torch": partial(alone, "torch", Telling()),
-    "torch random": partial(alone, "torch"),
-    "lanes": partial(alone, NEXT, Telling(), layout="lanes"),
-    "reset": partial(alone, SAME, Telling(), reset_at_each_iter=True),
-    "discard": partial(alone, SAME, surplus="discard"),
-    "processed": partial(alone, DISABLED, Telling(), postproc=lambda rows: rows),
-    "sync": partial(spread, NEXT, 2, Telling(), mode="sync"),
-    "sync random": partial(spread, DISABLED, 2, mode="sync"),
-    "async": partial(spread, NEXT, 2, Telling(), mode="async"),
+    "next": partial(sync_collector, NEXT, RecordingPolicy()),
+    "same": partial(sync_collector, SAME, RecordingPolicy(), init_random_frames=33),
+    "random": partial(sync_collector, "avoided"),
+    "plain": partial(sync_collector, DISABLED, finals="kept"),
+    "part": partial(sync_collector, DISABLED, surplus="never_step"),
+    "torch": partial(sync_collector, "torch", RecordingPolicy()),
+    "torch random": partial(sync_collector, "torch"),
+    "lanes": partial(sync_collector, NEXT, RecordingPolicy(), layout="lanes"),
+    "reset": partial(sync_collector, SAME, RecordingPolicy(), reset_at_each_iter=True),
+    "discard": partial(sync_collector, SAME, surplus="discard"),
+    "processed": partial(sync_collector, DISABLED, RecordingPolicy(), postproc=lambda rows: rows),
+    "sync": partial(worker_collector, NEXT, 2, RecordingPolicy(), mode="sync"),
+    "sync random": partial(worker_collector, DISABLED, 2, mode="sync"),
+    "async": partial(worker_collector, NEXT, 2, RecordingPolicy(), mode="async"),
 }
 CAUSES = {
     "Ctrl-C": (signal.SIGINT, KeyboardInterrupt),
@@ -321,7 +321,7 @@ def named(kind: str, number: int, cause: str) -> tuple[int, TensorDictBase | Non
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000))
         given["replay_buffer"] = buffer
     frames = {"frames_per_batch": 4 * LANES, "total_frames": 12 * LANES}
-    collector = names.Collector(factory(DISABLED, 0, LANES), Telling(), **frames, **given)
+    collector = names.Collector(factory(DISABLED, 0, LANES), RecordingPolicy(), **frames, **given)
     got: list[TensorDictBase] = []
     said, caught = "", 0
     with collector, interrupted_at(number, *CAUSES[cause]) as count:
@@ -397,7 +397,7 @@ class Failing:
             raise RuntimeError("broken\nat that")
 
 
-class FailingPolicy(Telling):
+class FailingPolicy(RecordingPolicy):
     def __init__(self, fails: Failing) -> None:
         super().__init__()
         self.fails = fails
@@ -410,13 +410,13 @@ class FailingPolicy(Telling):
 def failing(where: str, fails: Failing, patched: pytest.MonkeyPatch, **kwargs: Any) -> Collector:
     """A collector of which something raises, once."""
     if where == "policy":
-        return alone(DISABLED, FailingPolicy(fails), **kwargs)
+        return sync_collector(DISABLED, FailingPolicy(fails), **kwargs)
     if where == "postproc":
-        return alone(DISABLED, postproc=lambda rows: (fails(), rows)[1], **kwargs)
+        return sync_collector(DISABLED, postproc=lambda rows: (fails(), rows)[1], **kwargs)
     if where.startswith("worker"):
-        patched.setattr(Telling, "forward", broken_at(fails, Telling.forward))
-        return spread(DISABLED, 2, Telling(), mode=where.split()[1], **kwargs)
-    collector = alone(DISABLED, **kwargs)
+        patched.setattr(RecordingPolicy, "forward", broken_at(fails, RecordingPolicy.forward))
+        return worker_collector(DISABLED, 2, RecordingPolicy(), mode=where.split()[1], **kwargs)
+    collector = sync_collector(DISABLED, **kwargs)
     if where == "disk":
 
         def full(*given: Any, **more: Any) -> Any:
@@ -515,7 +515,7 @@ def test_no_guard_is_left_on_where_its_end_raises(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     policy = FailingPolicy(Failing(-1))
-    with alone(DISABLED, policy, frames_per_batch=BATCH, total_frames=BATCH) as collector:
+    with sync_collector(DISABLED, policy, frames_per_batch=BATCH, total_frames=BATCH) as collector:
         policy.fails.left = 1
         monkeypatch.setattr(collector._assembly, "end_by", broken)
         with pytest.raises(KeyboardInterrupt):
@@ -546,7 +546,11 @@ def test_gradients_are_as_they_were_where_the_end_of_acting_raises() -> None:
 def test_a_loop_that_was_left_goes_on(kind: str) -> None:
     """By ``break``, by an exception of its body, by ``close`` and ``throw``."""
     with in_threads():
-        make = partial(alone, NEXT) if kind == "alone" else partial(spread, NEXT, 2, mode=kind)
+        make = (
+            partial(sync_collector, NEXT)
+            if kind == "alone"
+            else partial(worker_collector, NEXT, 2, mode=kind)
+        )
         with make(frames_per_batch=BATCH, total_frames=FRAMES, seed=1) as collector:
             got = [next(iter(collector))]
             for batch in collector:
@@ -592,7 +596,11 @@ def test_a_batch_that_is_made_when_a_handler_raises_comes_next(
     sends = Interrupting(2)
     kwargs: dict[str, Any] = {"frames_per_batch": BATCH, "total_frames": FRAMES, "seed": 1}
     kwargs |= {"postproc": lambda rows: (sends(), rows)[1], "storage": tmp_path / "rows"}
-    make = partial(alone, NEXT) if kind == "alone" else partial(spread, NEXT, 2, mode=kind)
+    make = (
+        partial(sync_collector, NEXT)
+        if kind == "alone"
+        else partial(worker_collector, NEXT, 2, mode=kind)
+    )
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         with in_threads(), make(**kwargs) as collector:
@@ -621,11 +629,16 @@ def test_a_signal_while_workers_step_loses_nothing(
         if sends.left == 0:  # so that the collector waits too
             time.sleep(0.05)
 
-    monkeypatch.setattr(Telling, "forward", broken_at(sends_and_waits, Telling.forward))
+    monkeypatch.setattr(
+        RecordingPolicy, "forward", broken_at(sends_and_waits, RecordingPolicy.forward)
+    )
     kwargs: dict[str, Any] = {"frames_per_batch": 60, "total_frames": 90, "storage": path}
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with in_threads(), spread(DISABLED, 2, Telling(), mode=mode, **kwargs) as collector:
+        with (
+            in_threads(),
+            worker_collector(DISABLED, 2, RecordingPolicy(), mode=mode, **kwargs) as collector,
+        ):
             sends.left = 9
             with pytest.raises(Interruption):
                 next(iter(collector))
@@ -645,7 +658,7 @@ def parted(at: int, path: Path, source: str = DISABLED, **kwargs: Any) -> Iterat
     fails = Interrupting(-1)
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with alone(
+        with sync_collector(
             source,
             FailingPolicy(fails),
             frames_per_batch=60,
@@ -696,7 +709,9 @@ def test_new_trajectories_in_a_parted_batch(tmp_path: Path) -> None:
 def test_a_parted_batch_begins_once(tmp_path: Path) -> None:
     """Lanes are reset at its beginning alone."""
     given: dict[str, Any] = {"reset_at_each_iter": True, "seed": 1}
-    with alone(DISABLED, Telling(), frames_per_batch=60, total_frames=90, **given) as collector:
+    with sync_collector(
+        DISABLED, RecordingPolicy(), frames_per_batch=60, total_frames=90, **given
+    ) as collector:
         whole = [*collector]
     with parted(7, tmp_path / "rows", **given) as collector:
         for batch, wanted in zip(collector, whole, strict=True):
@@ -741,7 +756,9 @@ def test_rows_of_the_call_before_are_not_said_to_be_missing(
 ) -> None:
     """A call that yields nothing is ended by an error."""
     storage = tmp_path / "rows" if stored else None
-    with alone(DISABLED, frames_per_batch=BATCH, total_frames=FRAMES, storage=storage) as collector:
+    with sync_collector(
+        DISABLED, frames_per_batch=BATCH, total_frames=FRAMES, storage=storage
+    ) as collector:
         assert len(next(iter(collector))) == BATCH
 
         def broken(*_: Any) -> Any:

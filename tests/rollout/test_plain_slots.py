@@ -51,7 +51,7 @@ from oracles import check_rows
 from random_runs import flat
 from self_reset_kit import vector
 from traced_code import Interruption, traced
-from worker_kit import DISABLED, LANES, LENGTHS, SAME, Telling, alone, in_threads
+from worker_kit import DISABLED, LANES, LENGTHS, SAME, RecordingPolicy, in_threads, sync_collector
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiler")
 
@@ -76,11 +76,11 @@ def module() -> TensorDictModule:
 
 
 RUNS: dict[str, Callable[..., Collector]] = {
-    "random": partial(alone, DISABLED, finals="kept"),
-    "random, watched": partial(alone, SAME),
-    "policy": partial(alone, DISABLED, Telling(), finals="kept"),
-    "module": partial(alone, SAME, module(), finals="kept"),
-    "torch": partial(alone, "torch", Telling(), finals="kept"),
+    "random": partial(sync_collector, DISABLED, finals="kept"),
+    "random, watched": partial(sync_collector, SAME),
+    "policy": partial(sync_collector, DISABLED, RecordingPolicy(), finals="kept"),
+    "module": partial(sync_collector, SAME, module(), finals="kept"),
+    "torch": partial(sync_collector, "torch", RecordingPolicy(), finals="kept"),
 }
 
 
@@ -612,7 +612,7 @@ def test_a_call_from_within_is_refused(tmp_path: Path) -> None:
         return torch.zeros(LANES, dtype=torch.int64)
 
     policy = TensorDictModule(nested, in_keys=["observation"], out_keys=["action"])
-    collector = alone(
+    collector = sync_collector(
         DISABLED,
         policy,
         frames_per_batch=LANES,

@@ -32,7 +32,17 @@ from tallyroll.storage import open_storage
 from collect_kit import balanced
 from oracles import check_rows
 from traced_code import Interruption, traced
-from worker_kit import DISABLED, LANES, LENGTHS, NEXT, SAME, Telling, alone, in_threads, spread
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    SAME,
+    RecordingPolicy,
+    in_threads,
+    sync_collector,
+    worker_collector,
+)
 
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "6"))
 INSIDE = str(Path(package.__file__).parent)
@@ -73,14 +83,16 @@ def handler(number: signal.Signals, error: type[BaseException]) -> Iterator[list
 
 FRAMES = 60
 RUNS: dict[str, Callable[..., Collector]] = {
-    "next": partial(alone, NEXT, Telling()),
-    "same": partial(alone, SAME, Telling(), init_random_frames=33),
-    "random": partial(alone, "avoided"),
-    "part": partial(alone, DISABLED, surplus="never_step"),
-    "torch": partial(alone, "torch", Telling()),
-    "sync": partial(spread, NEXT, 2, Telling(), mode="sync"),
-    "async": partial(spread, NEXT, 2, Telling(), mode="async"),
-    "async part": partial(spread, DISABLED, 1, Telling(), mode="async", surplus="never_step"),
+    "next": partial(sync_collector, NEXT, RecordingPolicy()),
+    "same": partial(sync_collector, SAME, RecordingPolicy(), init_random_frames=33),
+    "random": partial(sync_collector, "avoided"),
+    "part": partial(sync_collector, DISABLED, surplus="never_step"),
+    "torch": partial(sync_collector, "torch", RecordingPolicy()),
+    "sync": partial(worker_collector, NEXT, 2, RecordingPolicy(), mode="sync"),
+    "async": partial(worker_collector, NEXT, 2, RecordingPolicy(), mode="async"),
+    "async part": partial(
+        worker_collector, DISABLED, 1, RecordingPolicy(), mode="async", surplus="never_step"
+    ),
 }
 
 
@@ -205,14 +217,14 @@ def test_ctrl_c_ends_what_takes_for_ever(where: str, tmp_path: Path) -> None:
         if hanging:
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             time.sleep(60)
-        return Telling()(td) if where == "policy" else td
+        return RecordingPolicy()(td) if where == "policy" else td
 
     hanging = False
-    policy = hang if where == "policy" else Telling()
+    policy = hang if where == "policy" else RecordingPolicy()
     began = time.monotonic()
     with (  # noqa: PT012
         handler(signal.SIGALRM, KeyboardInterrupt),
-        alone(
+        sync_collector(
             NEXT,
             policy,
             frames_per_batch=8,
@@ -240,12 +252,12 @@ def test_an_environment_that_limits_its_own_steps() -> None:
             caught.append(time.monotonic())
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return Telling()(td)
+        return RecordingPolicy()(td)
 
     began = time.monotonic()
     with (
         handler(signal.SIGALRM, Interruption),
-        alone(DISABLED, act, frames_per_batch=10, total_frames=20) as collector,
+        sync_collector(DISABLED, act, frames_per_batch=10, total_frames=20) as collector,
     ):
         assert sum(len(batch) for batch in collector) == 20
     assert len(caught) > 3
@@ -317,7 +329,7 @@ def test_two_that_wait_are_both_handled_once() -> None:
 
 def short(total_frames: int = 60) -> Collector:
     """Twenty batches."""
-    return alone(DISABLED, frames_per_batch=3, total_frames=total_frames)
+    return sync_collector(DISABLED, frames_per_batch=3, total_frames=total_frames)
 
 
 def test_handlers_are_put_in_place_once_a_run() -> None:
@@ -447,11 +459,13 @@ def test_one_that_is_put_there_between_batches_counts_from_then_on() -> None:
 
     def act(td: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
-        return Telling()(td)
+        return RecordingPolicy()(td)
 
     before = signal.signal(signal.SIGTERM, first)
     try:
-        with alone(DISABLED, act, frames_per_batch=LANES, total_frames=9 * LANES) as collector:
+        with sync_collector(
+            DISABLED, act, frames_per_batch=LANES, total_frames=9 * LANES
+        ) as collector:
             batches = iter(collector)
             next(batches)
             heard.clear()

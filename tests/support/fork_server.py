@@ -1,6 +1,7 @@
 """Multiprocessing's fork server, started with what takes long to import, and shared by all tests.
 
-Each worker imports again whatever the server lacks: that took most of the time of tests that start workers.
+Each worker imports again whatever the server lacks: that took most of the time of tests that start
+workers.
 """
 
 from __future__ import annotations

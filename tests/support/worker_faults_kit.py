@@ -1,8 +1,8 @@
 """Workers that fail as a test plans it, in real processes, and what must hold afterwards.
 
 `Faults` counts in files, so that counts go on where a process was killed: a fault that is planned
-for a lane's tenth step happens once, in whichever process makes that step. Environments are those of `oracles`:
-each row says which lane, episode and step it belongs to. A new process begins with
+for a lane's tenth step happens once, in whichever process makes that step. Environments are those
+of `oracles`: each row says which lane, episode and step it belongs to. A new process begins with
 episode 0 again; `check_lives` takes the rows of each such life apart.
 """
 

@@ -133,7 +133,7 @@ def factory(source: str, first: int, lanes: int, **kwargs: Any) -> Callable[[], 
     return partial(make, source, first, lanes, **kwargs)
 
 
-def shares(lanes: int, workers: int) -> list[tuple[int, int]]:
+def lanes_of_workers(lanes: int, workers: int) -> list[tuple[int, int]]:
     """First lane and number of lanes of each worker, the first ones having one more."""
     sizes = [lanes // workers + (worker < lanes % workers) for worker in range(workers)]
     return [(sum(sizes[:worker]), size) for worker, size in enumerate(sizes)]
@@ -141,13 +141,15 @@ def shares(lanes: int, workers: int) -> list[tuple[int, int]]:
 
 def factories(source: str, workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
     """One a worker."""
-    return [factory(source, first, own, **kwargs) for first, own in shares(lanes, workers)]
+    return [
+        factory(source, first, own, **kwargs) for first, own in lanes_of_workers(lanes, workers)
+    ]
 
 
 # --- policies -----------------------------------------------------------------------------------
 
 
-class Telling(ByObservation):
+class RecordingPolicy(ByObservation):
     """Writes a column of its own, made of what it sees."""
 
     def __init__(self, kind: Any = "float") -> None:
@@ -161,7 +163,7 @@ class Telling(ByObservation):
         return td.set("told", told).set(("deep", "told"), told.sum(-1).int())
 
 
-class Dawdling(ByObservation):
+class SlowPolicy(ByObservation):
     """Takes now no time and now some, so that workers overtake each other."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -245,7 +247,7 @@ class Slow(OracleEnv):
         return observation, {**info, "made_at": time.time()}
 
 
-class Spoilt(OracleEnv):
+class FaultyEnv(OracleEnv):
     """The transition `at` of lane `bad` is wrong: `what` says how."""
 
     def __init__(self, *args: Any, bad: int, at: int, what: str, **kwargs: Any) -> None:
@@ -265,15 +267,15 @@ class Spoilt(OracleEnv):
         return observation, reward, *rest
 
 
-def _spoilt(first: int, lanes: int, **kwargs: Any) -> Env:
+def _faulty_vec(first: int, lanes: int, **kwargs: Any) -> Env:
     each = range(first, first + lanes)
-    makes = [partial(Spoilt, lane, LENGTHS, ends="mixed", **kwargs) for lane in each]
+    makes = [partial(FaultyEnv, lane, LENGTHS, ends="mixed", **kwargs) for lane in each]
     return SyncVectorEnv(makes, autoreset_mode=AutoresetMode.DISABLED)
 
 
-def spoilt_vec(first: int, lanes: int, *, what: str, lane: int, at: int) -> Callable[[], Env]:
-    """A factory of lanes of which one is `Spoilt`."""
-    return partial(_spoilt, first, lanes, bad=lane, at=at, what=what)
+def faulty_vec(first: int, lanes: int, *, what: str, lane: int, at: int) -> Callable[[], Env]:
+    """A factory of lanes of which one is `FaultyEnv`."""
+    return partial(_faulty_vec, first, lanes, bad=lane, at=at, what=what)
 
 
 def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> Env:
@@ -287,7 +289,9 @@ def slow_vec(first: int, lanes: int, lengths: Any = LENGTHS, **kwargs: Any) -> E
 
 def slow_factories(workers: int, lanes: int = LANES, **kwargs: Any) -> list[Any]:
     """One a worker."""
-    return [partial(slow_vec, first, own, **kwargs) for first, own in shares(lanes, workers)]
+    return [
+        partial(slow_vec, first, own, **kwargs) for first, own in lanes_of_workers(lanes, workers)
+    ]
 
 
 def ticking(first: int, lanes: int, mode: AutoresetMode) -> Env:
@@ -312,7 +316,7 @@ class Run:
     episodes: list[Any] = field(default_factory=list)
 
 
-def through(collector: Collector, batches: int | None = None) -> Run:
+def collect_all(collector: Collector, batches: int | None = None) -> Run:
     """Iterate to the end, or for so many batches, and shut down."""
     run = Run([], [], collector)
     with collector:
@@ -345,7 +349,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def alone(source: str, policy: Any = None, lanes: int = LANES, **kwargs: Any) -> SyncCollector:
+def sync_collector(
+    source: str, policy: Any = None, lanes: int = LANES, **kwargs: Any
+) -> SyncCollector:
     """The collector of one process."""
     own = kwargs.pop("oracle", {})
     return SyncCollector(factory(source, 0, lanes, **own), policy, **kwargs)
@@ -357,10 +363,10 @@ def start(create: Any, policy: Any = None, **kwargs: Any) -> MultiprocessCollect
     return MultiprocessCollector(create, policy, **{**QUICK, **kwargs})
 
 
-def spread(
+def worker_collector(
     source: str, workers: int, policy: Any = None, lanes: int = LANES, **kwargs: Any
 ) -> MultiprocessCollector:
-    """The collector of so many processes; the same lanes as :func:`alone`."""
+    """The collector of so many processes; the same lanes as :func:`sync_collector`."""
     own = kwargs.pop("oracle", {})
     return start(factories(source, workers, lanes, **own), policy, **kwargs)
 

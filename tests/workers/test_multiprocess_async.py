@@ -25,18 +25,18 @@ from worker_kit import (
     NEXT,
     SAME,
     SOURCES,
-    Dawdling,
+    RecordingPolicy,
     Run,
-    Telling,
+    SlowPolicy,
     as_stored,
+    collect_all,
     factories,
     in_threads,
-    shares,
+    lanes_of_workers,
     slow_factories,
-    spread,
     start,
-    through,
     ticking,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"mode": "async", "frames_per_batch": 17, "total_frames": 200, "seed": 3}
@@ -64,7 +64,7 @@ def assert_exact(run: Run, total: int, size: int = 17, **kwargs: Any) -> Rows:
     ],
 )
 def test_exactly_so_many_and_every_lane_whole(source: str, workers: int) -> None:
-    run = through(spread(source, workers, Telling(), **BUDGET))
+    run = collect_all(worker_collector(source, workers, RecordingPolicy(), **BUDGET))
     checked = assert_exact(run, 200)
     for batch in run.batches:
         assert (batch["collector", "lane"].diff() >= 0).all()
@@ -87,7 +87,7 @@ def test_exactly_so_many_and_every_lane_whole(source: str, workers: int) -> None
     ],
 )
 def test_sizes_and_limits(options: dict[str, Any], size: int) -> None:
-    run = through(spread(SAME, 3, **{**BUDGET, **options}))
+    run = collect_all(worker_collector(SAME, 3, **{**BUDGET, **options}))
     limit = options.get("max_frames_per_traj")
     assert_exact(run, options.get("total_frames", 200), size, time_limit=limit)
 
@@ -95,7 +95,9 @@ def test_sizes_and_limits(options: dict[str, Any], size: int) -> None:
 @pytest.mark.parametrize("source", [DISABLED, "serial", "single"])
 def test_nothing_is_discarded_if_only_the_lanes_needed_are_stepped(source: str) -> None:
     workers, lanes = (3, 3) if source == "single" else (2, LANES)
-    run = through(spread(source, workers, Telling(), lanes, **BUDGET, surplus="never_step"))
+    run = collect_all(
+        worker_collector(source, workers, RecordingPolicy(), lanes, **BUDGET, surplus="never_step")
+    )
     assert_exact(run, 200)
     ledger = run.collector.ledger
     assert (ledger.discarded, ledger.executed, ledger.slots) == (0, 200, 200)
@@ -103,7 +105,7 @@ def test_nothing_is_discarded_if_only_the_lanes_needed_are_stepped(source: str) 
 
 @pytest.mark.parametrize("layout", ["lanes", "trajectories"])
 def test_layouts(layout: Any) -> None:
-    run = through(spread(SAME, 2, Telling(), **BUDGET, layout=layout))
+    run = collect_all(worker_collector(SAME, 2, RecordingPolicy(), **BUDGET, layout=layout))
     assert run.collector.ledger.stored == 200
     for batch in run.batches:
         lane = batch["collector", "lane"]
@@ -122,7 +124,7 @@ def test_every_kind_of_observation(kind: Any) -> None:
     source = (NEXT, SAME, DISABLED, "torch")[KINDS.index(kind) % 4]
     lengths = [[3, 1, 4], [6, 5, 2], [5], [7, 7], [4, 9, 4]]  # "discrete" holds few episodes
     oracle = {"kind": kind, "lengths": lengths}
-    run = through(spread(source, 2, ByObservation(kind), **BUDGET, oracle=oracle))
+    run = collect_all(worker_collector(source, 2, ByObservation(kind), **BUDGET, oracle=oracle))
     rows = joined(run.batches)
     assert len(rows) == 200
     check_rows(rows, lengths, kind=kind, ends="mixed", from_start=True)
@@ -130,9 +132,9 @@ def test_every_kind_of_observation(kind: Any) -> None:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_infos_and_their_ticks(mode: AutoresetMode) -> None:
-    makes = [partial(ticking, first, own, mode) for first, own in shares(LANES, 2)]
+    makes = [partial(ticking, first, own, mode) for first, own in lanes_of_workers(LANES, 2)]
     options = {"info_keys": ["lives"], "frame_skip": "tick"}
-    run = through(start(makes, ByObservation(), **BUDGET, **options))
+    run = collect_all(start(makes, ByObservation(), **BUDGET, **options))
     rows, ledger = joined(run.batches), run.collector.ledger
     check_rows(rows, LENGTHS, ends="mixed")
     assert torch.equal(rows["tick"], 3 + 4 * rows["collector", "step"])
@@ -143,7 +145,7 @@ def test_infos_and_their_ticks(mode: AutoresetMode) -> None:
 
 @pytest.mark.slow
 def test_an_id_and_spawned_workers() -> None:
-    run = through(
+    run = collect_all(
         MultiprocessCollector(
             "CartPole-v1", num_workers=2, num_envs=5, threads_per_worker=1, **BUDGET
         )
@@ -165,7 +167,7 @@ def test_ids_go_on_behind_an_earlier_run(tmp_path: Any) -> None:
     ids = []
     for mode in ("create", "append"):
         with MemmapStorage(tmp_path / "s", mode=mode) as storage:  # type: ignore[arg-type]
-            run = through(spread(SAME, 2, **BUDGET, storage=storage))
+            run = collect_all(worker_collector(SAME, 2, **BUDGET, storage=storage))
             ids.append(set(joined(run.batches)["collector", "traj_ids"].tolist()))
             assert storage.head == 200 * len(ids)
     assert not ids[0] & ids[1]
@@ -176,7 +178,7 @@ def test_ids_go_on_behind_an_earlier_run(tmp_path: Any) -> None:
 
 def test_a_fast_worker_gives_more_rows_than_a_slow_one() -> None:
     slow = {"seconds": 0.02, "slow": range(3)}  # worker 0
-    run = through(start(slow_factories(2, **slow), **BUDGET))
+    run = collect_all(start(slow_factories(2, **slow), **BUDGET))
     checked = assert_exact(run, 200)
     counts = checked.counts(LANES)
     assert sum(counts[3:]) > 3 * sum(counts[:3]) > 0
@@ -184,7 +186,7 @@ def test_a_fast_worker_gives_more_rows_than_a_slow_one() -> None:
 
 def test_in_step_a_slow_worker_gives_as_many_as_a_fast_one() -> None:
     slow = {"seconds": 0.005, "slow": range(3)}
-    run = through(start(slow_factories(2, **slow), **{**BUDGET, "mode": "sync"}))
+    run = collect_all(start(slow_factories(2, **slow), **{**BUDGET, "mode": "sync"}))
     assert assert_exact(run, 200).counts(LANES) == [40] * LANES
 
 
@@ -207,7 +209,7 @@ def test_while_the_consumer_sleeps_workers_fill_two_leases_and_no_more() -> None
 
 
 def test_held_rows_are_bounded_by_two_leases_a_worker() -> None:
-    with spread(SAME, 3, **{**BUDGET, "frames_per_batch": 60}) as collector:
+    with worker_collector(SAME, 3, **{**BUDGET, "frames_per_batch": 60}) as collector:
         for _ in collector:
             time.sleep(0.02)
             counts = collector.ledger.counts()
@@ -217,7 +219,9 @@ def test_held_rows_are_bounded_by_two_leases_a_worker() -> None:
 
 def test_a_consumer_that_takes_some_comes_back_and_leaves() -> None:
     batches = []
-    with spread(NEXT, 2, Telling(), **{**BUDGET, "total_frames": 1000}) as collector:
+    with worker_collector(
+        NEXT, 2, RecordingPolicy(), **{**BUDGET, "total_frames": 1000}
+    ) as collector:
         for stop in (2, 5, 7):
             for batch in collector:
                 batches.append(batch)
@@ -240,7 +244,7 @@ def test_a_consumer_that_takes_some_comes_back_and_leaves() -> None:
 def test_without_a_total_it_runs_until_stopped(source: str, mode: str) -> None:
     batches = []
     options = {**BUDGET, "mode": mode, "total_frames": -1}
-    with spread(source, 2, Telling(), **options) as collector:
+    with worker_collector(source, 2, RecordingPolicy(), **options) as collector:
         with pytest.raises(TypeError, match="without total_frames has no length"):
             len(collector)
         for batch in collector:
@@ -291,7 +295,7 @@ def test_stopped_from_another_thread_it_ends_after_the_step_under_way(mode: str)
 def test_a_seed_set_in_between_begins_anew() -> None:
     batches: list[TensorDictBase] = []
     options = {**BUDGET, "total_frames": 170, "oracle": {"kind": "seeded"}}
-    with spread(SAME, 2, Telling("seeded"), **options) as collector:
+    with worker_collector(SAME, 2, RecordingPolicy("seeded"), **options) as collector:
         for batch in collector:
             batches.append(batch)
             if len(batches) in (2, 3, 7):
@@ -314,7 +318,10 @@ def test_a_seed_set_in_between_begins_anew() -> None:
 def test_the_same_seed_gives_every_lane_the_same_stream() -> None:
     """Which rows come first is up to the workers; what a lane does is not."""
     options = {**BUDGET, "oracle": {"kind": "seeded"}}
-    runs = [through(spread(SAME, 2, Telling("seeded"), **options)) for _ in range(2)]
+    runs = [
+        collect_all(worker_collector(SAME, 2, RecordingPolicy("seeded"), **options))
+        for _ in range(2)
+    ]
     one, other = (joined(run.batches) for run in runs)
     for lane in range(LANES):
         mine, theirs = (
@@ -327,7 +334,9 @@ def test_the_same_seed_gives_every_lane_the_same_stream() -> None:
 
 @pytest.mark.parametrize("frames", [1, 17, 50, 199, 200, 1000])
 def test_exactly_so_many_random_frames(frames: int) -> None:
-    run = through(spread(SAME, 2, Telling(), **BUDGET, init_random_frames=frames))
+    run = collect_all(
+        worker_collector(SAME, 2, RecordingPolicy(), **BUDGET, init_random_frames=frames)
+    )
     assert_exact(run, 200)
     rows = joined(run.batches)
     random = rows["collector", "policy_version"] == -1
@@ -345,5 +354,7 @@ def test_all_batches_are_there_to_the_very_last_row() -> None:
     with in_threads():
         for total in range(1, 40):
             options = {"frames_per_batch": 4, "total_frames": total, "seed": total}
-            run = through(start(factories(DISABLED, 3, 4), Dawdling(), mode="async", **options))
+            run = collect_all(
+                start(factories(DISABLED, 3, 4), SlowPolicy(), mode="async", **options)
+            )
             assert sum(map(len, run.batches)) == total == run.collector.ledger.stored

@@ -26,14 +26,14 @@ from worker_kit import (
     LENGTHS,
     NEXT,
     SAME,
-    Telling,
-    alone,
+    RecordingPolicy,
+    collect_all,
     factories,
-    shares,
-    spoilt_vec,
-    spread,
+    faulty_vec,
+    lanes_of_workers,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
@@ -47,7 +47,9 @@ both_modes = pytest.mark.parametrize("mode", ["sync", "async"])
 def test_every_format_holds_what_was_yielded(
     name: str, kind: Any, mode: str, tmp_path: Path
 ) -> None:
-    run = through(spread(NEXT, 2, Telling(), **BUDGET, mode=mode, storage=tmp_path / name))
+    run = collect_all(
+        worker_collector(NEXT, 2, RecordingPolicy(), **BUDGET, mode=mode, storage=tmp_path / name)
+    )
     with open_storage(tmp_path / name) as storage:
         assert isinstance(storage, kind)
         rows = storage.get(slice(None)).clone()
@@ -61,8 +63,11 @@ def test_every_format_holds_what_was_yielded(
 
 def test_the_stored_environment_is_that_of_one_process(tmp_path: Path) -> None:
     made = []
-    for name, make in (("one", alone), ("many", lambda *a, **k: spread(*a[:1], 2, *a[1:], **k))):
-        through(make(SAME, Telling(), **BUDGET, storage=tmp_path / name))
+    for name, make in (
+        ("one", sync_collector),
+        ("many", lambda *a, **k: worker_collector(*a[:1], 2, *a[1:], **k)),
+    ):
+        collect_all(make(SAME, RecordingPolicy(), **BUDGET, storage=tmp_path / name))
         with open_storage(tmp_path / name) as storage:
             made.append(storage.manifest["runs"][0])
             record = storage.record
@@ -75,7 +80,9 @@ def test_the_stored_environment_is_that_of_one_process(tmp_path: Path) -> None:
 @both_modes
 def test_a_ring_holds_the_last_rows(mode: str, tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "s", max_size=50) as storage:
-        run = through(spread(SAME, 2, Telling(), **BUDGET, mode=mode, storage=storage))
+        run = collect_all(
+            worker_collector(SAME, 2, RecordingPolicy(), **BUDGET, mode=mode, storage=storage)
+        )
         slots = storage.slots_of(np.array(storage.span))
         rows = storage.get(torch.from_numpy(slots))
         assert storage.span == range(70, 120)
@@ -85,7 +92,9 @@ def test_a_ring_holds_the_last_rows(mode: str, tmp_path: Path) -> None:
 
 @both_modes
 def test_a_batch_is_stored_before_it_is_yielded(mode: str, tmp_path: Path) -> None:
-    with spread(SAME, 2, Telling(), **BUDGET, mode=mode, storage=tmp_path / "s") as collector:
+    with worker_collector(
+        SAME, 2, RecordingPolicy(), **BUDGET, mode=mode, storage=tmp_path / "s"
+    ) as collector:
         for batch in collector:
             with open_storage(tmp_path / "s") as storage:
                 rows = storage.get(slice(None)).clone()
@@ -98,7 +107,9 @@ def test_a_consumer_that_raises_leaves_what_it_got(mode: str, tmp_path: Path) ->
     got: list[TensorDictBase] = []
 
     def consume() -> None:
-        with spread(SAME, 2, Telling(), **BUDGET, mode=mode, storage=tmp_path / "s") as collector:
+        with worker_collector(
+            SAME, 2, RecordingPolicy(), **BUDGET, mode=mode, storage=tmp_path / "s"
+        ) as collector:
             for batch in collector:
                 got.append(batch)
                 if len(got) == 3:
@@ -114,11 +125,15 @@ def test_a_consumer_that_raises_leaves_what_it_got(mode: str, tmp_path: Path) ->
 @both_modes
 def test_a_replay_buffer_and_our_storage_under_one(mode: str, tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=8)
-    run = through(spread(NEXT, 2, Telling(), **BUDGET, mode=mode, replay_buffer=buffer))
+    run = collect_all(
+        worker_collector(NEXT, 2, RecordingPolicy(), **BUDGET, mode=mode, replay_buffer=buffer)
+    )
     assert_same(buffer[:], joined(run.batches))
     with MemmapStorage(tmp_path / "s") as storage:
         ours = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=16)
-        run = through(spread(NEXT, 2, Telling(), **BUDGET, mode=mode, replay_buffer=ours))
+        run = collect_all(
+            worker_collector(NEXT, 2, RecordingPolicy(), **BUDGET, mode=mode, replay_buffer=ours)
+        )
         rows = joined(run.batches)
         assert_same(storage.get(slice(None)), rows)
         sample = ours.sample()
@@ -134,7 +149,9 @@ def test_postproc_changes_what_is_yielded_and_stored(mode: str, tmp_path: Path) 
         seen.append(len(rows))
         return rows.set("twice", rows["next", "reward"] * 2).exclude("observation")
 
-    run = through(spread(SAME, 2, **BUDGET, mode=mode, postproc=doubled, storage=tmp_path / "s"))
+    run = collect_all(
+        worker_collector(SAME, 2, **BUDGET, mode=mode, postproc=doubled, storage=tmp_path / "s")
+    )
     rows = joined(run.batches)
     assert seen == [17] * 7 + [1]
     assert torch.equal(rows["twice"], rows["next", "reward"] * 2)
@@ -146,7 +163,9 @@ def test_postproc_changes_what_is_yielded_and_stored(mode: str, tmp_path: Path) 
 @both_modes
 def test_a_postproc_that_loses_rows_is_refused(mode: str) -> None:
     with (
-        spread(SAME, 2, **BUDGET, mode=mode, postproc=lambda rows: rows[:-1]) as collector,
+        worker_collector(
+            SAME, 2, **BUDGET, mode=mode, postproc=lambda rows: rows[:-1]
+        ) as collector,
         pytest.raises(ArgumentError, match=r"postproc: expected a TensorDict of batch size \[17\]"),
     ):
         list(collector)
@@ -157,7 +176,7 @@ def test_a_postproc_that_loses_rows_is_refused(mode: str) -> None:
 @both_modes
 def test_batches_lie_on_the_storing_device(mode: str) -> None:
     options = {"storing_device": "cpu", "policy_device": "cpu"}
-    run = through(spread(SAME, 2, ByObservation(), **BUDGET, **options, mode=mode))
+    run = collect_all(worker_collector(SAME, 2, ByObservation(), **BUDGET, **options, mode=mode))
     assert all(batch.device == torch.device("cpu") for batch in run.batches)
     check_rows(joined(run.batches), LENGTHS, ends="mixed", from_start=True)
 
@@ -166,7 +185,7 @@ def test_batches_lie_on_the_storing_device(mode: str) -> None:
 def test_a_yielded_batch_stays_as_it_was(mode: str) -> None:
     """Batches are no views of memory that workers fill again."""
     kept, copies = [], []
-    with spread(DISABLED, 2, Telling(), **BUDGET, mode=mode) as collector:
+    with worker_collector(DISABLED, 2, RecordingPolicy(), **BUDGET, mode=mode) as collector:
         for batch in collector:
             kept.append(batch)
             copies.append(batch.clone())
@@ -181,7 +200,7 @@ def test_a_yielded_batch_stays_as_it_was(mode: str) -> None:
 @pytest.mark.parametrize("source", [NEXT, "torch"])
 def test_a_batch_ends_where_it_says_and_estimators_stop_there(source: str, mode: str) -> None:
     gae = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=value_net())
-    run = through(spread(source, 2, ByObservation(), **BUDGET, mode=mode))
+    run = collect_all(worker_collector(source, 2, ByObservation(), **BUDGET, mode=mode))
     for batch in run.batches:
         lane, cut = batch["collector", "lane"], batch["collector", "cut"]
         last = torch.ones(len(batch), dtype=torch.bool)
@@ -200,7 +219,9 @@ def test_trajectories_and_slices_of_what_is_stored_are_those_of_the_lanes(
 ) -> None:
     """In a storage rows of a lane lie among those of others, in async mode in any order."""
     with MemmapStorage(tmp_path / "s") as storage:
-        run = through(spread(NEXT, 3, Telling(), **BUDGET, mode=mode, storage=storage))
+        run = collect_all(
+            worker_collector(NEXT, 3, RecordingPolicy(), **BUDGET, mode=mode, storage=storage)
+        )
         found = storage.trajectories
         assert {each.traj_id: each.length for each in run.episodes} == {
             id: len(found.rows_of(id)) for id in {each.traj_id for each in run.episodes}
@@ -220,7 +241,7 @@ def test_trajectories_and_slices_of_what_is_stored_are_those_of_the_lanes(
 
 @both_modes
 def test_after_the_end_questions_are_still_answered(mode: str) -> None:
-    with spread(SAME, 2, ByObservation(), **BUDGET, mode=mode) as collector:
+    with worker_collector(SAME, 2, ByObservation(), **BUDGET, mode=mode) as collector:
         rows = joined(list(collector))
         counts = collector.ledger.counts()
         collector.update_policy_weights_()
@@ -236,7 +257,7 @@ def test_after_the_end_questions_are_still_answered(mode: str) -> None:
 
 @both_modes
 def test_stopped_before_the_first_batch_there_is_none(mode: str, tmp_path: Path) -> None:
-    with spread(SAME, 2, **BUDGET, mode=mode, storage=tmp_path / "s") as collector:
+    with worker_collector(SAME, 2, **BUDGET, mode=mode, storage=tmp_path / "s") as collector:
         collector.stop()
         assert list(collector) == []
         collector.ledger.check()
@@ -248,7 +269,7 @@ def test_stopped_before_the_first_batch_there_is_none(mode: str, tmp_path: Path)
 @both_modes
 def test_shut_down_in_the_loop_it_ends(mode: str) -> None:
     batches = []
-    with spread(SAME, 2, **BUDGET, mode=mode) as collector:
+    with worker_collector(SAME, 2, **BUDGET, mode=mode) as collector:
         for batch in collector:
             batches.append(batch)
             collector.shutdown()
@@ -266,7 +287,10 @@ def test_rows_before_a_wrong_one_are_stored_and_it_is_named(
     mode: str, what: str, tmp_path: Path
 ) -> None:
     """Lane 3 is the first of the second worker; its twelfth transition is wrong."""
-    makes = [spoilt_vec(first, own, what=what, lane=3, at=11) for first, own in shares(LANES, 2)]
+    makes = [
+        faulty_vec(first, own, what=what, lane=3, at=11)
+        for first, own in lanes_of_workers(LANES, 2)
+    ]
     collector = start(makes, ByObservation(), **BUDGET, mode=mode, storage=tmp_path / "s")
     with collector, pytest.raises(TransitionError, match=r"lane 3, step \d of its traj"):
         list(collector)
@@ -288,8 +312,11 @@ def test_rows_before_a_wrong_one_are_stored_and_it_is_named(
 
 @both_modes
 def test_validation_that_is_off_lets_all_pass(mode: str) -> None:
-    makes = [spoilt_vec(first, own, what="range", lane=3, at=11) for first, own in shares(LANES, 2)]
-    run = through(start(makes, ByObservation(), **BUDGET, mode=mode, validate="off"))
+    makes = [
+        faulty_vec(first, own, what="range", lane=3, at=11)
+        for first, own in lanes_of_workers(LANES, 2)
+    ]
+    run = collect_all(start(makes, ByObservation(), **BUDGET, mode=mode, validate="off"))
     rows = joined(run.batches)
     assert len(rows) == 120
     assert (rows["next", "observation"] < 0).any(-1).sum() == 1
@@ -297,17 +324,22 @@ def test_validation_that_is_off_lets_all_pass(mode: str) -> None:
 
 @both_modes
 def test_validation_that_warns_does_so_once(mode: str) -> None:
-    makes = [spoilt_vec(first, own, what="range", lane=3, at=11) for first, own in shares(LANES, 2)]
+    makes = [
+        faulty_vec(first, own, what="range", lane=3, at=11)
+        for first, own in lanes_of_workers(LANES, 2)
+    ]
     collector = start(makes, ByObservation(), **BUDGET, mode=mode, validate="warn")
     with pytest.warns(OutOfRangeWarning, match="lane 3, step") as warned:
-        through(collector)
+        collect_all(collector)
     assert len(warned) == 1
     assert collector.ledger.stored == 120
 
 
 def test_factories_that_are_many_make_one_run(tmp_path: Path) -> None:
     """Six workers, of which the last has one lane."""
-    run = through(start(factories(SAME, 6, 7), Telling(), **BUDGET, storage=tmp_path / "s"))
-    one = through(alone(SAME, Telling(), 7, **BUDGET))
+    run = collect_all(
+        start(factories(SAME, 6, 7), RecordingPolicy(), **BUDGET, storage=tmp_path / "s")
+    )
+    one = collect_all(sync_collector(SAME, RecordingPolicy(), 7, **BUDGET))
     for mine, theirs in zip(one.batches, run.batches, strict=True):
         assert_same(mine, theirs)

@@ -17,15 +17,15 @@ from worker_kit import (
     NEXT,
     RESET_SLOTS,
     SAME,
-    Dawdling,
+    SlowPolicy,
     assert_first_started,
+    collect_all,
     factories,
     in_threads,
-    shares,
+    lanes_of_workers,
     slow_factories,
-    spread,
     start,
-    through,
+    worker_collector,
 )
 
 SHORT, LONG = 1, 40
@@ -35,8 +35,8 @@ MIXED = [[1, 1, 30, 2], [25, 1, 1], [3, 50, 1], [2], [1, 1, 1, 1, 80]]
 def collected(source: str, workers: int, lengths: Any, episodes: int, **kwargs: Any) -> Any:
     """The collector, shut down, and its rows, checked."""
     lanes = kwargs.pop("lanes", LANES)
-    run = through(
-        spread(
+    run = collect_all(
+        worker_collector(
             source,
             workers,
             kwargs.pop("policy", ByObservation()),
@@ -51,7 +51,7 @@ def collected(source: str, workers: int, lengths: Any, episodes: int, **kwargs: 
     rows = joined(run.batches)
     checked = check_rows(rows, lengths, ends="mixed", from_start=True)
     assert_whole(run, checked, episodes)
-    for first, own in shares(lanes, workers):
+    for first, own in lanes_of_workers(lanes, workers):
         of = range(first, first + own)
         assert_first_started(checked, of, lengths, resets=source in RESET_SLOTS)
     return run.collector, checked
@@ -94,7 +94,7 @@ def test_steps_beside_the_last_episodes_are_discarded() -> None:
 def test_a_fast_worker_completes_more() -> None:
     makes = slow_factories(2, lengths=[[4]], seconds=0.01, slow=range(3))
     options: dict[str, Any] = {"frames_per_batch": 17, "total_episodes": 60}
-    run = through(start(makes, ByObservation(), mode="async", **options))
+    run = collect_all(start(makes, ByObservation(), mode="async", **options))
     checked = check_rows(joined(run.batches), [[4]], ends="mixed", from_start=True)
     assert_whole(run, checked, 60)
     lane = checked.lane[checked.ended]
@@ -131,12 +131,12 @@ def test_long_episodes_come_as_often_as_they_are_started() -> None:
         for run in range(runs):
             collector = start(
                 factories(SAME, 2, lanes, lengths=partial(coin, run)),
-                Dawdling(),
+                SlowPolicy(),
                 mode="async",
                 frames_per_batch=50,
                 total_episodes=episodes,
             )
-            lengths += [episode.length for episode in through(collector).episodes]
+            lengths += [episode.length for episode in collect_all(collector).episodes]
             careless += first_ended(run, lanes, episodes)
     assert len(lengths) == runs * episodes
     assert np.mean(np.array(careless) == LONG) < 0.3

@@ -26,19 +26,19 @@ from worker_kit import (
     NEXT,
     RESET_SLOTS,
     SAME,
-    Dawdling,
+    RecordingPolicy,
     Run,
-    Telling,
+    SlowPolicy,
     Versioned,
-    alone,
     assert_alike,
     assert_first_started,
     chosen_by,
+    collect_all,
     in_threads,
-    shares,
-    spread,
+    lanes_of_workers,
     steps_and_resets,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 SOURCE = st.sampled_from([DISABLED, NEXT, SAME, "avoided", "native", "torch"])
@@ -86,10 +86,10 @@ def runs(draw: st.DrawFn, mode: str) -> dict[str, Any]:
 @settings(max_examples=35)
 def test_in_step_the_data_is_that_of_one_process(kwargs: dict[str, Any], policy: bool) -> None:
     source, workers = kwargs.pop("source"), kwargs.pop("workers")
-    chosen = Telling() if policy or source not in IN_PLACE else None
-    one = through(alone(source, chosen, **kwargs))
+    chosen = RecordingPolicy() if policy or source not in IN_PLACE else None
+    one = collect_all(sync_collector(source, chosen, **kwargs))
     with in_threads():
-        many = through(spread(source, workers, chosen, **kwargs))
+        many = collect_all(worker_collector(source, workers, chosen, **kwargs))
     assert_alike(one, many)
     assert_counted(many)
 
@@ -101,7 +101,7 @@ def test_out_of_step_the_count_is_exact_and_each_lane_whole(kwargs: dict[str, An
     source, workers = kwargs.pop("source"), kwargs.pop("workers")
     own = kwargs["oracle"]["lengths"]
     with in_threads():
-        run = through(spread(source, workers, Dawdling(), mode="async", **kwargs))
+        run = collect_all(worker_collector(source, workers, SlowPolicy(), mode="async", **kwargs))
     ledger, size = run.collector.ledger, kwargs["frames_per_batch"]
     rows = joined(run.batches)
     checked = check_rows(rows, own, ends="mixed", from_start=True)
@@ -120,12 +120,12 @@ def test_out_of_step_the_count_is_exact_and_each_lane_whole(kwargs: dict[str, An
         assert len(rows) == kwargs["total_frames"]
         assert int((version == -1).sum()) == ledger.random == random
         # Only the very last step may bring too many.
-        most = max(own for _, own in shares(kwargs["lanes"], workers)) - 1
+        most = max(own for _, own in lanes_of_workers(kwargs["lanes"], workers)) - 1
         assert ledger.discarded <= (0 if kwargs["surplus"] == "never_step" else most)
     else:
         assert ledger.episodes_complete == kwargs["total_episodes"]
         assert ledger.episodes_cut == 0
-        for first, count in shares(kwargs["lanes"], workers):
+        for first, count in lanes_of_workers(kwargs["lanes"], workers):
             own_lanes = range(first, first + count)
             assert_first_started(checked, own_lanes, own, resets=source in RESET_SLOTS)
     resets = steps_and_resets()[1] - kwargs["lanes"]
@@ -204,9 +204,9 @@ def test_the_count_is_exact_through_any_calls_in_between(
     options |= {"oracle": {"lengths": own}, "lanes": lanes}
 
     def begin(workers: int, mode: str) -> Collector:
-        return spread(source, workers, Versioned(), mode=mode, **options)
+        return worker_collector(source, workers, Versioned(), mode=mode, **options)
 
-    one = play(lambda _: alone(source, Versioned(), **options), steps)
+    one = play(lambda _: sync_collector(source, Versioned(), **options), steps)
     with in_threads():
         many = play(partial(begin, mode="sync"), steps)
         wild = play(partial(begin, mode="async"), steps)

@@ -39,13 +39,13 @@ from worker_kit import (
     NEXT,
     QUICK,
     SAME,
-    alone,
+    collect_all,
     drawing,
     factories,
     factory,
-    spread,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 60, "seed": 3}
@@ -195,7 +195,7 @@ def test_closures_and_classes_of_a_function_travel() -> None:
     class Local(ByObservation):
         pass
 
-    run = through(start(lambda: make_oracle_vec(2, lengths), Local(), **BUDGET, **TWO))
+    run = collect_all(start(lambda: make_oracle_vec(2, lengths), Local(), **BUDGET, **TWO))
     rows = joined(run.batches)
     assert len(rows) == 60
     first = rows[rows["collector", "lane"] < 2]
@@ -369,12 +369,12 @@ def test_memory_that_suffices_is_as_much_as_was_said(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(
             f"{module}.require", lambda n, what: (wanted.append(n), require(n, what))
         )
-    through(spread(SAME, 2, **BUDGET))
+    collect_all(worker_collector(SAME, 2, **BUDGET))
     monkeypatch.setattr(memory, "available_bytes", lambda: wanted[0])
-    through(spread(SAME, 2, **BUDGET))
+    collect_all(worker_collector(SAME, 2, **BUDGET))
     monkeypatch.setattr(memory, "available_bytes", lambda: wanted[0] - 1)
     with pytest.raises(ArgumentError, match="of shared memory"):
-        spread(SAME, 2, **BUDGET)
+        worker_collector(SAME, 2, **BUDGET)
 
 
 # --- seeds, threads, draws ----------------------------------------------------------------------
@@ -384,9 +384,11 @@ def test_memory_that_suffices_is_as_much_as_was_said(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("source", [SAME, NEXT, DISABLED])
 def test_lanes_have_the_seeds_that_one_process_gives_them(source: str, tmp_path: Path) -> None:
     seeds = []
-    for number, make in enumerate((alone, partial(spread, workers=2), partial(spread, workers=3))):
+    for number, make in enumerate(
+        (sync_collector, partial(worker_collector, workers=2), partial(worker_collector, workers=3))
+    ):
         path = tmp_path / str(number)
-        through(make(source, **BUDGET, storage=path))
+        collect_all(make(source, **BUDGET, storage=path))
         with MemmapStorage(path, mode="read") as storage:
             seeds.append(storage.manifest["runs"][0]["lane_seeds"])
     assert seeds[0] == seeds[1] == seeds[2]
@@ -397,7 +399,7 @@ def test_no_two_lanes_copy_each_other_over_workers_and_incarnations(tmp_path: Pa
     noise = []
     for resume in (False, True, True):
         options = {**BUDGET, "storage": tmp_path / "s", "resume": resume}
-        run = through(spread(SAME, 3, oracle={"kind": "seeded"}, **options), 2)
+        run = collect_all(worker_collector(SAME, 3, oracle={"kind": "seeded"}, **options), 2)
         noise.append(joined(run.batches)["observation"][:, 3])
     assert len(torch.cat(noise).unique()) == 60
 
@@ -416,7 +418,9 @@ def test_a_worker_has_so_many_threads(threads: int | None) -> None:
     here, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     options = {"mp_start_method": "spawn"} if threads == 3 else {}
     makes = factories(SAME, 1 if threads == 3 else 2)
-    run = through(start(makes, counting, **{**BUDGET, **options, "threads_per_worker": threads}))
+    run = collect_all(
+        start(makes, counting, **{**BUDGET, **options, "threads_per_worker": threads})
+    )
     rows = joined(run.batches)
     cores = len(os.sched_getaffinity(0))
     assert set(rows["threads"].tolist()) == {threads or max(1, cores // 2)}
@@ -430,7 +434,11 @@ def test_a_stochastic_policy_repeats_itself_with_as_many_workers_and_not_with_ot
     """Two lanes a worker: workers with the same generator would draw alike."""
     options = {**BUDGET, "frames_per_batch": 50, "total_frames": 200, "lanes": 4}
     runs = [
-        joined(through(spread(SAME, workers, drawing, **{**options, "seed": seed})).batches)
+        joined(
+            collect_all(
+                worker_collector(SAME, workers, drawing, **{**options, "seed": seed})
+            ).batches
+        )
         for workers, seed in ((2, 3), (2, 3), (4, 3), (2, 4))
     ]
     assert_same(runs[0], runs[1])
@@ -445,7 +453,9 @@ def test_a_stochastic_policy_repeats_itself_with_as_many_workers_and_not_with_ot
 
 def test_random_actions_of_torchrl_environments_repeat_themselves_too() -> None:
     options = {**BUDGET, "frames_per_batch": 50, "total_frames": 200}
-    runs = [joined(through(spread("torch", 2, None, **options)).batches) for _ in range(2)]
+    runs = [
+        joined(collect_all(worker_collector("torch", 2, None, **options)).batches) for _ in range(2)
+    ]
     assert_same(runs[0], runs[1])
     lane = runs[0]["collector", "lane"]
     assert not torch.equal(runs[0]["action"][lane == 0], runs[0]["action"][lane == 3])
@@ -455,7 +465,7 @@ def test_keywords_of_an_id_travel_and_are_told(tmp_path: Path) -> None:
     kwargs = {**BUDGET, "num_envs": 3, "env_kwargs": {"g": 5.0, "max_episode_steps": 7}}
     one = SyncCollector("Pendulum-v1", **kwargs, storage=tmp_path / "one")
     many = start("Pendulum-v1", num_workers=2, **kwargs, storage=tmp_path / "many")
-    for mine, theirs in zip(through(one).batches, through(many).batches, strict=True):
+    for mine, theirs in zip(collect_all(one).batches, collect_all(many).batches, strict=True):
         assert_same(mine, theirs)
     made = []
     for name in ("one", "many"):
@@ -484,8 +494,8 @@ def test_avoided_reset_slots_by_the_option() -> None:
     vector = partial(make_oracle_vec, 2, LENGTHS, mode=AutoresetMode.NEXT_STEP, ends="mixed")
     options = {**BUDGET, "reset_slots": "avoid"}
     one = SyncCollector(lambda: GymnasiumVectorEnv(vector(), reset_slots="avoid"), **BUDGET)
-    wanted = through(one)
-    run = through(start([vector], **options))
+    wanted = collect_all(one)
+    run = collect_all(start([vector], **options))
     assert run.collector.ledger.reset_slots == 0
     for mine, theirs in zip(wanted.batches, run.batches, strict=True):
         assert_same(mine, theirs)

@@ -25,14 +25,14 @@ from worker_kit import (
     SAME,
     Run,
     Versioned,
-    alone,
     chosen_by,
+    collect_all,
     drawing,
-    shares,
+    lanes_of_workers,
     slow_factories,
-    spread,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 61, "seed": 3}
@@ -48,8 +48,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def collector_of(way: str, source: str, policy: Any = None, **kwargs: Any) -> Collector:
     options = {**BUDGET, **kwargs, **WAYS[way]}
     if "workers" in options:
-        return spread(source, options.pop("workers"), policy, **options)
-    return alone(source, policy, **options)
+        return worker_collector(source, options.pop("workers"), policy, **options)
+    return sync_collector(source, policy, **options)
 
 
 def in_two_halves(
@@ -69,7 +69,7 @@ def in_two_halves(
     assert state["next_id"] > max(batch["collector", "traj_ids"].max() for batch in one.batches)
     other = collector_of(ways[1], source, policy, **kwargs)
     other.load_state_dict(state)
-    return one, through(other)
+    return one, collect_all(other)
 
 
 PAIRS = [
@@ -155,7 +155,7 @@ def test_a_state_is_there_at_once_while_a_worker_is_in_a_slow_step(mode: str) ->
     if mode == "async":
         assert 0 not in rows.lane
     count, state = states[4]
-    with spread(DISABLED, 2, ByObservation(), **options) as other:
+    with worker_collector(DISABLED, 2, ByObservation(), **options) as other:
         other.load_state_dict(state)
         rest = list(other)
     assert [len(batch) for batch in rest] == [7] * (30 - count)
@@ -175,7 +175,7 @@ def test_random_frames_that_were_not_delivered_are_drawn_again() -> None:
         saved = through_a_file(one.state_dict())
     random = int((joined(first)["collector", "policy_version"] == -1).sum())
     assert random < 30
-    with spread(DISABLED, 2, ByObservation(), **options) as other:
+    with worker_collector(DISABLED, 2, ByObservation(), **options) as other:
         other.load_state_dict(saved)
         rows = joined(first + list(other))
     assert int((rows["collector", "policy_version"] == -1).sum()) == 30
@@ -202,12 +202,12 @@ def test_the_policy_and_its_version_go_on(ways: tuple[str, str]) -> None:
 
 def test_draws_of_workers_go_on_from_a_state_alike() -> None:
     kwargs = {"frames_per_batch": 40, "total_frames": 120}
-    with spread(SAME, 2, drawing, **{**BUDGET, **kwargs}) as one:
+    with worker_collector(SAME, 2, drawing, **{**BUDGET, **kwargs}) as one:
         first = next(iter(one))
         saved = through_a_file(one.state_dict())
     runs = []
     for seed in (7, 8):
-        with spread(SAME, 2, drawing, **{**BUDGET, **kwargs, "seed": seed}) as other:
+        with worker_collector(SAME, 2, drawing, **{**BUDGET, **kwargs, "seed": seed}) as other:
             other.load_state_dict(saved)
             runs.append(list(other))
     for mine, theirs in zip(*runs, strict=True):
@@ -217,21 +217,21 @@ def test_draws_of_workers_go_on_from_a_state_alike() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_states_of_the_beginning_and_of_the_end(mode: str) -> None:
-    with spread(SAME, 2, ByObservation(), **BUDGET, mode=mode) as one:
+    with worker_collector(SAME, 2, ByObservation(), **BUDGET, mode=mode) as one:
         beginning = through_a_file(one.state_dict())
         whole = list(one)
         end = through_a_file(one.state_dict())
         with pytest.raises(StateError, match="this collector has collected already"):
             one.load_state_dict(beginning)
-    with spread(SAME, 3, ByObservation(), **BUDGET, mode=mode) as other:
+    with worker_collector(SAME, 3, ByObservation(), **BUDGET, mode=mode) as other:
         other.load_state_dict(beginning)
         assert [len(batch) for batch in other] == [len(batch) for batch in whole]
-    with spread(SAME, 2, ByObservation(), **BUDGET, mode=mode) as other:
+    with worker_collector(SAME, 2, ByObservation(), **BUDGET, mode=mode) as other:
         other.load_state_dict(end)
         assert list(other) == []
         assert other.ledger.stored == 61
     with (
-        spread(SAME, 2, None, **BUDGET, mode=mode) as other,
+        worker_collector(SAME, 2, None, **BUDGET, mode=mode) as other,
         pytest.raises(StateError, match="the state was saved with a policy, this collector is"),
     ):
         other.load_state_dict(beginning)
@@ -279,7 +279,7 @@ def test_in_step_a_resumed_run_is_that_of_one_process(tmp_path: Any) -> None:
         found: list[Batches] = []
         for number, way in enumerate(ways):
             options = {"storage": folder, "resume": number > 0, **SEEDED}
-            run = through(
+            run = collect_all(
                 collector_of(way, DISABLED, ByObservation("seeded"), **options),
                 3 if number < len(ways) - 1 else None,
             )
@@ -311,7 +311,7 @@ def scaled(first: int, lanes: int, loc: float = 0.5) -> TransformedEnv:
 
 def transformed(make: Any, workers: int, **kwargs: Any) -> Collector:
     options = {**BUDGET, "frames_per_batch": 30, "total_frames": 90, **kwargs}
-    makes = [partial(make, first, own) for first, own in shares(6, workers)]
+    makes = [partial(make, first, own) for first, own in lanes_of_workers(6, workers)]
     if workers == 1 and "mode" not in options:
         return SyncCollector(makes[0], **options)
     return start(makes, **options)

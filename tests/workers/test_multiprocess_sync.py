@@ -20,15 +20,15 @@ from worker_kit import (
     NEXT,
     SAME,
     SOURCES,
-    Telling,
-    alone,
+    RecordingPolicy,
     assert_alike,
+    collect_all,
     factories,
-    shares,
-    spread,
+    lanes_of_workers,
     start,
-    through,
+    sync_collector,
     ticking,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
@@ -38,8 +38,8 @@ WITHOUT_LANES_ALONE = [name for name in SOURCES if name != "single"]
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("source", WITHOUT_LANES_ALONE)
 def test_batches_ledger_and_episodes_are_those_of_one_process(source: str, workers: int) -> None:
-    one = through(alone(source, Telling(), **BUDGET))
-    many = through(spread(source, workers, Telling(), **BUDGET))
+    one = collect_all(sync_collector(source, RecordingPolicy(), **BUDGET))
+    many = collect_all(worker_collector(source, workers, RecordingPolicy(), **BUDGET))
     assert_alike(one, many)
     rows = joined(many.batches)
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
@@ -85,8 +85,8 @@ def test_every_option_means_what_it_means_in_one_process(
     options: str, source: str, workers: int
 ) -> None:
     kwargs = {**BUDGET, **OPTIONS[options]}
-    one = through(alone(source, Telling(), **kwargs))
-    many = through(spread(source, workers, Telling(), **kwargs))
+    one = collect_all(sync_collector(source, RecordingPolicy(), **kwargs))
+    many = collect_all(worker_collector(source, workers, RecordingPolicy(), **kwargs))
     assert_alike(one, many)
     random = sum(int((batch["collector", "policy_version"] == -1).sum()) for batch in many.batches)
     ledger = many.collector.ledger
@@ -109,8 +109,8 @@ def test_every_option_means_what_it_means_in_one_process(
 )
 def test_random_actions_are_those_of_one_process(source: str, workers: int, options: str) -> None:
     kwargs = {**BUDGET, **OPTIONS.get(options, {})}
-    one = through(alone(source, None, **kwargs))
-    many = through(spread(source, workers, None, **kwargs))
+    one = collect_all(sync_collector(source, None, **kwargs))
+    many = collect_all(worker_collector(source, workers, None, **kwargs))
     assert_alike(one, many)
     actions = joined(many.batches)["action"]
     assert 0.3 < actions.double().mean() < 0.7
@@ -119,8 +119,8 @@ def test_random_actions_are_those_of_one_process(source: str, workers: int, opti
 @pytest.mark.parametrize(("source", "workers"), [(NEXT, 2), (SAME, 3), (DISABLED, 2), ("torch", 3)])
 def test_a_time_limit_truncates_the_same_trajectories(source: str, workers: int) -> None:
     kwargs = {**BUDGET, "max_frames_per_traj": 4}
-    one = through(alone(source, Telling(), **kwargs))
-    many = through(spread(source, workers, Telling(), **kwargs))
+    one = collect_all(sync_collector(source, RecordingPolicy(), **kwargs))
+    many = collect_all(worker_collector(source, workers, RecordingPolicy(), **kwargs))
     assert_alike(one, many)
     check_rows(joined(many.batches), LENGTHS, ends="mixed", time_limit=4, from_start=True)
 
@@ -131,8 +131,8 @@ def test_every_kind_of_observation(kind: Any) -> None:
     source = (NEXT, SAME, DISABLED, "avoided")[KINDS.index(kind) % 4]
     lengths = [[3, 1, 4], [1, 1, 2], [5], [2, 7], [4, 9, 4]]  # "discrete" holds few episodes
     kwargs = {**BUDGET, "oracle": {"kind": kind, "lengths": lengths}}
-    one = through(alone(source, ByObservation(kind), **kwargs))
-    many = through(spread(source, 2, ByObservation(kind), **kwargs))
+    one = collect_all(sync_collector(source, ByObservation(kind), **kwargs))
+    many = collect_all(worker_collector(source, 2, ByObservation(kind), **kwargs))
     assert_alike(one, many)
     check_rows(joined(many.batches), lengths, kind=kind, ends="mixed", from_start=True)
 
@@ -142,8 +142,8 @@ def test_every_kind_of_observation(kind: Any) -> None:
 def test_every_kind_of_action(action: Any, policy: bool) -> None:
     chosen = ByObservation("float", action) if policy else None
     kwargs = {**BUDGET, "oracle": {"action": action}, "init_random_frames": 21}
-    one = through(alone(SAME, chosen, **kwargs))
-    many = through(spread(SAME, 2, chosen, **kwargs))
+    one = collect_all(sync_collector(SAME, chosen, **kwargs))
+    many = collect_all(worker_collector(SAME, 2, chosen, **kwargs))
     assert_alike(one, many)
     check_rows(joined(many.batches), LENGTHS, ends="mixed", action=action, from_start=True)
 
@@ -151,8 +151,8 @@ def test_every_kind_of_action(action: Any, policy: bool) -> None:
 @pytest.mark.parametrize("kind", ["dict", "tuple", "uint8"])
 def test_images_and_dicts_of_a_torchrl_environment(kind: Any) -> None:
     kwargs = {**BUDGET, "oracle": {"kind": kind}}
-    one = through(alone("torch", ByObservation(kind), **kwargs))
-    many = through(spread("torch", 3, ByObservation(kind), **kwargs))
+    one = collect_all(sync_collector("torch", ByObservation(kind), **kwargs))
+    many = collect_all(worker_collector("torch", 3, ByObservation(kind), **kwargs))
     assert_alike(one, many)
     check_rows(joined(many.batches), LENGTHS, kind=kind, ends="mixed", from_start=True)
 
@@ -160,8 +160,8 @@ def test_images_and_dicts_of_a_torchrl_environment(kind: Any) -> None:
 @pytest.mark.parametrize("surplus", ["carry", "never_step"])
 def test_environments_of_one_lane_beside_each_other_are_as_one_of_several(surplus: Any) -> None:
     kwargs = {**BUDGET, "surplus": surplus, "lanes": 3}
-    one = through(alone("serial", ByObservation(), **kwargs))
-    many = through(spread("single", 3, ByObservation(), **kwargs))
+    one = collect_all(sync_collector("serial", ByObservation(), **kwargs))
+    many = collect_all(worker_collector("single", 3, ByObservation(), **kwargs))
     assert_alike(one, many)
 
 
@@ -169,10 +169,10 @@ def test_environments_of_one_lane_beside_each_other_are_as_one_of_several(surplu
 def test_infos_and_their_ticks(mode: AutoresetMode) -> None:
     kwargs = {**BUDGET, "info_keys": ["lives"], "frame_skip": "tick"}
 
-    one = through(SyncCollector(partial(ticking, 0, 5, mode), ByObservation(), **kwargs))
-    many = through(
+    one = collect_all(SyncCollector(partial(ticking, 0, 5, mode), ByObservation(), **kwargs))
+    many = collect_all(
         start(
-            [partial(ticking, first, own, mode) for first, own in shares(5, 3)],
+            [partial(ticking, first, own, mode) for first, own in lanes_of_workers(5, 3)],
             ByObservation(),
             **kwargs,
         )
@@ -193,18 +193,18 @@ def by_angle(td: TensorDictBase) -> TensorDictBase:
 @pytest.mark.parametrize("policy", [by_angle, None])
 def test_an_id_has_its_lanes_split_five_into_three_and_two(policy: Any) -> None:
     kwargs = {"frames_per_batch": 23, "total_frames": 200, "seed": 5, "num_envs": 5}
-    one = through(SyncCollector("CartPole-v1", policy, **kwargs))
+    one = collect_all(SyncCollector("CartPole-v1", policy, **kwargs))
     collector = start("CartPole-v1", policy, num_workers=2, **kwargs)
     assert (collector.lanes, collector.num_workers) == (5, 2)
     assert [list(member.lanes) for member in collector._worker_pool.members] == [[0, 1, 2], [3, 4]]
-    assert_alike(one, through(collector))
+    assert_alike(one, collect_all(collector))
 
 
 def test_with_spawned_workers_and_one_factory_for_all() -> None:
     """The default start method; every worker makes lanes 0 and 1, which are four in the run."""
     make = partial(make_oracle_vec, 2, LENGTHS, mode=AutoresetMode.DISABLED, kind="seeded")
     kwargs: dict[str, Any] = {"frames_per_batch": 10, "total_frames": 60, "seed": 3}
-    run = through(MultiprocessCollector(make, num_workers=2, threads_per_worker=1, **kwargs))
+    run = collect_all(MultiprocessCollector(make, num_workers=2, threads_per_worker=1, **kwargs))
     rows = joined(run.batches)
     lane = rows["collector", "lane"]
     assert lane.bincount().tolist() == [15] * 4
@@ -221,8 +221,8 @@ def test_with_spawned_workers_and_one_factory_for_all() -> None:
 def test_a_seed_set_in_between_begins_anew_as_in_one_process(source: str) -> None:
     runs = []
     for collector in (
-        alone(source, ByObservation(), **BUDGET),
-        spread(source, 2, ByObservation(), **BUDGET),
+        sync_collector(source, ByObservation(), **BUDGET),
+        worker_collector(source, 2, ByObservation(), **BUDGET),
     ):
         batches, seeds, counts = [], [], []
         with collector:
@@ -243,7 +243,7 @@ def test_a_seed_set_in_between_begins_anew_as_in_one_process(source: str) -> Non
 
 
 def test_the_seed_set_again_gives_the_same_noise_and_actions_again() -> None:
-    collector = spread(
+    collector = worker_collector(
         DISABLED,
         2,
         frames_per_batch=15,
@@ -265,20 +265,20 @@ def test_the_seed_set_again_gives_the_same_noise_and_actions_again() -> None:
 def test_without_a_seed_one_is_drawn_and_told() -> None:
     kwargs: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 40}
     kwargs["oracle"] = {"kind": "seeded"}
-    first = through(spread(SAME, 2, **kwargs))
+    first = collect_all(worker_collector(SAME, 2, **kwargs))
     seed = first.collector.ledger.seed
-    again = through(alone(SAME, seed=seed, **kwargs))
+    again = collect_all(sync_collector(SAME, seed=seed, **kwargs))
     noise = [joined(run.batches)["observation"] for run in (first, again)]
     assert torch.equal(*noise)
-    other = through(spread(SAME, 2, **kwargs))
+    other = collect_all(worker_collector(SAME, 2, **kwargs))
     assert other.collector.ledger.seed != seed
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_loop_that_was_left_can_be_continued(workers: int) -> None:
-    one = through(alone(NEXT, Telling(), **BUDGET))
+    one = collect_all(sync_collector(NEXT, RecordingPolicy(), **BUDGET))
     batches = []
-    with spread(NEXT, workers, Telling(), **BUDGET) as collector:
+    with worker_collector(NEXT, workers, RecordingPolicy(), **BUDGET) as collector:
         while len(batches) < 8:
             for batch in collector:
                 batches.append(batch)
@@ -292,8 +292,8 @@ def test_a_loop_that_was_left_can_be_continued(workers: int) -> None:
 
 @pytest.mark.parametrize("source", [DISABLED, NEXT])
 def test_leaving_early_gives_up_what_is_carried(source: str) -> None:
-    one = through(alone(source, Telling(), **BUDGET), batches=3)
-    many = through(spread(source, 2, Telling(), **BUDGET), batches=3)
+    one = collect_all(sync_collector(source, RecordingPolicy(), **BUDGET), batches=3)
+    many = collect_all(worker_collector(source, 2, RecordingPolicy(), **BUDGET), batches=3)
     assert_alike(one, many)
     assert many.collector.ledger.carried == 0
     assert list(many.collector) == []

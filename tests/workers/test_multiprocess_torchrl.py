@@ -37,15 +37,15 @@ from worker_kit import (
     LENGTHS,
     NEXT,
     SAME,
-    alone,
     assert_alike,
     assert_gone,
+    collect_all,
     in_threads,
+    lanes_of_workers,
     make,
-    shares,
-    spread,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
@@ -54,7 +54,7 @@ both_modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
 def each(made: Any, workers: int = 2) -> list[Any]:
     """`made(first lane, lanes)`, one a worker."""
-    return [partial(made, first, own) for first, own in shares(LANES, workers)]
+    return [partial(made, first, own) for first, own in lanes_of_workers(LANES, workers)]
 
 
 def watched(source: str, first: int, lanes: int) -> TransformedEnv:
@@ -67,8 +67,8 @@ def watched(source: str, first: int, lanes: int) -> TransformedEnv:
 @pytest.mark.parametrize("source", ["torch", NEXT, DISABLED])
 def test_transforms_follow_each_lane_as_in_one_process(source: str) -> None:
     watch = partial(watched, source)
-    one = through(SyncCollector(partial(watch, 0, LANES), ByObservation(), **BUDGET))
-    many = through(start(each(watch), ByObservation(), **BUDGET))
+    one = collect_all(SyncCollector(partial(watch, 0, LANES), ByObservation(), **BUDGET))
+    many = collect_all(start(each(watch), ByObservation(), **BUDGET))
     assert_alike(one, many)
     check_sums(joined(many.batches))
 
@@ -90,7 +90,7 @@ def stacked(first: int, lanes: int) -> TransformedEnv:
 @both_modes
 def test_buffers_that_the_first_reset_makes(mode: str) -> None:
     with in_threads():
-        rows = joined(through(start(each(stacked), mode=mode, **BUDGET)).batches)
+        rows = joined(collect_all(start(each(stacked), mode=mode, **BUDGET)).batches)
     now = rows["next", "observation"]
     assert torch.equal(
         now[..., : now.shape[-1] // 2], rows["observation"][..., now.shape[-1] // 2 :]
@@ -101,7 +101,7 @@ def test_buffers_that_the_first_reset_makes(mode: str) -> None:
 @pytest.mark.parametrize("source", ["serial", SAME])
 def test_transforms_follow_each_lane_out_of_step(source: str) -> None:
     makes = each(partial(watched, source))
-    run = through(start(makes, ByObservation(), **BUDGET, mode="async"))
+    run = collect_all(start(makes, ByObservation(), **BUDGET, mode="async"))
     check_sums(joined(run.batches))
 
 
@@ -111,7 +111,7 @@ def test_recurrent_states_are_each_lanes_own_and_go_from_lease_to_lease(
     source: str, mode: str
 ) -> None:
     memory, policy = recurrent(GRUModule)
-    run = through(spread(source, 2, policy, **BUDGET, mode=mode))
+    run = collect_all(worker_collector(source, 2, policy, **BUDGET, mode=mode))
     rows = joined(run.batches)
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
     for ids in rows["collector", "traj_ids"].unique():
@@ -127,7 +127,7 @@ def forgetful(lane: int, _: int) -> GymWrapper:
 @both_modes
 def test_lost_final_observations_are_marked(mode: str) -> None:
     makes = [partial(forgetful, lane, 1) for lane in range(2)]
-    run = through(start(makes, ByObservation(), **BUDGET, mode=mode))
+    run = collect_all(start(makes, ByObservation(), **BUDGET, mode=mode))
     rows = joined(run.batches)
     valid = rows["collector", "next_valid"]
     assert torch.equal(~valid, rows["next", "done"].view(-1))
@@ -149,7 +149,7 @@ class Masked(OracleTorchEnv):
 
 @both_modes
 def test_an_action_mask_is_honoured(mode: str) -> None:
-    run = through(start(each(Masked), **BUDGET, mode=mode))
+    run = collect_all(start(each(Masked), **BUDGET, mode=mode))
     rows = joined(run.batches)
     assert torch.equal(rows["action"], rows["collector", "lane"].long() % 2)
 
@@ -169,13 +169,13 @@ def in_parallel(first: int, lanes: int) -> ParallelEnv:
 
 @pytest.mark.parametrize(("made", "source"), [(in_processes, NEXT), (in_parallel, "serial")])
 def test_environments_with_processes_of_their_own(made: Any, source: str) -> None:
-    one = through(alone(source, ByObservation(), **BUDGET))
+    one = collect_all(sync_collector(source, ByObservation(), **BUDGET))
     collector = start(each(made), ByObservation(), **BUDGET)
     theirs = [
         child.pid for pid in collector.worker_pids for child in psutil.Process(pid).children(True)
     ]
     assert len(theirs) >= LANES
-    many = through(collector)
+    many = collect_all(collector)
     assert_gone(theirs)
     assert_alike(one, many)
 
@@ -189,7 +189,7 @@ def told(td: TensorDictBase) -> TensorDictBase:
 @both_modes
 @pytest.mark.parametrize("kind", [ExplorationType.MODE, ExplorationType.RANDOM])
 def test_the_exploration_type_holds_in_workers(kind: ExplorationType, mode: str) -> None:
-    run = through(spread(SAME, 2, told, **BUDGET, mode=mode, exploration_type=kind))
+    run = collect_all(worker_collector(SAME, 2, told, **BUDGET, mode=mode, exploration_type=kind))
     assert joined(run.batches)["mode"].eq(kind is ExplorationType.MODE).all()
 
 
@@ -198,11 +198,11 @@ def test_the_exploration_type_holds_in_workers(kind: ExplorationType, mode: str)
 def test_workers_may_have_lanes_unevenly(mode: str, sizes: list[int]) -> None:
     firsts = np.cumsum([0, *sizes[:-1]]).tolist()
     makes = [partial(make, SAME, first, own) for first, own in zip(firsts, sizes, strict=True)]
-    run = through(start(makes, ByObservation(), **BUDGET, mode=mode))
+    run = collect_all(start(makes, ByObservation(), **BUDGET, mode=mode))
     check_rows(joined(run.batches), LENGTHS, ends="mixed", from_start=True)
     assert run.collector.ledger.stored == 120
     if mode == "sync":
-        assert_alike(through(alone(SAME, ByObservation(), **BUDGET)), run)
+        assert_alike(collect_all(sync_collector(SAME, ByObservation(), **BUDGET)), run)
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_workers_may_have_lanes_unevenly(mode: str, sizes: list[int]) -> None:
 def test_batches_larger_than_a_slab(mode: str) -> None:
     """4096 slots at most: a batch is put together from several fills."""
     options = {**BUDGET, "frames_per_batch": 9000, "total_frames": 12_000, "lanes": 2}
-    run = through(spread(SAME, 2, ByObservation(), **options, mode=mode))
+    run = collect_all(worker_collector(SAME, 2, ByObservation(), **options, mode=mode))
     assert [len(batch) for batch in run.batches] == [9000, 3000]
     rows = joined(run.batches)
     if mode == "sync":
-        one = through(alone(SAME, ByObservation(), **options))
+        one = collect_all(sync_collector(SAME, ByObservation(), **options))
         for mine, theirs in zip(one.batches, run.batches, strict=True):
             assert_same(mine, theirs)
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)

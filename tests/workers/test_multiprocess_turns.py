@@ -29,12 +29,12 @@ from worker_kit import (
     DISABLED,
     LENGTHS,
     NEXT,
-    Telling,
+    RecordingPolicy,
     Versioned,
+    collect_all,
     slow_factories,
-    spread,
     start,
-    through,
+    worker_collector,
 )
 
 MODES = ("sync", "async")
@@ -200,10 +200,10 @@ def test_a_seed_while_steps_take_seconds() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_random_frames_across_a_new_seed(mode: str) -> None:
     """Those that are thrown away are made up for."""
-    with spread(
+    with worker_collector(
         DISABLED,
         2,
-        Telling(),
+        RecordingPolicy(),
         mode=mode,
         frames_per_batch=10,
         total_frames=200,
@@ -221,7 +221,7 @@ def test_random_frames_across_a_new_seed(mode: str) -> None:
 
 def test_random_frames_come_first_in_every_lane(tmp_path: Path) -> None:
     """Also where resets take slots, so that leases bring fewer than they might."""
-    with spread(
+    with worker_collector(
         NEXT,
         2,
         Versioned(),
@@ -261,7 +261,7 @@ def test_a_hang_beside_a_busy_worker() -> None:
 
 def test_a_worker_killed_while_idle_lost_nothing() -> None:
     """Leases of before a new seed are not taken for those of after it."""
-    with spread(
+    with worker_collector(
         DISABLED,
         2,
         lanes=2,
@@ -285,7 +285,7 @@ def test_a_worker_killed_while_idle_lost_nothing() -> None:
 def test_weights_that_could_not_be_published() -> None:
     """Rows tell the version that chose their actions."""
     policy = Versioned()
-    with spread(DISABLED, 2, policy, frames_per_batch=10, total_frames=40) as collector:
+    with worker_collector(DISABLED, 2, policy, frames_per_batch=10, total_frames=40) as collector:
         batches = iter(collector)
         next(batches)
         policy.set_to(1)
@@ -314,10 +314,10 @@ def test_an_iterator_yields_nothing_after_the_collector_exited(mode: str, tmp_pa
             raise SystemExit(4)
         return td
 
-    collector = spread(
+    collector = worker_collector(
         NEXT,
         2,
-        Telling(),
+        RecordingPolicy(),
         mode=mode,
         frames_per_batch=10,
         total_frames=100,
@@ -327,7 +327,7 @@ def test_an_iterator_yields_nothing_after_the_collector_exited(mode: str, tmp_pa
     run = None
     with collector:
         with pytest.raises(SystemExit):
-            run = through(collector)
+            run = collect_all(collector)
         assert run is None
         with pytest.raises(StateError, match="the run ended when SystemExit was raised"):
             list(collector)

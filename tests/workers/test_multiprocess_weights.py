@@ -23,13 +23,13 @@ from worker_kit import (
     NEXT,
     SAME,
     Versioned,
-    alone,
     chosen_by,
+    collect_all,
     drawing,
     slow_factories,
-    spread,
     start,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 15, "total_frames": 300, "seed": 3}
@@ -56,7 +56,7 @@ def in_order_of_versions(rows: TensorDictBase, lanes: int = LANES) -> None:
 def updated(mode: str, source: Any = SAME, entries: int = 7, **kwargs: Any) -> list[TensorDictBase]:
     """Batches of a run whose weights are new after each, `times` times in a row."""
     policy, batches, times = Versioned(entries), [], kwargs.pop("times", 1)
-    with spread(source, 2, policy, **{**BUDGET, **kwargs}, mode=mode) as collector:
+    with worker_collector(source, 2, policy, **{**BUDGET, **kwargs}, mode=mode) as collector:
         for batch in collector:
             batches.append(batch)
             for _ in range(times):
@@ -93,7 +93,10 @@ def test_in_step_what_was_carried_says_so() -> None:
 
 def test_in_step_updates_give_the_data_of_one_process() -> None:
     runs = []
-    for collector in (alone(NEXT, Versioned(), **BUDGET), spread(NEXT, 3, Versioned(), **BUDGET)):
+    for collector in (
+        sync_collector(NEXT, Versioned(), **BUDGET),
+        worker_collector(NEXT, 3, Versioned(), **BUDGET),
+    ):
         batches = []
         with collector:
             for batch in collector:
@@ -126,7 +129,7 @@ def test_new_weights_are_there_before_a_slot_of_both_kinds(
 ) -> None:
     """The weights are new before the first slot; some of its lanes act at random."""
     policy = Versioned()
-    with spread(source, 2, policy, **BUDGET, mode=mode, init_random_frames=random) as run:
+    with worker_collector(source, 2, policy, **BUDGET, mode=mode, init_random_frames=random) as run:
         for version in (1, 2):
             policy.set_to(version)
             run.update_policy_weights_()
@@ -180,7 +183,7 @@ def test_weights_may_be_of_any_kind(mode: str) -> None:
         {"weight": torch.full((7,), 4.0)},
     ]
     seen = {}
-    with spread(SAME, 2, Versioned(), **BUDGET, mode=mode) as collector:
+    with worker_collector(SAME, 2, Versioned(), **BUDGET, mode=mode) as collector:
         batches = iter(collector)
         for version, weights in enumerate(kinds, start=1):
             collector.update_policy_weights_(weights)
@@ -197,7 +200,7 @@ def test_weights_may_be_of_any_kind(mode: str) -> None:
 
 
 def test_values_that_are_no_weights_are_refused_and_change_nothing() -> None:
-    with spread(SAME, 2, Versioned(), **BUDGET) as collector:
+    with worker_collector(SAME, 2, Versioned(), **BUDGET) as collector:
         batches = iter(collector)
         next(batches)
         wrong = {"weight": torch.zeros(7), "bias": torch.zeros(1)}
@@ -220,13 +223,13 @@ def test_values_that_are_no_weights_are_refused_and_change_nothing() -> None:
 
 
 def test_a_callable_without_weights_and_no_policy_at_all_have_none_to_update() -> None:
-    with spread(SAME, 2, drawing, **BUDGET) as collector:
+    with worker_collector(SAME, 2, drawing, **BUDGET) as collector:
         match = "the policy is a function, whose copies in the workers no weights can reach"
         for weights in (None, {"weight": torch.zeros(1)}):
             with pytest.raises(ArgumentError, match=match):
                 collector.update_policy_weights_(weights)
         assert collector.policy_version == 0
-    with spread(SAME, 2, None, **BUDGET) as collector:
+    with worker_collector(SAME, 2, None, **BUDGET) as collector:
         with pytest.raises(ArgumentError, match="draws random actions: it has no weights"):
             collector.update_policy_weights_()
         assert collector.policy_version == -1
@@ -234,7 +237,7 @@ def test_a_callable_without_weights_and_no_policy_at_all_have_none_to_update() -
 
 def test_the_policy_of_the_caller_stays_its_own() -> None:
     policy = Versioned().set_to(5)
-    with spread(SAME, 2, policy, **BUDGET) as collector:
+    with worker_collector(SAME, 2, policy, **BUDGET) as collector:
         batches = iter(collector)
         assert next(batches)["low"].eq(5).all()
         policy.set_to(9)  # nobody has been told
@@ -261,7 +264,7 @@ def _ones(observation: torch.Tensor) -> torch.Tensor:
 def test_the_rate_of_exploration_travels(mode: str) -> None:
     policy = greedy(1.0)
     options = {**BUDGET, "frames_per_batch": 150, "total_frames": 600}
-    with spread(SAME, 2, policy, **options, mode=mode) as collector:
+    with worker_collector(SAME, 2, policy, **options, mode=mode) as collector:
         batches = iter(collector)
         assert 0.3 < next(batches)["action"].double().mean() < 0.7
         policy[1].step(10)
@@ -274,7 +277,7 @@ def test_the_rate_of_exploration_travels(mode: str) -> None:
 
 
 def test_without_weights_versions_stay_at_zero() -> None:
-    run = through(spread(SAME, 2, drawing, **BUDGET))
+    run = collect_all(worker_collector(SAME, 2, drawing, **BUDGET))
     assert joined(run.batches)["collector", "policy_version"].eq(0).all()
     assert {each.policy_versions for each in run.episodes} == {(0, 0)}
 
@@ -282,8 +285,8 @@ def test_without_weights_versions_stay_at_zero() -> None:
 def test_episodes_know_the_versions_of_their_first_and_last_action() -> None:
     one, many = [], []
     for runs, collector in (
-        (one, alone(DISABLED, Versioned(), **BUDGET)),
-        (many, spread(DISABLED, 2, Versioned(), **BUDGET)),
+        (one, sync_collector(DISABLED, Versioned(), **BUDGET)),
+        (many, worker_collector(DISABLED, 2, Versioned(), **BUDGET)),
     ):
         with collector:
             for number, _ in enumerate(collector, start=1):
@@ -297,7 +300,9 @@ def test_episodes_know_the_versions_of_their_first_and_last_action() -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_policy_on_a_gpu_acts_in_workers_on_the_cpu(mode: str) -> None:
     policy = Versioned().to("cuda")
-    with spread(NEXT, 2, policy, mode=mode, frames_per_batch=20, total_frames=200) as collector:
+    with worker_collector(
+        NEXT, 2, policy, mode=mode, frames_per_batch=20, total_frames=200
+    ) as collector:
         for number, batch in enumerate(collector, 1):
             version = batch["collector", "policy_version"]
             assert torch.equal(batch["low"], version.float())

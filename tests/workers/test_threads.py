@@ -30,12 +30,12 @@ from worker_kit import (
     DISABLED,
     LENGTHS,
     NEXT,
-    Telling,
-    alone,
+    RecordingPolicy,
     assert_alike,
+    collect_all,
     factories,
-    spread,
-    through,
+    sync_collector,
+    worker_collector,
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 5}
@@ -102,21 +102,21 @@ def hangs() -> None:
     RELEASE.wait(20)
 
 
-@pytest.mark.parametrize("policy", [None, Telling()], ids=["random", "policy"])
+@pytest.mark.parametrize("policy", [None, RecordingPolicy()], ids=["random", "policy"])
 @pytest.mark.parametrize("source", [DISABLED, NEXT, "torch"])
 def test_rows_ledger_and_episodes_are_those_of_one_process(source: str, policy: Any) -> None:
-    one = through(alone(source, policy, **BUDGET))
-    many = through(threaded(factories(source, 2), policy, **BUDGET))
+    one = collect_all(sync_collector(source, policy, **BUDGET))
+    many = collect_all(threaded(factories(source, 2), policy, **BUDGET))
     assert_alike(one, many)
 
 
 def test_rows_are_those_of_processes() -> None:
-    apart = through(spread(DISABLED, 2, Telling(), **BUDGET))
-    assert_alike(apart, through(threaded(factories(DISABLED, 2), Telling(), **BUDGET)))
+    apart = collect_all(worker_collector(DISABLED, 2, RecordingPolicy(), **BUDGET))
+    assert_alike(apart, collect_all(threaded(factories(DISABLED, 2), RecordingPolicy(), **BUDGET)))
 
 
 def test_async_counts_are_exact_and_lanes_in_order() -> None:
-    run = through(threaded(factories(DISABLED, 2), ByObservation(), mode="async", **BUDGET))
+    run = collect_all(threaded(factories(DISABLED, 2), ByObservation(), mode="async", **BUDGET))
     assert sum(map(len, run.batches)) == run.collector.ledger.stored == 120
     assert balanced(run.collector.ledger)
     check_rows(torch.cat(run.batches), LENGTHS, ends="mixed")
@@ -126,7 +126,7 @@ def test_async_counts_are_exact_and_lanes_in_order() -> None:
 def test_an_exception_is_raised_as_that_of_a_process(mode: Any) -> None:
     collector = threaded(two(7, raises), mode=mode, **BUDGET)
     with pytest.raises(WorkerRaised, match=r"worker 1 \(lane 1, thread tallyroll-wor") as caught:
-        through(collector)
+        collect_all(collector)
     error = caught.value
     assert isinstance(error.__cause__, ValueError)
     assert (error.worker, error.lane) == (1, 1)
@@ -137,7 +137,7 @@ def test_an_exception_is_raised_as_that_of_a_process(mode: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_worker_that_raised_is_replaced(mode: Any) -> None:
     FAILURES["left"] = 1
-    run = through(threaded(two(7, raises_once), mode=mode, on_worker_death="respawn", **BUDGET))
+    run = collect_all(threaded(two(7, raises_once), mode=mode, on_worker_death="respawn", **BUDGET))
     ledger = run.collector.ledger
     assert (ledger.respawned, ledger.stored) == (1, 120)
     assert balanced(ledger)
@@ -146,7 +146,7 @@ def test_a_worker_that_raised_is_replaced(mode: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_an_exit_ends_the_worker_alone(mode: Any) -> None:
     with pytest.raises(WorkerDied, match=r"ended by SystemExit\(3\)"):
-        through(threaded(two(7, exits), mode=mode, **BUDGET))
+        collect_all(threaded(two(7, exits), mode=mode, **BUDGET))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -162,7 +162,7 @@ def test_a_hang_ends_the_run_and_says_that_it_goes_on(
             pytest.warns(RuntimeWarning, match=r"worker-1 is still in its environment after 0\.3"),
             pytest.raises(WorkerHung, match=r'goes on in its environment[^!]*transport="process"'),
         ):
-            through(collector)
+            collect_all(collector)
         assert time.monotonic() - began < 15
         assert balanced(collector.ledger)
     finally:
@@ -212,7 +212,7 @@ def test_what_closing_raises_is_said() -> None:
         return SyncVectorEnv([partial(Closing, 0, LENGTHS)], autoreset_mode=AutoresetMode.DISABLED)
 
     with pytest.warns(RuntimeWarning, match="worker-0 ended by ValueError.'still connected'"):
-        through(threaded([make], **BUDGET))
+        collect_all(threaded([make], **BUDGET))
 
 
 class Exploring(ByObservation):
@@ -252,7 +252,7 @@ def test_generators_of_the_program_are_left_alone() -> None:
     torch.manual_seed(1)
     wanted = torch.rand(3)
     torch.manual_seed(1)
-    through(threaded(factories(DISABLED, 2), **{**BUDGET, "seed": None}))
+    collect_all(threaded(factories(DISABLED, 2), **{**BUDGET, "seed": None}))
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), wanted)
 
@@ -304,7 +304,7 @@ def meeting(lane: int) -> SyncVectorEnv:
 
 def test_workers_wait_at_the_same_time() -> None:
     makes = [partial(meeting, lane) for lane in range(2)]
-    run = through(threaded(makes, frames_per_batch=10, total_frames=40))
+    run = collect_all(threaded(makes, frames_per_batch=10, total_frames=40))
     assert run.collector.ledger.stored == 40
 
 
@@ -358,8 +358,8 @@ def one_being_replaced() -> Iterator[tuple[MultiprocessCollector, Iterator[Tenso
 def test_others_go_on_while_one_is_replaced() -> None:
     """Batches come of worker 0 alone until worker 1 can be made; then of both."""
     with one_being_replaced() as (collector, batches):
-        alone = [next(batches) for _ in range(6)][2:]  # the first may hold what was there
-        assert all((batch["collector", "lane"] == 0).all() for batch in alone)
+        later = [next(batches) for _ in range(6)][2:]  # the first may hold what was there
+        assert all((batch["collector", "lane"] == 0).all() for batch in later)
         MAY_BE_MADE.set()
         until = time.monotonic() + 10
         while not (next(batches)["collector", "lane"] == 1).any():
@@ -370,7 +370,7 @@ def test_others_go_on_while_one_is_replaced() -> None:
 def test_several_are_replaced_at_the_same_time() -> None:
     MADE_LANES.clear()
     makes = [partial(both_again, lane) for lane in range(2)]
-    run = through(threaded(makes, on_worker_death="respawn", **BUDGET))
+    run = collect_all(threaded(makes, on_worker_death="respawn", **BUDGET))
     assert (run.collector.ledger.respawned, run.collector.ledger.stored) == (2, 120)
     assert balanced(run.collector.ledger)
 

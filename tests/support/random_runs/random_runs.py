@@ -29,7 +29,7 @@ from random_meddling import Meddler
 from random_networks import CHANGES
 from random_policies import make_policy
 from random_running import Told
-from worker_kit import QUICK, in_threads, shares, start
+from worker_kit import QUICK, in_threads, lanes_of_workers, start
 
 RING = 32
 
@@ -401,7 +401,7 @@ class _Runner:
             return SyncCollector(env, policy, **options)
         factories = [
             partial(make, first=first, lanes=lanes)
-            for first, lanes in shares(config.env.lanes, config.workers)
+            for first, lanes in lanes_of_workers(config.env.lanes, config.workers)
         ]
         if config.threads:
             return MultiprocessCollector(factories, policy, mode=config.mode, **QUICK, **options)

@@ -162,7 +162,7 @@ def check(storage: DiskStorage, *, since: int = 0, acknowledged: int = 0) -> int
 
 
 def shown(path: Path, kind: type[DiskStorage]) -> dict[Key, np.ndarray]:
-    """The columns as h5py, zarr-python or tensordict reads them, as many rows as their metadata say."""
+    """Columns as h5py, zarr-python or tensordict reads them: rows that their metadata name."""
     if kind is H5Storage:
         with h5py.File(path, "r", locking=False) as file:
             rows = int(file.attrs["rows"])
