@@ -343,7 +343,7 @@ def test_actions_are_those_that_were_chosen(frames: int, scribbles: bool, random
     assert torch.equal(torch.cat([b["echo"] for b in batches], 1)[:, 1:], action[:, :-1])
 
 
-def test_a_state_that_a_policy_writes_reaches_the_environment_and_no_later_write_does() -> None:
+def test_an_environment_gets_states_as_the_policy_first_wrote_them() -> None:
     primer = TensorDictPrimer({"memory": Unbounded((1,))}, expand_specs=True)
     env = TransformedEnv(OracleTorchEnv(2, PLAIN, ends="mixed"), Compose(InitTracker(), primer))
     mine: list[torch.Tensor] = []
