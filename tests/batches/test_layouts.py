@@ -185,7 +185,7 @@ def test_shuffled_rows_of_a_run_are_put_in_order() -> None:
         assert one["collector", "step"].tolist() == list(range(len(one)))
 
 
-def test_a_trajectory_over_two_batches_is_cut_in_neither_middle_when_joined() -> None:
+def test_a_trajectory_over_two_joined_batches_is_not_cut() -> None:
     one = rows_of([4, 4], [0, 1])
     both = torch.cat([one, rows_of([4], [2], [True])])
     (piece,) = split_trajectories(both, out="list")

@@ -245,7 +245,7 @@ def test_without_a_total_it_runs_until_stopped(driver: str) -> None:
     check_rows(joined(batches), LENGTHS, ends="mixed", from_start=True)
 
 
-def test_stopped_in_the_middle_of_a_batch_what_is_complete_is_a_shorter_one() -> None:
+def test_a_stop_in_the_middle_of_a_batch_yields_a_shorter_one() -> None:
     collectors: list[SyncCollector] = []
 
     def stopping(td: TensorDictBase) -> TensorDictBase:

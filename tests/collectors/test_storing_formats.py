@@ -191,7 +191,7 @@ def test_the_suffix_chooses_the_format(tmp_path: Path, name: str, kind: type[Dis
     assert verify(path).sound
 
 
-def test_a_format_that_cannot_grow_wants_to_know_how_many_rows_will_come(tmp_path: Path) -> None:
+def test_a_format_that_cannot_grow_needs_the_number_of_rows(tmp_path: Path) -> None:
     for budget in ({"total_frames": -1}, {"total_episodes": 3}):
         with pytest.raises(ArgumentError, match=r"H5Storage, which needs to know how many rows"):
             SyncCollector("CartPole-v1", storage=tmp_path / "a.h5", **CARTPOLE, **budget)

@@ -282,7 +282,7 @@ def test_a_buffer_gets_what_torchrls_workers_would_put_there(lanes: int | None) 
     assert torch.equal(buffers[0]["observation"], buffers[1]["observation"])
 
 
-def test_rows_of_workers_go_into_a_buffer_where_single_steps_are_asked_for() -> None:
+def test_rows_of_workers_go_into_a_buffer_of_single_steps() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     given: dict[str, Any] = {**BUDGET, "replay_buffer": buffer, "extend_buffer": False}
     with MultiSyncCollector(envs(), ByObservation(), **given) as collector:

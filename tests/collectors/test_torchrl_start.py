@@ -206,7 +206,7 @@ class Stuck(OracleTorchEnv):
         return super()._step(tensordict)
 
 
-def test_a_step_that_does_not_return_is_an_error_in_time_and_closes_nothing() -> None:
+def test_a_step_that_does_not_return_is_an_error_in_time() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     env = Stuck(None, (50,))
     env.begun, env.release = threading.Event(), threading.Event()

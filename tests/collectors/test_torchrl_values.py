@@ -217,7 +217,7 @@ def test_a_policy_is_compiled_and_acts_the_same(keywords: dict[str, Any]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*PyTree:UserWarning")  # tensordict's own, of the first graph
-def test_a_graph_is_captured_where_there_is_a_gpu_and_else_torchrl_warns() -> None:
+def test_a_graph_is_captured_on_a_gpu_and_else_torchrl_warns() -> None:
     given: dict[str, Any] = {"frames_per_batch": 6, "cudagraph_policy": True, "seed": 0}
     with Collector(env(), linear(), frames_per_batch=6, seed=0) as plain:
         want = plain.next()
@@ -396,7 +396,7 @@ def test_a_storage_of_ours_behind_a_buffer_gets_rows(tmp_path: Any) -> None:
         assert buffer.sample().shape == (4,)
 
 
-def test_lanes_that_differ_in_length_do_not_enter_a_buffer_of_rectangles() -> None:
+def test_lanes_of_unequal_length_enter_no_buffer_of_rectangles() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2), batch_size=4)
     with (
         pytest.raises(ArgumentError, match="total_frames"),

@@ -215,7 +215,7 @@ def test_a_run_without_rows_is_not_taken_for_the_next(tmp_path: Path) -> None:
     assert_ids_are_unique(path)
 
 
-def test_a_run_without_rows_leaves_no_count_to_one_that_was_killed_as_early(tmp_path: Path) -> None:
+def test_a_run_without_rows_leaves_no_count_to_a_later_one(tmp_path: Path) -> None:
     """Each says itself how it began, and with which seed."""
     path = tmp_path / "rows"
     with MemmapStorage(path) as storage:

@@ -67,7 +67,7 @@ def test_returns_and_lengths_include_what_was_discarded(
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
-def test_ticks_of_a_reset_are_those_of_episodes_whose_first_row_is_there(
+def test_reset_ticks_are_those_of_episodes_with_a_first_row(
     mode: AutoresetMode,
 ) -> None:
     """A trajectory that begins in mid-episode has no reset of its own."""

@@ -204,7 +204,7 @@ def iterate(collector: Collector, rows: list[int], once: Once, after: int = BATC
 
 @pytest.mark.parametrize("run", RUNS)
 @changes
-def test_a_row_lost_or_doubled_on_its_way_is_an_error_before_it_is_stored(
+def test_a_lost_or_doubled_row_is_an_error_before_it_is_stored(
     run: str, step: Step, what: str, tmp_path: Path
 ) -> None:
     with tampered(step, what) as once:

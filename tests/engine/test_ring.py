@@ -385,7 +385,7 @@ def test_a_ring_is_given_many_of_its_own_rows(path: Path, shift: int) -> None:
 
 
 @pytest.mark.parametrize("form", [rows, arrays])
-def test_power_durability_waits_for_the_reserve_before_a_row_is_overwritten(
+def test_power_durability_syncs_the_reserve_before_it_overwrites(
     path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
     """And for nothing more than data and head where no row is."""

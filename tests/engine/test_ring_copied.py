@@ -147,7 +147,7 @@ def test_rows_in_order_have_the_columns_that_are_asked_for(tmp_path: Path) -> No
             assert all(torch.equal(some[key], every[key]) for key in keys)
 
 
-def test_rows_that_are_overwritten_while_they_are_put_in_order_are_left_out(
+def test_rows_overwritten_while_put_in_order_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ring_of(tmp_path / "ring", 7) as ring, open_storage(tmp_path / "ring") as reader:

@@ -203,7 +203,7 @@ def test_records_that_come_between_two_looks_hide_none(
 @pytest.mark.parametrize("laps", [1, 3])
 @pytest.mark.parametrize("count", [1, RING // 2, RING])
 @pytest.mark.parametrize("moment", ["their slots", "their numbers"])
-def test_rows_that_are_overwritten_while_they_are_copied_are_copied_again(
+def test_rows_overwritten_during_the_copy_are_copied_again(
     writer: Writer, reader: DiskStorage, laps: int, count: int, moment: str
 ) -> None:
     """After the reader knew their slots, or their numbers, too."""
@@ -305,7 +305,7 @@ def test_a_reader_that_is_lapped_while_it_reads_whose_rows_are(
 
 @pytest.mark.parametrize("laps", [1, 3])
 @pytest.mark.parametrize("count", [RING // 3, RING])
-def test_slices_that_are_overwritten_while_they_are_copied_are_drawn_again(
+def test_slices_overwritten_during_the_copy_are_drawn_again(
     writer: Writer, reader: DiskStorage, laps: int, count: int
 ) -> None:
     act = times(laps, lambda: writer.write(count))
@@ -327,7 +327,7 @@ def test_slices_of_a_ring_whose_writer_is_always_faster(
 
 
 @pytest.mark.parametrize("laps", [1, 3])
-def test_n_steps_that_are_overwritten_while_they_are_read_are_read_again(
+def test_n_steps_overwritten_during_the_reading_are_read_again(
     writer: Writer, reader: DiskStorage, laps: int
 ) -> None:
     act = times(laps, lambda: writer.write(RING // 2))

@@ -83,7 +83,7 @@ def test_a_writer_has_a_file_open_for_each_column_and_a_reader_one(
     assert held() == before
 
 
-def test_where_no_more_files_may_be_open_that_is_said_and_what_is_open_goes_on(
+def test_too_many_open_files_are_an_error_and_open_ones_go_on(
     tmp_path: Path, kind: Callable[..., DiskStorage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private_rows, "_COPIED_NBYTES", 0)

@@ -516,7 +516,7 @@ def test_a_probe_takes_legal_actions(case: str, where: str) -> None:
         assert overwrites_itself(make, child, warn=True) is reuses
 
 
-def test_an_asynchronous_vector_that_overwrites_masked_observations_is_refused() -> None:
+def test_an_async_vector_that_overwrites_masked_rows_is_refused() -> None:
     lane = partial(Again, *CASES["several"])
     same = AutoresetMode.SAME_STEP
     make = partial(AsyncVectorEnv, [lane], autoreset_mode=same, context="fork")

@@ -52,7 +52,7 @@ print("went on")
 
 
 @pytest.mark.slow
-def test_threads_that_try_policies_out_wait_for_each_other_no_longer_than_that() -> None:
+def test_threads_wait_for_each_other_only_while_a_policy_is_tried() -> None:
     """In Python 3.11 torch's own `fork_rng` stands still here within a second or two."""
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=110, check=False

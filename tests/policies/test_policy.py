@@ -65,7 +65,7 @@ def test_the_trial_leaves_no_trace(driver: str) -> None:
 
 
 @every_driver
-def test_a_policy_that_rewrites_its_observation_sees_the_next_one_all_the_same(
+def test_a_policy_that_rewrites_its_observation_sees_the_next_one(
     driver: str,
 ) -> None:
     """A normaliser that writes `observation` again must not freeze what it sees."""
@@ -89,7 +89,7 @@ def test_a_policy_that_rewrites_its_observation_sees_the_next_one_all_the_same(
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_a_policy_that_scribbles_on_its_observation_does_not_falsify_rows(driver: str) -> None:
+def test_a_policy_that_writes_to_its_observation_changes_no_row(driver: str) -> None:
     def scribbling(td: TensorDictBase) -> TensorDictBase:
         td = ByObservation()(td)
         td["observation"].neg_()
@@ -322,7 +322,7 @@ every_plain_driver = pytest.mark.parametrize("driver", PLAIN_DRIVERS)
 
 
 @every_plain_driver
-def test_an_observation_is_stored_as_it_was_before_the_policy_changed_it(driver: str) -> None:
+def test_observations_are_stored_as_before_the_policy_changed_them(driver: str) -> None:
     def normalising(td: TensorDictBase) -> TensorDictBase:
         td = ByObservation()(td)
         return td.set("observation", td["observation"] / 2)

@@ -354,7 +354,7 @@ def _sign(value: torch.Tensor) -> torch.Tensor:
     return (value[..., 0] > 0).long()
 
 
-def test_states_under_next_without_a_primer_are_refused_where_they_are_read() -> None:
+def test_states_under_next_that_are_read_without_a_primer_are_refused() -> None:
     def counting(td: TensorDictBase) -> TensorDictBase:
         before = td.get("memory", torch.zeros(*td.batch_size, 1))
         return ByObservation()(td).set(("next", "memory"), before + 1)

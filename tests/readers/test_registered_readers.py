@@ -158,7 +158,7 @@ def test_a_ring_without_arrays(ring: MemmapStorage, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("laps", [1, 3])
-def test_rows_of_a_ring_without_arrays_that_are_overwritten_are_read_again(
+def test_overwritten_rows_of_a_ring_without_arrays_are_read_again(
     ring: MemmapStorage, monkeypatch: pytest.MonkeyPatch, laps: int
 ) -> None:
     reader, left, written = WithoutArrays(ring.reader), laps, [*range(99)]

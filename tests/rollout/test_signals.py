@@ -375,7 +375,7 @@ def test_at_the_end_of_a_run_handlers_are_back(end: str) -> None:
         assert not calls
 
 
-def test_one_that_was_dropped_in_another_thread_passes_a_signal_on_and_goes() -> None:
+def test_a_collector_dropped_in_another_thread_passes_a_signal_on() -> None:
     with handler(signal.SIGTERM, Interruption) as calls:
         mine = signal.getsignal(signal.SIGTERM)
         collectors = [short()]

@@ -104,7 +104,7 @@ def lines_of(table: np.ndarray) -> list[dict[str, Any]]:
     return [dict(zip(names, line.tolist(), strict=True)) for line in table]
 
 
-def test_a_seed_is_given_to_no_later_trajectory_of_a_lane_that_was_forgotten() -> None:
+def test_no_later_trajectory_of_a_forgotten_lane_gets_a_seed() -> None:
     """The table of a ring, when it is read again, lacks lanes whose rows are all overwritten."""
     lane = np.array([1] * 3 + [0] * 30 + [1] * 2)
     ids = np.array([1] * 3 + [0] * 30 + [3] * 2)
@@ -125,7 +125,7 @@ def test_a_seed_is_given_to_no_later_trajectory_of_a_lane_that_was_forgotten() -
         assert seeds == {0: 11, 3: -1}
 
 
-def test_a_seed_is_given_to_no_trajectory_whose_first_rows_were_not_stored() -> None:
+def test_no_trajectory_without_its_first_rows_gets_a_seed() -> None:
     ids, lane, flags = np.array([0, 1, 0, 1]), np.array([0, 1, 0, 1]), np.zeros(4, np.bool_)
     model = Model(ids, np.array([0, 3, 1, 4]), lane, flags, flags)
     table = counted(model, runs=[RunSeeds(0, np.array([11, 22]))]).table()

@@ -236,7 +236,7 @@ def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple
 
 
 @pytest.mark.usefixtures("counted_growth")
-def test_a_million_rows_take_a_number_of_operations_that_is_linear_in_them() -> None:
+def test_operations_for_a_million_rows_are_linear_in_their_number() -> None:
     few, many = cost(2**18, 2**16), cost(2**20, 2**16)
     assert many[0] < 4 * few[0] * 1.15, "elements grow faster than rows"
     assert many[0] < 60 * 2**20, "elements a row"

@@ -120,7 +120,7 @@ def model(rows: list[Row], lanes: int) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_counts_are_those_of_a_plain_model_in_any_order_and_in_any_pieces(seed: int) -> None:
+def test_counts_in_any_order_and_pieces_are_those_of_a_plain_model(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lanes = int(rng.integers(1, 8))
     share, starts = float(rng.choice([0.0, 0.5, 1.0])), int(rng.choice([1, 2, 10**6]))

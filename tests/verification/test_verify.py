@@ -328,7 +328,7 @@ def test_an_id_of_another_lane_is_not_taken_for_the_largest() -> None:
     assert checks.largest == 2
 
 
-def test_an_id_that_two_lanes_have_is_found_without_a_run_that_says_whose_it_is(
+def test_an_id_of_two_lanes_is_found_without_an_entry_of_its_run(
     tmp_path: Path,
 ) -> None:
     one, other = episodes([1, 2, 3], [1, 2])

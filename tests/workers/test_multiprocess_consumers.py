@@ -214,9 +214,7 @@ def test_a_batch_ends_where_it_says_and_estimators_stop_there(source: str, mode:
 
 
 @both_modes
-def test_trajectories_and_slices_of_what_is_stored_are_those_of_the_lanes(
-    mode: str, tmp_path: Path
-) -> None:
+def test_stored_trajectories_and_slices_are_those_of_the_lanes(mode: str, tmp_path: Path) -> None:
     """In a storage rows of a lane lie among those of others, in async mode in any order."""
     with MemmapStorage(tmp_path / "s") as storage:
         run = collect_all(

@@ -430,7 +430,7 @@ def test_a_worker_has_so_many_threads(threads: int | None) -> None:
 
 
 @pytest.mark.slow
-def test_a_stochastic_policy_repeats_itself_with_as_many_workers_and_not_with_others() -> None:
+def test_stochastic_runs_are_equal_with_as_many_workers_only() -> None:
     """Two lanes a worker: workers with the same generator would draw alike."""
     options = {**BUDGET, "frames_per_batch": 50, "total_frames": 200, "lanes": 4}
     runs = [

@@ -158,7 +158,7 @@ def test_images_and_dicts_of_a_torchrl_environment(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("surplus", ["carry", "never_step"])
-def test_environments_of_one_lane_beside_each_other_are_as_one_of_several(surplus: Any) -> None:
+def test_environments_of_one_lane_each_are_as_one_of_several(surplus: Any) -> None:
     kwargs = {**BUDGET, "surplus": surplus, "lanes": 3}
     one = collect_all(sync_collector("serial", ByObservation(), **kwargs))
     many = collect_all(worker_collector("single", 3, ByObservation(), **kwargs))

@@ -112,9 +112,7 @@ def test_in_step_updates_give_the_data_of_one_process() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 7])
 @pytest.mark.parametrize("source", [DISABLED, "serial"])
-def test_in_step_new_weights_are_there_before_a_slot_that_is_stepped_in_part(
-    source: str, size: int
-) -> None:
+def test_in_step_new_weights_arrive_before_a_slot_in_parts(source: str, size: int) -> None:
     options = {"surplus": "never_step", "frames_per_batch": size, "total_frames": 12 * size}
     for number, batch in enumerate(updated("sync", source, **options)):
         version = assert_each_row_by_its_version(batch)
@@ -222,7 +220,7 @@ def test_values_that_are_no_weights_are_refused_and_change_nothing() -> None:
         assert set(next(batches)["collector", "policy_version"].tolist()) == {0}
 
 
-def test_a_callable_without_weights_and_no_policy_at_all_have_none_to_update() -> None:
+def test_a_callable_and_no_policy_have_no_weights_to_update() -> None:
     with worker_collector(SAME, 2, drawing, **BUDGET) as collector:
         match = "the policy is a function, whose copies in the workers no weights can reach"
         for weights in (None, {"weight": torch.zeros(1)}):

@@ -263,7 +263,7 @@ def receive(connection: Connection) -> Any:
     return connection.recv()
 
 
-def test_two_processes_see_the_same_bytes_and_a_killed_one_leaves_nothing() -> None:
+def test_processes_share_bytes_and_a_killed_one_leaves_nothing() -> None:
     with started(mirror) as (process, connection):
         arena = Arena.create(4096)
         inode = os.fstat(arena.fd).st_ino
