@@ -94,7 +94,8 @@ class WarmServer:
     """
 
     def __init__(self, *paths: Path, **environment: str) -> None:
-        found = map(str, (TESTS, *paths, *filter(None, [os.environ.get("PYTHONPATH")])))
+        ours = (TESTS, TESTS / "environments")
+        found = map(str, (*ours, *paths, *filter(None, [os.environ.get("PYTHONPATH")])))
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "warm_cli.py")],
             stdin=subprocess.PIPE,
