@@ -87,7 +87,7 @@ class RunState:
             said += f"The last {stored - self.given:,} of these were not yielded. "
         if writer.storage is not None:
             return said + (
-                "To go on behind them, shut this collector down and give the storage to another "
+                "To go on after them, shut this collector down and give the storage to another "
                 "one, with resume=True"
             )
         left = self.budget.remaining(stored)

@@ -50,7 +50,7 @@ from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 _GO_ON = (
-    "To go on behind them, open the storage again and give it to a collector with resume=True: it "
+    "To go on after them, open the storage again and give it to a collector with resume=True: it "
     "has the counts of the last commit, and counts what waited then as lost. Close a collector "
     "before its storage: put its `with` block inside the storage's"
 )
@@ -236,7 +236,7 @@ class BatchWriter:
         if next_id > _MOST_IDS:
             raise StateError(
                 f"expected trajectory ids below {_MOST_IDS}, got {next_id - 1} in what is "
-                "stored: there is no room for more behind it; begin another storage"
+                "stored: there is no room for more after it; begin another storage"
             )
         self._run.next_id = next_id
         return next_id

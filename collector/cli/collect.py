@@ -275,7 +275,7 @@ class CollectRun:
 
     def _say_what_it_takes(self) -> None:
         if self.args.resume and not self.resumes:
-            self.note(f"{self.out} held no run to resume: starting anew")
+            self.note(f"{self.out} held no run to resume: starting from the beginning")
         row_nbytes = self.storage.schema.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
         if self.plan.frames is not None:

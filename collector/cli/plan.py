@@ -159,7 +159,7 @@ def open_output(args: argparse.Namespace) -> DiskStorage:
         return _open(args, "append" if args.append else "create")
     except StorageExists as error:
         raise CommandError(
-            f"{args.out} holds a storage already: --append adds a new run behind its rows, "
+            f"{args.out} holds a storage already: --append adds a new run after its rows, "
             "--resume continues its last run; or give another --out"
         ) from error
     except StorageMissing as error:

@@ -78,7 +78,7 @@ class Page(Console):
         if respawned := counts.get("respawned", 0):
             self.print(
                 f"workers were replaced {times(respawned)}; what they had not handed over is lost, "
-                "and was collected anew"
+                "and was collected again"
             )
         # Not every start was a resumption.
         if (resumed := counts.get("incarnation", 0) - respawned) > 0:

@@ -71,7 +71,7 @@ class Choices:
             return f"[{n}]"
         combinations = f", {[*self.sizes]} (combinations)" if count < 9 else ""
         alike = f", {[count, n]} (a row an index)" if set(self.sizes) == {n} else ""
-        return f"[{sum(self.sizes)}] (one part an index behind the other){combinations}{alike}"
+        return f"[{sum(self.sizes)}] (one part an index after the other){combinations}{alike}"
 
     def parts(self, marks: Array, batch: tuple[int, ...]) -> list[Array] | None:
         """The marks of each index ``[*batch, n]``, or of combinations; None: another shape."""

@@ -278,7 +278,7 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
             raise EnvironmentRefused(
                 f"{shown} has no fixed shape ({list(spec.shape)}), and a column has one; around "
                 f'each single environment, TransformedEnv(env, FixedWidth({{"{shown}": shape}})) '
-                "puts zeros behind what is shorter"
+                "fills shorter ones with zeros"
             )
     layout: dict[Key, SlabColumn] = {}
     for name, value in _fake(env).items(True, True):

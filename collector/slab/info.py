@@ -167,4 +167,4 @@ def _number(text: str | None, whole: str) -> Any:
             return kind(text)
         except ValueError:
             continue
-    raise ArgumentError(f"expected a number, True or False behind =, got {text!r} in {whole!r}")
+    raise ArgumentError(f"expected a number, True or False after =, got {text!r} in {whole!r}")

@@ -104,7 +104,7 @@ class Region:
         flags, prot = _mode(self._access)
         at = pages(self.mapped) if at is None else at
         if at + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes behind {at} do not fit into {self.nbytes}.")
+            raise ValueError(f"{nbytes} bytes after {at} do not fit into {self.nbytes}.")
         where = self.address + at
         if _libc.mmap(where, nbytes, prot, flags | _MAP_FIXED, file, 0) == _FAILED:
             code = ctypes.get_errno()

@@ -82,7 +82,7 @@ def check_cursor(storage: RowStore, rows: range) -> None:
     at = _next_index(storage)
     if rows.start != at:
         raise NotAnAppend(
-            f"rows on disk are only added behind the last one, at row {at}, and this write is "
+            f"rows on disk are only added after the last one, at row {at}, and this write is "
             f"at row {rows.start}. A buffer that did not make its writer itself goes on at the "
             "right row after storage.attach(buffer)."
         )

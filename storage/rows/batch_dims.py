@@ -71,7 +71,7 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
     for level in [*dims, *possible]:
         if dims.get(level, 0) != possible.get(level, 0):
             raise InvalidSchema(
-                f"{spell(level) or 'the root'} has {dims.get(level, 0)} batch dimensions behind "
+                f"{spell(level) or 'the root'} has {dims.get(level, 0)} batch dimensions after "
                 f"the rows, which its columns and the levels around it do not have."
             )
 

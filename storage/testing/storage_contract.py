@@ -1045,7 +1045,7 @@ class StorageContract:
         with self.make(five, mode="append") as storage:
             cursor: Any
             for cursor, wording in (
-                (0, "behind the last one, at row 5, and this write is at row 0"),
+                (0, "after the last one, at row 5, and this write is at row 0"),
                 (6, "at row 6"),
                 (torch.tensor([5, 7]), "not consecutive"),
                 (torch.tensor([6, 5]), "not consecutive"),

@@ -229,7 +229,7 @@ class IdChecks:
                 f"trajectory {id} is stored in {self._path} already, and row {row} of these, its "
                 f"step {step} in lane {lane}, does not go on from there: {why}. Nothing was "
                 'written. Give ids that are new, or let extend(..., ids="renumber") give these '
-                "trajectories numbers behind the stored ones."
+                "trajectories numbers after the stored ones."
             )
 
     def _require_later(self, id: int, lane: int, current: int, row: int) -> None:
@@ -240,7 +240,7 @@ class IdChecks:
                 f"row {row} of these is of trajectory {id}, and its lane {lane} is in trajectory "
                 f"{current} of {self._path} already: within a lane ids rise. Nothing was written. "
                 'Give ids that are larger, or let extend(..., ids="renumber") give these '
-                "trajectories numbers behind the stored ones."
+                "trajectories numbers after the stored ones."
             )
 
     def _counted(self) -> Episodes:

@@ -213,7 +213,7 @@ class LaneChecks:
             findings, "versions", "the policy's version goes back within a lane",
             # Random actions, -1, may come again if a lane began again.
             goes_back & ((rows.version >= 0) | same),
-            lambda i: f"version {rows.version[i]} behind version {before.version[i]}",
+            lambda i: f"version {rows.version[i]} after version {before.version[i]}",
             series.order.at,
         )  # fmt: skip
         over = same & before.ended
@@ -243,7 +243,7 @@ def _check_over(series: _Series, over: np.ndarray, findings: Findings) -> None:
     """Report trajectories that go on after an end, at the row that claims the end."""
     before, where = series.before, np.flatnonzero(over)
     findings.add_rows(
-        "ends", "a trajectory goes on behind its end", before.row[where],
+        "ends", "a trajectory goes on after its end", before.row[where],
         lambda i: Place(
             int(before.row[where[i]]), int(series.order.lane[where[i]]), int(before.ids[where[i]]),
             int(before.steps[where[i]]), None,

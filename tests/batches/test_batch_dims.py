@@ -365,7 +365,7 @@ def test_a_schema_with_them_is_read_back(time: tuple[int, ...]) -> None:
         (lambda columns: columns[0].update(batch_dims=[1]), "other batch_dims than columns beside"),
         (
             lambda columns: [c.update(batch_dims=[1, *c["batch_dims"][1:]]) for c in columns[:3]],
-            "batch dimensions behind the rows, which its columns",
+            "batch dimensions after the rows, which its columns",
         ),
     ],
 )
@@ -392,7 +392,7 @@ def test_dims_that_columns_do_not_have_are_refused(dims: Any) -> None:
     schema = Schema.of(grouped(2))
     assert Schema(schema.columns, schema.batch_dims) == schema
     wrong = {**dict(schema.batch_dims), **dims}
-    with pytest.raises(InvalidSchema, match="batch dimensions behind the rows, which its columns"):
+    with pytest.raises(InvalidSchema, match="batch dimensions after the rows, which its columns"):
         Schema(schema.columns, tuple(wrong.items()))
 
 

@@ -233,7 +233,7 @@ def test_resume_of_nothing_starts_anew(
         for name in ("tallyroll.lock", "tallyroll.header", "action.memmap"):
             (here / "data" / name).touch()
     assert tallyroll(*cartpole(), how) == 0
-    assert "data held no run to resume: starting anew" in capsys.readouterr().err
+    assert "data held no run to resume: starting from the beginning" in capsys.readouterr().err
     assert rows_in("data") == 101
 
 
@@ -399,7 +399,7 @@ def test_errors_are_one_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("storage", "data holds a storage already: --append adds a new run behind its rows, "
+        ("storage", "data holds a storage already: --append adds a new run after its rows, "
          "--resume continues its last run; or give another --out"),
         ("file", "data should be a directory, and "),
         ("below a file", "file is a file. Give another path."),

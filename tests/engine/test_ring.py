@@ -252,7 +252,7 @@ def test_replay_buffers_write_round_and_round(path: Path, kind: type[ReplayBuffe
         assert sorted(buffer.sample()["id"].tolist()) == list(range(head - 10, head))
         assert buffer.extend(rows(head, 2)).tolist() == [head % 10, (head + 1) % 10]
         assert_holds(again, range(head - 8, head + 2))
-        with pytest.raises(NotAnAppend, match="only added behind the last one"):
+        with pytest.raises(NotAnAppend, match="only added after the last one"):
             again.set(torch.tensor([0, 1, 2]), rows(0, 3))
 
 

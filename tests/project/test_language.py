@@ -41,3 +41,23 @@ def test_docstrings_and_comments_are_plain_english(wing: str) -> None:
     files = sorted((ROOT / wing).rglob("*.py"))
     assert files
     assert not [fault for file in files for fault in faults_in(file)]
+
+
+@pytest.mark.parametrize("wing", ["collector", "storage"])
+def test_messages_are_plain_english(wing: str) -> None:
+    assert not [
+        f"{file}: {message!r}"
+        for file in sorted((ROOT / wing).rglob("*.py"))
+        for message in messages_in(file)
+        if WORDS.search(message) or "behind" in message
+    ]
+
+
+def messages_in(file: Path) -> Iterator[str]:
+    """Yield every string of more than one word, and each part of such a one, but docstrings."""
+    nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        match node:
+            case ast.Constant(value=str(text)) if " " in text and id(node) not in docstrings:
+                yield text

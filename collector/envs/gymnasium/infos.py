@@ -256,7 +256,7 @@ class InfoColumns:
         filled = replace(info, fill=0)
         return TransitionError(
             f"{_name(info)}: expected every step and every reset to give it, and it is absent "
-            f"{self._where(lane, reset)}; declare what stands there then: {_declared(filled)}"
+            f"{self._where(lane, reset)}; declare the value for those steps: {_declared(filled)}"
         )
 
     def _misshapen(self, info: Info, entry: Array, lane: int, reset: bool) -> TransitionError:

@@ -67,7 +67,7 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
 
 
 NOT_REGISTERED = (
-    "a worker process has what modules register when they are imported, and not what stands under "
+    "a worker process has what modules register when they are imported, and not what is under "
     "the main guard or in a notebook: register the id in a module that can be imported and give "
     '"module:Id-v0", or pass a factory that makes the environment from its class'
 )
