@@ -123,10 +123,10 @@ class Assembly:
 
     def _begin(self, size: int) -> bool:
         """Begin an iteration whose first batch has ``size`` rows; return False if one goes on."""
-        self._run.writer.require_open()
+        self._run.writer.stored_run.require_open()
         if self._under_way:
             return False
-        if not self._run.writer.begun:
+        if not self._run.writer.stored_run.begun:
             self._begin_run()
         self._under_way = True
         rollout = self._rollout
@@ -141,7 +141,7 @@ class Assembly:
     def _begin_run(self) -> None:
         """Claim the storage and the ids for this run, before its first row."""
         self._run.intact = True  # after a refusal the run may begin later
-        first_id = self._run.writer.begin(self._run.provenance)
+        first_id = self._run.writer.stored_run.begin(self._run.provenance)
         self._run.intact = False
         if first_id is not None:
             self._run.lanes.begin_at(first_id)

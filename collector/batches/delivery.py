@@ -115,7 +115,7 @@ class Delivery:
                 raise
             self._discard(part, error)
         except BaseException:
-            committed = self._run.writer.committed_after(before)
+            committed = self._run.writer.stored_run.committed_after(before)
             if committed < count:  # else it was raised after the commit
                 if ledger.stored != before:  # else it was raised before that was counted
                     post(ledger, entry.undone())
@@ -153,7 +153,7 @@ class Delivery:
             self._in_slab.store(part, ledger, open_lanes)
             return self._in_slab.batch(part) if self.lays_out else None
         rows, count = self._laying_out.of(part, flags, yields=self.lays_out), part.count
-        if not writer.ready:
+        if not writer.stored_run.ready:
             writer.open(rows.rows, run.provenance, rows.behind)
         last = rows.shaped is not None and self._is_rest(count)
         writer.write(rows.rows, count, ledger, open_lanes, rows.large, rows.shaped, last=last)

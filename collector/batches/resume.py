@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.rows.keys import DONE, POLICY_VERSION, RANDOM_VERSION
+from tallyroll.storage.storages import DiskStorage, storage_class
 
 Resume: TypeAlias = bool | Literal["auto"]
 """Whether a run is continued; ``"auto"``: if there is one, or else a run begins."""
@@ -31,6 +36,40 @@ def opened_or_created(open: Callable[[Literal["append", "create"]], DiskStorage]
         with suppress(StorageExists):
             return open("create")
         raise
+
+
+def opened_target(path: str | Path, resume: Resume, frames: int | None) -> DiskStorage:
+    """Return the storage at the path that a collector was given, opened or made.
+
+    Raises:
+        ArgumentError: its format wants to know ``frames``.
+        StorageError: it exists and is not resumed, or the reverse; or it cannot be opened.
+    """
+    kind = storage_class(path)
+    try:
+        if resume == "auto":
+            storage = opened_or_created(lambda mode: kind(path, mode=mode))
+        else:
+            storage = kind(path, mode="append" if resume else "create")
+    except StorageExists as error:
+        raise StorageExists(
+            f"storage: {path} holds a storage already; pass resume=True to continue its run, "
+            f'storage={kind.__name__}(path, mode="append") to add another run to it, or another '
+            "path"
+        ) from error
+    except StorageMissing as error:
+        raise StorageMissing(
+            f"storage: resume=True wants the storage of the run to be continued, and there is none "
+            f'at {path}; leave resume out to begin one, or pass resume="auto" to begin it where '
+            "there is none"
+        ) from error
+    if frames is None and not storage.grows:
+        storage.close()
+        raise ArgumentError(
+            f"storage: {path} is to be a {kind.__name__}, which needs to know how many rows will "
+            "come: give total_frames, or pass a storage made with capacity="
+        )
+    return storage
 
 
 def has_begun(storage: DiskStorage) -> bool:
@@ -79,3 +118,57 @@ def _damaged(path: Path, name: str, value: Any) -> StateError:
         f"the last run in the manifest of {path} is damaged: {name} is {value!r}; restore it, or "
         "append a new run instead"
     )
+
+
+def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuse another environment for a continued run."""
+    if before != after:
+        names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        raise StateError(
+            "the run to be continued was made by another environment: "
+            + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
+            + "; append a new run instead"
+        )
+
+
+# --- what its last record and its rows say --------------------------------------------------------
+
+
+def whole_record(storage: DiskStorage) -> RunRecord | None:
+    """Return the newest record, if a collector wrote it and it has all numbers."""
+    record = RunRecord.parse(storage.record)
+    return record if record is not None and record.is_whole else None
+
+
+def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
+    """Return the ledger of a run up to its last row, and the rows that it has elsewhere."""
+    ledger, at = Ledger(seed=last.seed, incarnation=last.incarnation), last.first_row
+    record, stored_before = whole_record(storage), 0
+    if record is not None and record.first_row == last.first_row:
+        at, stored_before = record.at, record.stored_before
+        ledger.load({**record.ledger, "incarnation": last.incarnation})
+        # A killed process left its trajectories unfinished.
+        ledger.episodes_cut += record.open
+        if record.incarnation >= last.incarnation:
+            ledger.seed, ledger.incarnation = record.seed, record.incarnation
+    ledger.incarnation += 1
+    # The record may be older than the rows, or newer.
+    stored = stored_before + storage.head - last.first_row
+    unknown, ledger.stored = stored - ledger.stored, stored
+    ledger.slots += max(0, unknown)
+    ledger.executed += max(0, unknown)
+    # Transitions that waited for the next batch when the run stopped were lost.
+    ledger.lost += max(0, -unknown) + ledger.carried
+    ledger.carried = 0
+    # In a ring, only the rows that it still has.
+    rows = np.arange(max(at, storage.span.start), storage.span.stop)
+    ended = storage.reader.column(DONE).take(rows) if len(rows) else rows
+    ledger.episodes_complete += int(ended.sum())
+    return ledger, stored_before
+
+
+def newest_version(storage: DiskStorage, first_row: int) -> int:
+    """Return the largest policy version of the rows from ``first_row`` on; -1 without any."""
+    rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
+    own = storage.reader.column(POLICY_VERSION).take(rows)
+    return int(own.max()) if len(own) else RANDOM_VERSION

@@ -100,7 +100,7 @@ class Collector(ABC):
         """Make a ledger, a gate and numbers for ``lanes`` lanes, and seed them."""
         self.lanes = lanes
         seed = self._options.seed
-        self.ledger = self._writer.resumed() or Ledger(seed=seed)
+        self.ledger = self._writer.stored_run.resumed() or Ledger(seed=seed)
         if seed not in (None, self.ledger.seed):
             raise StateError(
                 f"the run to be continued has the seed {self.ledger.seed}, got {seed}; leave it out"
@@ -108,7 +108,9 @@ class Collector(ABC):
         self.ledger.versions = versions()
         if self._policy is not None:
             # Weights that a run goes on with may be others than those it ended with.
-            self._policy.version = max(self._policy.version, self._writer.last_version() + 1)
+            self._policy.version = max(
+                self._policy.version, self._writer.stored_run.last_version() + 1
+            )
         self._gate = None
         if self._options.total_episodes is not None:
             self._gate = EpisodeBudget(self._options.total_episodes, lanes)
@@ -180,7 +182,7 @@ class Collector(ABC):
             options,
             self._writer,
             ledger,
-            LaneState.fresh(self.lanes, self._writer.next_id()),
+            LaneState.fresh(self.lanes, self._writer.stored_run.next_id()),
             self._provenance(self._lane_seeds, policy_version=self.policy_version),
         )
         self._assembly = assemble(
@@ -302,7 +304,7 @@ class Collector(ABC):
             raise
         finally:
             stored = self.ledger.stored
-            self.last_rows = writer.rows_of(before, stored)
+            self.last_rows = writer.stored_run.rows_of(before, stored)
         return stored - before
 
     def __len__(self) -> int:
@@ -506,7 +508,7 @@ class Collector(ABC):
         ledger.carried = 0
         ledger.episodes_cut += state["open"]
         ledger.check()
-        first_id = max(int(state["next_id"]), self._writer.next_id())
+        first_id = max(int(state["next_id"]), self._writer.stored_run.next_id())
         self._run.lanes = LaneState.fresh(self.lanes, first_id)
         self._seed_everything(int(state["seed"]))
         self._load_env_state(state["env"])
@@ -519,7 +521,7 @@ class Collector(ABC):
         self._run.provenance = self._provenance(
             self._lane_seeds, policy_version=self.policy_version
         )
-        self._writer.goes_on_from(ledger, self._run.provenance, first_id)
+        self._writer.stored_run.goes_on_from(ledger, self._run.provenance, first_id)
         self._run.over = self._budget.remaining(ledger.stored) == 0
 
 

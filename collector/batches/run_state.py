@@ -61,7 +61,7 @@ class RunState:
     def committed(self) -> str:
         """Say in a sentence which rows of the run are stored, with how many ends of episodes."""
         ends = self.ledger.episodes_complete
-        return f"{self.writer.committed}, with {ends:,} ends of episodes"
+        return f"{self.writer.stored_run.committed}, with {ends:,} ends of episodes"
 
     def ended_by(self, error: BaseException) -> None:
         """Note that ``error`` ended the run."""
@@ -78,8 +78,8 @@ class RunState:
         said = f"the run ended when {type(error).__name__} was raised within it"
         text = str(error).partition("\n")[0]
         said += f" ({text[:200]}). " if text else ". "
-        rows = writer.rows_of(self.given, stored)
-        said += f"{writer.committed}. "
+        rows = writer.stored_run.rows_of(self.given, stored)
+        said += f"{writer.stored_run.committed}. "
         missing = self.yields and not self.ready
         if rows and missing:
             said += f"Rows {rows.start:,} to {rows.stop - 1:,} of these were not yielded. "

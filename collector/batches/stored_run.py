@@ -1,0 +1,290 @@
+"""A run in its storage: its claim, its entry in the manifest, its rows, ids and record."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tallyroll.collector.batches.buffer_items import BufferIds
+from tallyroll.collector.batches.resume import (
+    LastRun,
+    last_run_of,
+    newest_version,
+    resumed_ledger,
+    same_source,
+    whole_record,
+)
+from tallyroll.collector.counting.ledger import COUNTS, Ledger
+from tallyroll.collector.errors import StateError
+from tallyroll.storage import Schema
+from tallyroll.storage.engine.slot_rows import RunCounts
+from tallyroll.storage.errors import NotInitialised, StorageClosed
+from tallyroll.storage.files.run_record import record_bytes, record_template
+from tallyroll.storage.rows.keys import RANDOM_VERSION, TRAJ_IDS
+from tallyroll.storage.storages import DiskStorage
+
+_GO_ON = (
+    "To go on after them, open the storage again and give it to a collector with resume=True: it "
+    "has the counts of the last commit, and counts what waited then as lost. Close a collector "
+    "before its storage: put its `with` block inside the storage's"
+)
+_MOST_IDS = 2**62  # so that those of any run fit after them
+_LARGEST_ID = 2**63 - 2  # a larger one of a postproc has no next
+
+
+class StoredRun:
+    """A run that is written to a storage, or to none.
+
+    Args:
+        storage: the storage; None: rows go elsewhere.
+        buffer_ids: the ids of a run whose rows go to a TorchRL storage alone.
+        resumes: the last run in the storage is continued.
+        frames: transitions of the whole run, for which space is reserved; None if unknown.
+    """
+
+    def __init__(
+        self,
+        storage: DiskStorage | None,
+        buffer_ids: BufferIds | None,
+        *,
+        resumes: bool,
+        frames: int | None,
+    ) -> None:
+        self._storage, self._buffer_ids, self._frames = storage, buffer_ids, frames
+        self._reader = None if storage is None else storage.reader
+        self._resumes = resumes
+        self._last: LastRun | None = None
+        self.ready = False
+        """True once the storage, or the buffer, was made ready for rows."""
+        self._first_row = self._stored_before = 0
+        self.counts = RunCounts()
+        self._drawn_at = -1
+        """Rows in the storage when the next id was looked for."""
+        self.begun = storage is None
+        """:meth:`begin` was called."""
+        self._entry: Mapping[str, Any] | None = None
+        """The run's entry in the manifest, while the run has no rows."""
+        self._loaded: Ledger | None = None
+        """The ledger of a loaded state that the run goes on from."""
+        self._stored_elsewhere = 0
+        """Transitions that the run had stored by then."""
+        if storage is not None:
+            storage.writer.claim.take(self, begins=resumes)
+
+    # --- how it goes on ---------------------------------------------------------------------------
+
+    def resumed(self) -> Ledger | None:
+        """The ledger of the run to be continued, up to its last row; None: a new one begins."""
+        storage = self._storage
+        if not self._resumes or storage is None:
+            return None
+        if storage.mode == "create" and not storage.head:
+            raise StateError(
+                f'{storage.path} was opened with mode="create", which has no run yet; open the one '
+                'to be continued with mode="append"'
+            )
+        self._last = last_run_of(storage.manifest["runs"], storage.path, storage.head)
+        ledger, self._stored_before = resumed_ledger(storage, self._last)
+        return ledger
+
+    def last_version(self) -> int:
+        """The largest policy version of the run to be continued; -1 where there is none."""
+        if self._storage is None or self._last is None:
+            return RANDOM_VERSION
+        return newest_version(self._storage, self._last.first_row)
+
+    def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
+        """Go on from a loaded state: the run's earlier rows are not of this storage's run.
+
+        Ids below ``next_id`` may be those of such rows.
+        """
+        if self._storage is None:
+            return
+        self.counts.next_id, self._loaded = max(self.counts.next_id, next_id), ledger
+        self._stored_elsewhere = ledger.stored
+        if self.ready and self._storage.writer.claim.is_of(self):
+            self._begin_entry(self._storage, self._storage.schema, provenance)
+
+    # --- ids --------------------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        """One more than the largest trajectory id that was ever stored."""
+        next_id, storage = self.counts.next_id, self._storage
+        if storage is not None:
+            self._drawn_at = storage.head
+            if storage.head and len(ids := storage.column(TRAJ_IDS)):
+                next_id = max(next_id, int(ids.max()) + 1)
+            # Of a ring the rows with the largest ids may be gone.
+            record = whole_record(storage)
+            next_id = max(next_id, 0 if record is None else record.next_id)
+        elif self._buffer_ids is not None:
+            next_id = max(next_id, self._buffer_ids.next())
+        if next_id > _MOST_IDS:
+            raise StateError(
+                f"expected trajectory ids below {_MOST_IDS}, got {next_id - 1} in what is "
+                "stored: there is no room for more after it; begin another storage"
+            )
+        self.counts.next_id = next_id
+        return next_id
+
+    def count_ids(self, largest: int) -> None:
+        """Note the largest id of rows that are about to be stored."""
+        self.counts.next_id = max(self.counts.next_id, min(largest, _LARGEST_ID) + 1)
+
+    # --- its beginning ----------------------------------------------------------------------------
+
+    def open(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
+        """Make the files, or check that the storage fits; nothing is written before it does."""
+        storage, last = self._storage, self._last
+        assert storage is not None
+        self._first_row = storage.head if last is None else last.first_row
+        if last is not None:
+            same_source(last.environment, provenance["environment"])
+        self._reserve(storage, schema)
+        if storage.reader.initialised:
+            storage.writer.opened.require_schema(schema)
+            if not storage.writer.claim.is_of(self):
+                return
+        self._begin_entry(storage, schema, provenance)
+
+    def _reserve(self, storage: DiskStorage, schema: Schema) -> None:
+        if self._frames is not None and _fits(storage, schema):
+            stored = self._stored_before + storage.head - self._first_row
+            storage.reserve(max(1, storage.head + self._frames - stored))
+
+    def begin(self, provenance: Mapping[str, Any]) -> int | None:
+        """Begin the run in the storage, which is its own until it is over.
+
+        Returns:
+            The first id of a trajectory, where it is another than :meth:`next_id` was before.
+
+        Raises:
+            RunUnderWay: another collector's run is not over.
+        """
+        storage, drawn_at = self._storage, self._drawn_at
+        if storage is None:
+            return None
+        held = storage.writer.claim.is_of(self)
+        storage.writer.claim.take(self)
+        noted = held and self._entry is not None and storage.head == drawn_at
+        if self.ready and not noted:
+            self._begin_entry(storage, storage.schema, provenance)
+        self.begun = True
+        return None if storage.head == drawn_at else self.next_id()
+
+    def _begin_entry(
+        self, storage: DiskStorage, schema: Schema, provenance: Mapping[str, Any]
+    ) -> None:
+        """Note in the manifest at which row the run begins, or goes on."""
+        if self._last is None:
+            self._first_row = storage.head
+        if self._loaded is not None:
+            self._stored_before = self._stored_elsewhere - (storage.head - self._first_row)
+        runs = storage.writer.runs
+        if self._entry is not None:
+            runs.withdraw(self._entry)
+            self._entry = None
+        if storage.reader.initialised and storage.head != self._drawn_at:
+            self._reserve(storage, schema)
+        runs.begin(schema, {**provenance, "first_row_of_run": self._first_row})
+        self._entry = storage.manifest["runs"][-1]
+        ledger, record = self._loaded, whole_record(storage)
+        fresh = ledger is None and self._last is None
+        if fresh and record is not None and record.first_row == self._first_row:
+            # A run had begun here that has no rows: what it counted is not this one's.
+            ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])
+        if ledger is not None:
+            storage.writer.put_record(self.record(ledger, 0))
+
+    # --- its rows ---------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> int:
+        """Rows that were ever committed to the storage, which may be closed by now."""
+        return 0 if self._reader is None else self._reader.last_head
+
+    def rows_of(self, before: int, stored: int) -> range | None:
+        """Return the absolute rows in the storage of the run's rows from ``before`` on.
+
+        ``stored``: all rows of the run so far. None if there is no storage.
+        """
+        if self._storage is None:
+            return None
+        # Computed from the run's own counts: to read the header takes four calls a batch.
+        behind = self._first_row - self._stored_before if self.ready else self.head - stored
+        return range(behind + before, behind + stored)
+
+    @property
+    def committed(self) -> str:
+        """A sentence that says which rows of the run are stored."""
+        if self._storage is None:
+            return "Rows of this run were yielded, or put into a replay buffer"
+        head, path = self.head, self._storage.path
+        first = self._first_row if self.ready else head
+        if head <= first:
+            return f"No rows of this run are committed in {path}"
+        return f"Rows {first:,} to {head - 1:,} of {path} are committed, of this run"
+
+    def committed_after(self, stored: int) -> int:
+        """Return how many rows are committed beyond the first ``stored`` ones of the run."""
+        rows = self.rows_of(stored, stored)
+        return 0 if rows is None else self.head - rows.start
+
+    def require_open(self) -> None:
+        """Raise `StorageClosed` where the storage was closed under the run's feet."""
+        if self._reader is not None and self._reader.closed:
+            raise StorageClosed(
+                f"{self._reader.path} was closed while its collector goes on: nothing more of the "
+                f"run can be stored. {self.committed}. {_GO_ON}"
+            )
+
+    # --- its record, and its end ------------------------------------------------------------------
+
+    def record(
+        self, ledger: Ledger, open_lanes: int, values: tuple[int, ...] | None = None
+    ) -> bytes:
+        """Return the record of the run, which ``open_lanes`` trajectories go on in."""
+        return record_bytes(COUNTS) % (
+            self._first_row,
+            self._stored_before,
+            -1 if ledger.seed is None else ledger.seed,
+            ledger.incarnation,
+            *(ledger.values if values is None else values),
+            open_lanes,
+            self.counts.next_id,
+        )
+
+    def record_template(self, ledger: Ledger) -> bytes:
+        """Return the record with ``%d`` for each number that changes from slot to slot."""
+        return record_template(COUNTS, self._first_row, self._stored_before, ledger.seed)
+
+    def finish(self, ledger: Ledger, left: int) -> None:
+        """Commit the final ledger, and update the files that other programs read.
+
+        ``left`` transitions were collected and are in no batch.
+
+        Raises:
+            StorageClosed: it was closed before; the message says what is not stored.
+        """
+        storage = self._storage
+        if storage is None or not self.ready or not storage.writer.claim.is_of(self):
+            return
+        if storage.closed:
+            raise StorageClosed(
+                f"{storage.path} was closed before its collector. Not stored: the final ledger of "
+                f"the run, in the storage's record, and {left:,} transitions that waited for the "
+                f"next batch. {self.committed}. {_GO_ON}"
+            )
+        storage.writer.put_record(self.record(ledger, 0))
+        storage.flush()
+        self.end()
+
+    def end(self) -> None:
+        """Leave the storage to other runs."""
+        if self._storage is not None:
+            self._storage.writer.claim.end(self)
+
+
+def _fits(storage: DiskStorage, schema: Schema) -> bool:
+    try:
+        return not storage.schema.differences(schema)
+    except NotInitialised:
+        return True
