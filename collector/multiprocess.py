@@ -6,7 +6,6 @@ from math import ceil
 from typing import Any, Literal
 
 import cloudpickle
-import gymnasium
 import torch
 from gymnasium.vector import VectorEnv
 from torch import nn
@@ -18,7 +17,6 @@ from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.envs.make import require_id_options
 from tallyroll.collector.envs.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import (
@@ -29,7 +27,6 @@ from tallyroll.collector.options import (
     ResetSlots,
     Surplus,
     Validate,
-    at_most,
     one_of,
     or_none,
     positive,
@@ -42,6 +39,7 @@ from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
+from tallyroll.collector.workers.jobs import per_worker, pickled
 from tallyroll.collector.workers.leases import Leases
 from tallyroll.collector.workers.local.limits import require_guard
 from tallyroll.collector.workers.local.processes import Processes
@@ -49,7 +47,7 @@ from tallyroll.collector.workers.local.threads import Threads
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
-from tallyroll.collector.workers.share import Share, evenly
+from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.supervision_options import OnDeath, Supervision, supervision_of
 from tallyroll.collector.workers.transport import Link, Place, Transport
@@ -58,7 +56,6 @@ from tallyroll.storage import ways
 Factory = Callable[[], EnvBase | VectorEnv]
 Mode = Literal["sync", "async"]
 TransportName = Literal["process", "thread"]
-_MOST_WORKERS = 2**16
 _SEGMENTS = 2
 """In async mode a worker fills one while the other is read."""
 
@@ -159,7 +156,7 @@ class MultiprocessCollector(Collector):
         supervision = supervision_of(locals())
         if transport == "thread":
             _check_threads(threads_per_worker, mp_start_method, supervision)
-        factories = _per_worker(create_env_fn, num_workers, options)
+        factories = per_worker(create_env_fn, num_workers, options)
         self.num_workers, self._mode = len(factories), mode
         self._one_system = isinstance(create_env_fn, str)
         threads = or_none(positive)("threads_per_worker", threads_per_worker)
@@ -173,12 +170,12 @@ class MultiprocessCollector(Collector):
             Job(create, copied, options.for_worker(lanes), own, ways.off())
             for create, lanes in factories
         ]
-        pickled = [_pickled(job) for job in jobs]
+        sent = [pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            runs: Transport[Any] = Threads(pickled)
+            runs: Transport[Any] = Threads(sent)
             if transport == "process":
-                runs = Processes(pickled, start_method=mp_start_method, threads=threads)
+                runs = Processes(sent, start_method=mp_start_method, threads=threads)
             self._worker_pool = WorkerPool(runs, len(jobs), supervision)
             self._prepare(policy, supervision.respawns)
         except BaseException:
@@ -345,43 +342,6 @@ class MultiprocessCollector(Collector):
         self._publish()
 
 
-def _per_worker(create: Any, workers: int | None, options: Options) -> list[tuple[Any, int | None]]:
-    """The factory of each worker's environment, and its number of lanes if it is an id."""
-    listed = isinstance(create, (list, tuple))
-    _check_factories(create if listed else [create], listed)
-    if listed and workers is not None and workers != len(create):
-        raise ArgumentError(
-            f"num_workers: expected {len(create)}, as many as there are factories, got {workers}"
-        )
-    count = at_most(_MOST_WORKERS)("num_workers", len(create) if listed else workers)
-    if not isinstance(create, str):
-        require_id_options(options)
-        return [(each, None) for each in (create if listed else [create] * count)]
-    lanes = options.num_envs or count
-    if lanes < count:
-        raise ArgumentError(
-            f"num_envs: expected at least one lane for each of {count} workers, got {lanes}; use "
-            "fewer workers"
-        )
-    return [(create, own) for own in evenly(lanes, count)]
-
-
-def _check_factories(factories: Sequence[Any], listed: bool) -> None:
-    if not factories:
-        raise ArgumentError("create_env_fn: expected at least one factory, got an empty list")
-    wanted = "create_env_fn: expected a Gymnasium id, a factory or a list of factories, got "
-    for each in factories:
-        if isinstance(each, str) and listed:
-            raise ArgumentError(f"{wanted}a list of ids; pass one id, and num_workers")
-        if isinstance(each, (EnvBase, VectorEnv, gymnasium.Env)):
-            raise ArgumentError(
-                f"{wanted}{type(each).__name__}; an environment that was made here cannot be "
-                "stepped in another process: pass what makes it"
-            )
-        if not callable(each) and not isinstance(each, str):
-            raise ArgumentError(f"{wanted}{type(each).__name__}")
-
-
 def _check_mode(mode: str, options: Options) -> None:
     one_of("mode", mode, Mode)
     if mode == "sync":
@@ -434,34 +394,3 @@ def _check_start_method(method: str) -> None:
             '"forkserver"'
         )
     one_of("mp_start_method", method, Literal["spawn", "forkserver"])
-
-
-def _pickled(job: Job) -> bytes:
-    """The job as it travels.
-
-    Raises:
-        ArgumentError: it cannot travel; says which part.
-    """
-    try:
-        pickled: bytes = cloudpickle.dumps(job)
-        return pickled
-    except Exception as error:
-        parts = {
-            "create_env_fn": job.create_env_fn,
-            "env_kwargs": job.options.env_kwargs,
-            "policy": job.policy,
-        }
-        wrong = next((name for name, part in parts.items() if not _travels(part)), "the options")
-        raise ArgumentError(
-            f"{wrong}: expected something that cloudpickle can send to a worker, got "
-            f"{type(error).__name__}: {error}; make what cannot travel (files, locks, sockets, "
-            "generators) inside the factory"
-        ) from error
-
-
-def _travels(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001  that is the question
-        return False
-    return True

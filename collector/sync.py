@@ -9,11 +9,11 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.batches.ranges import ranges_of
 from tallyroll.collector.batches.resume import Resume
-from tallyroll.collector.batches.rows_ahead import RowsAhead, decided
+from tallyroll.collector.batches.rows_ahead import planned
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.value_checks import ranges_of
 from tallyroll.collector.batches.writer import StorageLike
 from tallyroll.collector.envs.instances import take_over
 from tallyroll.collector.envs.make import CreateEnv, Made, make_env
@@ -213,10 +213,8 @@ class SyncCollector(Collector):
         torchrl = None
         if options.layout == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
-        self._driver, self._rows_ahead = driver, decided(driver.stepped, plan, options)
-        ahead = None
-        if self._rows_ahead.way == "ahead":
-            ahead = RowsAhead.of(driver.stepped, driver.board, plan, options)
+        self._driver = driver
+        self._rows_ahead, ahead = planned(driver.stepped, driver.board, plan, options)
         self._drive(
             self._rollout_of(driver, plan),
             plan,

@@ -9,12 +9,13 @@ from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.in_slab import InSlab
 from tallyroll.collector.batches.laying_out import LayingOut, Processing
 from tallyroll.collector.batches.one_call import OneCall
+from tallyroll.collector.batches.ranges import Range
 from tallyroll.collector.batches.rows import RowSource
 from tallyroll.collector.batches.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_state import RunState
 from tallyroll.collector.batches.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.value_checks import Range, RangeChecks
+from tallyroll.collector.batches.value_checks import RangeChecks
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.source import TransitionSource
 

@@ -41,15 +41,6 @@ class RowsAhead:
         self._copied = 0
         self._checks = RangeChecks((), "off")
 
-    @classmethod
-    def of(cls, lanes: Lanes, board: memoryview, plan: SlabPlan, options: Options) -> "RowsAhead":
-        """Make one for ``lanes``, for which `decided` chose it."""
-        assert isinstance(lanes, SystemLanes)
-        slots = options.frames_per_batch // lanes.slab.lanes
-        ahead = cls(lanes.slab, board, slots, _wide(lanes, plan, options))
-        lanes.cursor.while_waiting = ahead.proceed
-        return ahead
-
     def begin(self, rows: int, checks: RangeChecks) -> None:
         """Begin a batch of ``rows`` at the slab's first slot; ``checks`` check its slots early."""
         lanes = self._slab.lanes
@@ -87,17 +78,25 @@ class RowsAhead:
         self._checks.forget()
 
 
-def decided(lanes: Lanes, plan: SlabPlan, options: Options) -> Decision:
-    """Choose whether rows of ``lanes`` enter a batch ahead."""
+def planned(
+    lanes: Lanes, board: memoryview, plan: SlabPlan, options: Options
+) -> tuple[Decision, RowsAhead | None]:
+    """Choose whether rows of ``lanes`` enter a batch ahead; if so, return what copies them too."""
     slots, rest = divmod(options.frames_per_batch, lanes.slab.lanes)
-    return copying_ahead(
+    columns = _wide(lanes, plan, options)
+    decision = copying_ahead(
         waits=isinstance(lanes, SystemLanes) and lanes.stepper.system.waits,
         whole=not rest,
         slots=slots,
         most=lanes.slab.slots,
         transitions=lanes.all_are_transitions,
-        wide=bool(_wide(lanes, plan, options)),
+        wide=bool(columns),
     )
+    if decision.way != "ahead" or not isinstance(lanes, SystemLanes):
+        return decision, None
+    ahead = RowsAhead(lanes.slab, board, slots, columns)
+    lanes.cursor.while_waiting = ahead.proceed
+    return decision, ahead
 
 
 def _wide(lanes: Lanes, plan: SlabPlan, options: Options) -> dict[Key, Array]:

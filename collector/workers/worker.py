@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.batches.value_checks import ranges_of
+from tallyroll.collector.batches.ranges import ranges_of
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tallyroll.collector.batches.compiled_rows import CompiledRows, rows_of_slab
+from tallyroll.collector.batches.compiled_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
@@ -177,7 +177,7 @@ def test_a_moved_word_of_the_numbering_is_refused(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(False, "done", torch.float32)
-    table = CompiledRows(plan.slab(1, 2), plan, kernel)
+    table = rows_of_slab(plan.slab(1, 2), plan)
     first, *rest = kernel.NUMBERING.split()  # type: ignore[attr-defined]
     moved = SimpleNamespace(NUMBERING=" ".join([*rest, first]), __file__="kernel.so")
     monkeypatch.setattr("tallyroll.storage.engine.kernel._kernel", moved)

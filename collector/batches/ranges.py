@@ -1,0 +1,150 @@
+"""Values that an environment declared, by column."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.rows.keys import NEXT, Key, as_key
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of one column, broadcast against ``[time, lane, ...]``; NaN is outside any."""
+
+    key: Key
+    low: NDArray[Any]
+    high: NDArray[Any]
+    by_policy: bool
+
+    @property
+    def has_noise(self) -> bool:
+        """True for a continuous action, which exploration may drive beyond its bounds."""
+        return self.by_policy and self.low.dtype.kind == "f"
+
+    def numbers(self) -> "Range":
+        """Return the range of all numbers that a policy may give, however far it explores."""
+        most = np.finfo(self.low.dtype).max
+        low, high = (
+            np.where(np.isfinite(b), s * most, b) for b, s in ((self.low, -1), (self.high, 1))
+        )
+        return Range(self.key, low.astype(self.low.dtype), high.astype(self.low.dtype), True)
+
+    def or_(self, other: "Range") -> "Range":
+        """The least range that holds both."""
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        return Range(self.key, low, high, self.by_policy)
+
+    def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """Return marks ``[time, lane]`` of values outside, or None if all are inside."""
+        if not values.size:
+            return None
+        if self.holds(values):
+            return None
+        low, high = _extremes(values)
+        if np.all(low >= self.low) and np.all(high <= self.high):
+            return None
+        outside = ~((values >= self.low) & (values <= self.high))
+        return np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
+
+    @cached_property
+    def _within(self) -> tuple[Any, Any]:
+        """The bounds that every entry has."""
+        return self.low.max(), self.high.min()
+
+    def holds(self, values: NDArray[Any]) -> bool:
+        """Return whether all ``values`` are within bounds that all entries share; the fastest way.
+
+        A NaN becomes lowest and highest. The second look at a piece finds it in the cache.
+        """
+        low, high = self._within
+        is_below = high < np.inf
+        is_above = not is_below or low > -np.inf
+        count = max(1, _CACHED_NBYTES // max(1, values[0].nbytes))
+        for at in range(0, len(values), count):
+            some = values[at : at + count]
+            if is_above and not some.min() >= low:
+                return False
+            if is_below and not some.max() <= high:
+                return False
+        return True
+
+
+def values_of(slab: Slab, key: Key, start: int, stop: int) -> NDArray[Any]:
+    """A column ``[time, lane, ...]`` from slot ``start`` to ``stop``."""
+    if key in slab.flat:
+        return slab.array(key)[start:stop]
+    return np.asarray(slab.columns[key][start:stop].cpu().numpy())
+
+
+def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Lowest and highest entry over time and lane; NaN where there is one."""
+    rows = values.reshape(-1, *values.shape[2:])
+    # NumPy reduces wide rows many times faster than narrow ones: fold 64 rows into one.
+    whole = len(rows) - len(rows) % _FOLD
+    folded = rows[:whole].reshape(-1, _FOLD, *rows.shape[1:])
+    parts = [folded.min(axis=0), folded.max(axis=0)] if whole else []
+    rest = np.concatenate([*parts, rows[whole:]])
+    return rest.min(axis=0), rest.max(axis=0)
+
+
+_FOLD = 64
+_CACHED_NBYTES = 2**19
+
+
+def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
+    """The ranges that the specs of ``env`` declare, for the columns of its slab.
+
+    Args:
+        env: batch size ``[]`` or ``[lanes]``.
+        policy: whether actions come from a policy and have to be checked too.
+        lost_finals: NaN marks final observations that are lost, which is no violation.
+    """
+    found: list[Range] = []
+    lead = len(env.batch_size)
+
+    def add(key: Key, spec: TensorSpec, by_policy: bool) -> None:
+        bounds = _bounds(spec, lead)
+        if bounds is not None:
+            found.append(Range(key, *bounds, by_policy))
+
+    for name, spec in env.observation_spec.items(True, True):
+        add(as_key(name), spec, False)
+        if not lost_finals:
+            add((NEXT, *as_key(name)), spec, False)
+    for name, spec in env.full_reward_spec.items(True, True):
+        add((NEXT, *as_key(name)), spec, False)
+    for name, spec in env.full_action_spec.items(True, True) if policy else ():
+        add(as_key(name), spec, True)
+    return found
+
+
+def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """Lowest and highest value of a column, or None where every value is allowed."""
+    if spec.dtype is torch.bfloat16 or spec.dtype.is_complex or spec.dtype is torch.bool:
+        return None
+    kind = torch.zeros(0, dtype=spec.dtype).numpy().dtype
+    if type(spec) is Categorical:
+        return np.asarray(0, kind), np.asarray(int(spec.n) - 1, kind)
+    if type(spec) is MultiCategorical:
+        top = spec.nvec.cpu().numpy().reshape(-1, spec.shape[-1])[0] - 1
+        return np.zeros_like(top), top
+    if isinstance(spec, Binary):
+        return np.asarray(0, kind), np.asarray(1, kind)
+    if isinstance(spec, Bounded):
+        index = (0,) * lead
+        low, high = (bound.cpu().numpy()[index] for bound in (spec.low, spec.high))
+        if kind.kind in "iu":
+            limits = np.iinfo(kind)
+            if np.all(low <= limits.min) and np.all(high >= limits.max):
+                return None
+        return low, high
+    if kind.kind == "f":
+        return np.asarray(-np.inf, kind), np.asarray(np.inf, kind)
+    return None
