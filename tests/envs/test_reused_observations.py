@@ -29,7 +29,7 @@ from torchrl.envs import (
 from torchrl.modules import GRUModule
 
 from tallyroll.collector import GymnasiumVectorEnv
-from tallyroll.collector.envs.gymnasium.system import vector_of_lanes
+from tallyroll.collector.envs.gymnasium.lane_rows import vector_of_lanes
 from tallyroll.collector.envs.probe import refuse_reused
 from tallyroll.collector.errors import EnvironmentRefused
 

@@ -11,6 +11,21 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
+from tallyroll.collector.envs.gymnasium.info_entries import (
+    absent_entry,
+    as_array,
+    complete,
+    does_not_fit,
+    entry_of,
+    found_in,
+    lookup,
+    misshapen,
+    name_of,
+    of_step,
+    shown,
+    spelled,
+    unknown,
+)
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
 from tallyroll.collector.envs.throwaway import throwaway
@@ -56,7 +71,7 @@ class InfoColumns:
             ArgumentError: they lack it, or it is no number.
         """
         self.infos = tuple(
-            each if each.dtype is not None else _found(each, info, self._lanes)
+            each if each.dtype is not None else found_in(each, info, self._lanes)
             for each in self.infos
         )
 
@@ -99,24 +114,24 @@ class InfoColumns:
         Raises:
             TransitionError: a lane lacks an entry without ``fill``, or its value does not fit.
         """
-        self._put(rows, partial(_lookup, info), lanes, False)
+        self._put(rows, partial(lookup, info), lanes, False)
 
     def write_reset(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
     ) -> None:
         """Fill the entries of ``lanes`` (None: all) with the infos of their reset."""
-        self._put(rows, partial(_lookup, info), lanes, True)
+        self._put(rows, partial(lookup, info), lanes, True)
 
     def write_first(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
         """Fill the root in SAME_STEP with the reset's infos, and none of the step before it."""
-        look = partial(_lookup, info)
-        self._put(rows, lambda path: None if _of_step(info, path) else look(path), ended, True)
+        look = partial(lookup, info)
+        self._put(rows, lambda path: None if of_step(info, path) else look(path), ended, True)
 
     def write_final(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
         """SAME_STEP: the infos of the step that ended an episode are in ``final_info``."""
         final = info.get("final_info", {})
         self._put(
-            rows, lambda path: _lookup(info if _of_step(info, path) else final, path), ended, False
+            rows, lambda path: lookup(info if of_step(info, path) else final, path), ended, False
         )
 
     def count(self, ended: Mask, then: int = 0) -> None:
@@ -144,7 +159,7 @@ class InfoColumns:
             absent = ~have if lanes is None else lanes & ~have
             if given is None:
                 if absent.any():
-                    raise self._absent(info, int(np.argmax(absent)), reset)
+                    raise absent_entry(info, self._where(int(np.argmax(absent)), reset))
                 continue
             row[absent] = info.fill
             given[have] = True
@@ -162,11 +177,11 @@ class InfoColumns:
         if found is None:
             return np.zeros(self._lanes, np.bool_)
         value, mask = found
-        array = value if isinstance(value, np.ndarray) else _as_array(value)
+        array = value if isinstance(value, np.ndarray) else as_array(value)
         if array is None or array.shape[:1] != (self._lanes,):
             raise TransitionError(
-                f"{_name(info)}: expected an array with an entry for each of {self._lanes} lanes, "
-                f"got {_shown(value)} {self._where(0, reset)}"
+                f"{name_of(info)}: expected an array with an entry for each of {self._lanes} "
+                f"lanes, got {shown(value)} {self._where(0, reset)}"
             )
         have = None if mask is None or mask.all() else mask if lanes is None else mask & lanes
         if array.dtype.kind not in "biufc":
@@ -177,7 +192,7 @@ class InfoColumns:
             return have
         if array.shape != row.shape:
             lane = 0 if chosen is None else int(np.argmax(chosen))
-            raise self._misshapen(info, array[lane], lane, reset)
+            raise misshapen(info, array[lane], self._where(lane, reset))
         if array.dtype == row.dtype:
             if chosen is None:
                 row[...] = array
@@ -190,7 +205,7 @@ class InfoColumns:
         if lost is not None:
             first = int(np.argmax(lost.reshape(len(lost), -1).any(axis=1)))
             lane = first if chosen is None else int(np.nonzero(chosen)[0][first])
-            raise self._does_not_fit(info, array[lane], lane, reset)
+            raise does_not_fit(info, array[lane], self._where(lane, reset))
         row[... if chosen is None else chosen] = values
         return have
 
@@ -217,7 +232,7 @@ class InfoColumns:
             if value is not None:
                 self.write_lane(each, rows[at], value, lane, reset)
             elif each.fill is None:
-                raise self._absent(each, lane, reset)
+                raise absent_entry(each, self._where(lane, reset))
             else:
                 rows[at][lane] = each.fill
             if each.fill is not None:
@@ -230,20 +245,18 @@ class InfoColumns:
         Raises:
             TransitionError: the value does not fit.
         """
-        entry = _as_array(value)
+        entry = as_array(value)
         if entry is None or entry.dtype.kind not in "biufc":
             raise TransitionError(
-                f"{_name(info)}: expected a number or an array of numbers, got {_shown(value)} "
+                f"{name_of(info)}: expected a number or an array of numbers, got {shown(value)} "
                 f"{self._where(lane, reset)}; leave it out, or encode it in a wrapper"
             )
         if entry.shape != info.shape:
-            raise self._misshapen(info, entry, lane, reset)
+            raise misshapen(info, entry, self._where(lane, reset))
         fitting, lost = cast(entry, row.dtype)
         if lost is not None:
-            raise self._does_not_fit(info, entry, lane, reset)
+            raise does_not_fit(info, entry, self._where(lane, reset))
         row[lane] = fitting
-
-    # --- messages ---------------------------------------------------------------------------------
 
     def _where(self, lane: int, reset: bool) -> str:
         step = int(self.steps[lane])
@@ -251,38 +264,6 @@ class InfoColumns:
         if reset or step == RESET_SLOT:
             return at + "in the reset before step 0 of its trajectory"
         return at + f"step {step} of its trajectory"
-
-    def _absent(self, info: Info, lane: int, reset: bool) -> TransitionError:
-        filled = replace(info, fill=0)
-        return TransitionError(
-            f"{_name(info)}: expected every step and every reset to give it, and it is absent "
-            f"{self._where(lane, reset)}; declare the value for those steps: {_declared(filled)}"
-        )
-
-    def _misshapen(self, info: Info, entry: Array, lane: int, reset: bool) -> TransitionError:
-        return TransitionError(
-            f"{_name(info)}: expected a value of shape {list(info.shape)}, got {_shown(entry)} of "
-            f"shape {list(entry.shape)} {self._where(lane, reset)}; return one shape, or declare "
-            f"it: {_declared(replace(info, shape=entry.shape))}"
-        )
-
-    def _does_not_fit(self, info: Info, entry: Any, lane: int, reset: bool) -> TransitionError:
-        entry = np.asarray(entry)
-        wider = np.result_type(info.dtype, entry.dtype)
-        if cast(entry, wider)[1] is not None or wider == info.dtype:
-            wider = entry.dtype
-        return TransitionError(
-            f"{_name(info)}: expected a value that {info.dtype} holds without loss, got "
-            f"{_shown(entry)} {self._where(lane, reset)}; declare it: "
-            f"{_declared(info, str(wider))}"
-        )
-
-
-def entry_of(info: Any, path: Key) -> Any:
-    """The entry at ``path`` of the info of one lane, None where there is none."""
-    for name in path:
-        info = info.get(name) if isinstance(info, Mapping) else None
-    return info
 
 
 def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[Named]:
@@ -314,7 +295,7 @@ def discovered(
     """
     if all(info.dtype is not None for info in infos):
         return tuple(infos)
-    names = [_spelled(info) for info in infos if info.dtype is None]
+    names = [spelled(info) for info in infos if info.dtype is None]
     try:
         with throwaway(create, real) as env:
             if env is None:
@@ -335,104 +316,11 @@ def discovered(
         if info.dtype is not None:
             found.append(info)
             continue
-        there = [each for each in (first, after) if _lookup(each, info.key) is not None]
+        there = [each for each in (first, after) if lookup(each, info.key) is not None]
         if there:
-            declared = _found(info, there[0], lanes)
-            always = _complete(first, info.key) and _complete(after, info.key)
+            declared = found_in(info, there[0], lanes)
+            always = complete(first, info.key) and complete(after, info.key)
             found.append(declared if always else replace(declared, fill=0))
         else:
-            raise _unknown(info, {**after, **first}, "is in no info of a reset or of a step")
+            raise unknown(info, {**after, **first}, "is in no info of a reset or of a step")
     return tuple(found)
-
-
-def _complete(info: Mapping[str, Any], key: Key) -> bool:
-    found = _lookup(info, key)
-    return found is not None and (found[1] is None or bool(found[1].all()))
-
-
-def _found(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
-    """``info`` with the dtype and shape that it has in ``infos``."""
-    found = _lookup(infos, info.key)
-    if found is None:
-        raise _unknown(info, infos, "is not in the infos of the first reset")
-    value = found[0]
-    array = _as_array(value)
-    if array is not None and array.dtype.kind == "O" and array.shape == (lanes,):
-        array = _stacked([each for each in array if each is not None])
-    elif array is not None and array.shape[:1] != (lanes,):
-        array = None
-    if array is None or array.dtype.kind not in "biufc":
-        raise ArgumentError(
-            f"{_name(info)} holds no number or array of one shape for each lane: got "
-            f"{_shown(value)}; leave it out, or encode it in a wrapper"
-        )
-    return replace(info, dtype=array.dtype, shape=array.shape[1:])
-
-
-def _unknown(info: Info, infos: Mapping[str, Any], why: str) -> ArgumentError:
-    known = sorted(key for key in infos if not key.startswith("_"))
-    return ArgumentError(
-        f"{_name(info)} {why}; known are {known}. Where it comes later, or only sometimes, declare "
-        f'it: Info({_spelled(info)}, dtype="float64", fill=0)'
-    )
-
-
-def _stacked(entries: Sequence[Any]) -> Array | None:
-    arrays = [_as_array(entry) for entry in entries]
-    found = [array for array in arrays if array is not None and array.dtype.kind in "biufc"]
-    if not found or len(found) < len(arrays) or len({array.shape for array in found}) > 1:
-        return None
-    return np.stack([array.astype(np.result_type(*found)) for array in found])
-
-
-def _lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | None":
-    """The entry at ``path`` of a vector info, and the lanes that have it (None: all)."""
-    mask: Mask | None = None
-    value: Any = info
-    for name in path:
-        if not isinstance(value, Mapping) or name not in value:
-            return None
-        given = value.get(f"_{name}")
-        if isinstance(given, np.ndarray) and given.dtype == np.bool_ and given.ndim == 1:
-            mask = given if mask is None else mask & given
-        value = value[name]
-    return value, mask
-
-
-def _of_step(info: Mapping[str, Any], path: Key) -> bool:
-    """A vector wrapper put this group there, as RecordEpisodeStatistics does at ends.
-
-    What Gymnasium puts together of lanes has a mask inside, too; in SAME_STEP that is of a reset.
-    """
-    group = info.get(path[0]) if len(path) > 1 else None
-    return isinstance(group, Mapping) and path[1] in group and f"_{path[1]}" not in group
-
-
-def _as_array(value: Any) -> Array | None:
-    try:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-        return np.asarray(value)
-    except Exception:  # noqa: BLE001  whatever it is, no array
-        return None
-
-
-def _spelled(info: Info) -> str:
-    return repr("/".join(info.key) if all("/" not in part for part in info.key) else info.key)
-
-
-def _name(info: Info) -> str:
-    return f"info key {_spelled(info)}"
-
-
-def _declared(info: Info, dtype: str | None = None) -> str:
-    dtype = dtype or ("float64" if info.dtype is None else str(info.dtype))
-    shape = f", shape={info.shape}" if info.shape else ""
-    fill = "" if info.fill is None else f", fill={info.fill!r}"
-    return f'info_keys=[Info({_spelled(info)}, dtype="{dtype}"{shape}{fill})]'
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"{value.tolist()!r:.80}"
-    return f"{type(value).__name__} {value!r:.80}"

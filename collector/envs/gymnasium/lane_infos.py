@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.collector.envs.gymnasium.infos import entry_of
+from tallyroll.collector.envs.gymnasium.info_entries import entry_of
 from tallyroll.collector.slab.info import Info
 
 

@@ -1,0 +1,154 @@
+"""Entries of infos: where they are, and what is wrong with them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.lossless import cast
+from tallyroll.storage.rows.keys import Key
+
+Array = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+
+def entry_of(info: Any, path: Key) -> Any:
+    """The entry at ``path`` of the info of one lane, None where there is none."""
+    for name in path:
+        info = info.get(name) if isinstance(info, Mapping) else None
+    return info
+
+
+def complete(info: Mapping[str, Any], key: Key) -> bool:
+    """Return whether every lane has the entry."""
+    found = lookup(info, key)
+    return found is not None and (found[1] is None or bool(found[1].all()))
+
+
+def found_in(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
+    """``info`` with the dtype and shape that it has in ``infos``."""
+    found = lookup(infos, info.key)
+    if found is None:
+        raise unknown(info, infos, "is not in the infos of the first reset")
+    value = found[0]
+    array = as_array(value)
+    if array is not None and array.dtype.kind == "O" and array.shape == (lanes,):
+        array = _stacked([each for each in array if each is not None])
+    elif array is not None and array.shape[:1] != (lanes,):
+        array = None
+    if array is None or array.dtype.kind not in "biufc":
+        raise ArgumentError(
+            f"{name_of(info)} holds no number or array of one shape for each lane: got "
+            f"{shown(value)}; leave it out, or encode it in a wrapper"
+        )
+    return replace(info, dtype=array.dtype, shape=array.shape[1:])
+
+
+def unknown(info: Info, infos: Mapping[str, Any], why: str) -> ArgumentError:
+    """Return the error for an entry that cannot be declared, which says those that can."""
+    known = sorted(key for key in infos if not key.startswith("_"))
+    return ArgumentError(
+        f"{name_of(info)} {why}; known are {known}. Where it comes later, or only sometimes, "
+        f'declare it: Info({spelled(info)}, dtype="float64", fill=0)'
+    )
+
+
+def _stacked(entries: Sequence[Any]) -> Array | None:
+    arrays = [as_array(entry) for entry in entries]
+    found = [array for array in arrays if array is not None and array.dtype.kind in "biufc"]
+    if not found or len(found) < len(arrays) or len({array.shape for array in found}) > 1:
+        return None
+    return np.stack([array.astype(np.result_type(*found)) for array in found])
+
+
+def lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | None":
+    """The entry at ``path`` of a vector info, and the lanes that have it (None: all)."""
+    mask: Mask | None = None
+    value: Any = info
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        given = value.get(f"_{name}")
+        if isinstance(given, np.ndarray) and given.dtype == np.bool_ and given.ndim == 1:
+            mask = given if mask is None else mask & given
+        value = value[name]
+    return value, mask
+
+
+def of_step(info: Mapping[str, Any], path: Key) -> bool:
+    """A vector wrapper put this group there, as RecordEpisodeStatistics does at ends.
+
+    What Gymnasium puts together of lanes has a mask inside, too; in SAME_STEP that is of a reset.
+    """
+    group = info.get(path[0]) if len(path) > 1 else None
+    return isinstance(group, Mapping) and path[1] in group and f"_{path[1]}" not in group
+
+
+def as_array(value: Any) -> Array | None:
+    """Return ``value`` as a NumPy array; None where it is none."""
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        return np.asarray(value)
+    except Exception:  # noqa: BLE001  whatever it is, no array
+        return None
+
+
+def spelled(info: Info) -> str:
+    """Return the key as a user would write it."""
+    return repr("/".join(info.key) if all("/" not in part for part in info.key) else info.key)
+
+
+def name_of(info: Info) -> str:
+    """Return its name in messages."""
+    return f"info key {spelled(info)}"
+
+
+def _declared(info: Info, dtype: str | None = None) -> str:
+    dtype = dtype or ("float64" if info.dtype is None else str(info.dtype))
+    shape = f", shape={info.shape}" if info.shape else ""
+    fill = "" if info.fill is None else f", fill={info.fill!r}"
+    return f'info_keys=[Info({spelled(info)}, dtype="{dtype}"{shape}{fill})]'
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it."""
+    if isinstance(value, np.ndarray):
+        return f"{value.tolist()!r:.80}"
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+def absent_entry(info: Info, where: str) -> TransitionError:
+    """Return the error for an entry that a step or a reset lacks."""
+    filled = replace(info, fill=0)
+    return TransitionError(
+        f"{name_of(info)}: expected every step and every reset to give it, and it is absent "
+        f"{where}; declare the value for those steps: {_declared(filled)}"
+    )
+
+
+def misshapen(info: Info, entry: Array, where: str) -> TransitionError:
+    """Return the error for an entry of another shape."""
+    return TransitionError(
+        f"{name_of(info)}: expected a value of shape {list(info.shape)}, got {shown(entry)} of "
+        f"shape {list(entry.shape)} {where}; return one shape, or declare "
+        f"it: {_declared(replace(info, shape=entry.shape))}"
+    )
+
+
+def does_not_fit(info: Info, entry: Any, where: str) -> TransitionError:
+    """Return the error for an entry that its dtype cannot hold."""
+    entry = np.asarray(entry)
+    wider = np.result_type(info.dtype, entry.dtype)
+    if cast(entry, wider)[1] is not None or wider == info.dtype:
+        wider = entry.dtype
+    return TransitionError(
+        f"{name_of(info)}: expected a value that {info.dtype} holds without loss, got "
+        f"{shown(entry)} {where}; declare it: "
+        f"{_declared(info, str(wider))}"
+    )

@@ -1,0 +1,104 @@
+"""Arrays of observations that are filled lane by lane, and final observations in SAME_STEP mode."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+
+from tallyroll.collector.compat import own_observations
+from tallyroll.collector.envs.gymnasium.lane_values import part_of, row_of
+from tallyroll.collector.envs.gymnasium.spaces import Leaf
+from tallyroll.collector.envs.probe import overwrites_itself, single_env
+from tallyroll.collector.envs.reuse import share_memory
+from tallyroll.collector.envs.throwaway import distinct
+from tallyroll.collector.errors import EnvironmentRefused
+
+Rows = list[NDArray[Any]]
+
+
+class LaneRows:
+    """The leaves of an observation space, as columns ``[lane, ...]``."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.leaves = leaves
+        self._getters = [leaf.getter() for leaf in leaves]
+        self._exact = [row_of(leaf) for leaf in leaves]
+
+    def values(self, obs: Any) -> Rows:
+        """Return the columns of a vector's observation."""
+        return [get(obs) for get in self._getters]
+
+    def new(self) -> Rows:
+        """Return zeros."""
+        return [np.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+    def put(self, rows: Rows, lane: int, obs: Any) -> None:
+        """Write the observation of one lane."""
+        for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
+            row[lane] = exact.of_lane(lane, part_of(get, obs, exact, lane))
+
+    def finals(self, env: VectorEnv, ended: NDArray[np.bool_], obs: Any, given: Any) -> Rows:
+        """Return final observations, ``given`` by a step that returned ``obs``.
+
+        Raises:
+            EnvironmentRefused: they were overwritten by the first ones.
+        """
+        rows = self.new()
+        held = own_observations(env)
+        for lane in np.flatnonzero(ended).tolist():
+            final = given[lane] if not isinstance(given, Mapping) else None
+            for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
+                value = get(given)[lane] if final is None else part_of(get, final, exact, lane)
+                _refuse_reused(lane, value, get(held[lane]) if held else get(obs)[lane])
+                row[lane] = exact.of_lane(lane, value)
+        return rows
+
+
+def _refuse_reused(lane: int, final: Any, first: Any) -> None:
+    """Refuse a lane whose final observation is in the array of the next first one.
+
+    That is a lane which returns one array each time, or a vector whose final observations are views
+    of what it returns.
+    """
+    if isinstance(final, np.ndarray) and share_memory(first, final):
+        raise EnvironmentRefused(
+            f"lane {lane} returns its observations in one array that it overwrites, so in "
+            "SAME_STEP mode the final observation is gone when the step returns; use "
+            "NEXT_STEP or DISABLED, or return copies"
+        )
+
+
+def refuse_overwriting(env: VectorEnv, names: Sequence[str]) -> None:
+    """Refuse lanes whose observations do not survive a step and a reset in one call.
+
+    ``names`` are those of infos that become columns.
+    """
+    holder = vector_of_lanes(env)
+    if holder is None:
+        return  # its final observations are looked at as they come
+    sync = isinstance(holder, SyncVectorEnv)
+    child = partial(single_env, names=() if sync else names)
+    for index in distinct(holder.env_fns):
+        if overwrites_itself(holder.env_fns[index], child, warn=not sync):
+            raise EnvironmentRefused(
+                f"environment {index} of {type(holder).__name__} returns its observations in "
+                "one array that it overwrites, and in SAME_STEP mode it is stepped and reset "
+                "in one call, so that the final observation is gone when that returns; use "
+                "NEXT_STEP or DISABLED, or return copies"
+            )
+
+
+def vector_of_lanes(vector: VectorEnv) -> Any:
+    """Return the vector in ``vector`` that made its lanes by ``env_fns``; None: there is none."""
+    inner: Any = vector.unwrapped
+    for _ in range(4):
+        if getattr(inner, "env_fns", None):
+            return inner
+        held = [each for each in vars(inner).values() if isinstance(each, VectorEnv)]
+        if len(held) != 1:
+            return None
+        inner = held[0].unwrapped
+    return None

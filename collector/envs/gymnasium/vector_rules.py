@@ -1,0 +1,205 @@
+"""The rules of a vector environment: how it resets its lanes, and vectors that are refused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import gymnasium
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorWrapper,
+)
+from gymnasium.wrappers.vector import DictInfoToList, NormalizeObservation
+
+from tallyroll.collector.compat import own_observations, states_of_lanes, widen_rewards
+from tallyroll.collector.envs.reuse import sharing
+from tallyroll.collector.envs.system import AtEnd
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.options import ResetSlots, one_of
+
+_REFUSED = {
+    "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "
+    "in reset slots and loses the transitions of every other lane there; use the CPU version of "
+    "the environment",
+    "envpool": "EnvPool has an adapter of its own, which wrappers of Gymnasium hide: pass its "
+    "environment to the collector as envpool.make gives it, or 'envpool:TASK'",
+    "supersuit": "SuperSuit's vectors are wrong where agents die unevenly; pass the vector itself "
+    "to the collector, which finds that out, or the PettingZoo environment",
+}
+FORGETS = (
+    "an AsyncVectorEnv in NEXT_STEP mode with shared_memory=False, or with a worker function of "
+    "your own, may reset a lane whose episode ended once more after a reset; make it with "
+    "autoreset_mode=AutoresetMode.DISABLED or SAME_STEP, or with shared_memory=True "
+    "(reset_masks=True says that your own worker honours resets)"
+)
+_AT_END: dict[AutoresetMode, AtEnd] = {
+    AutoresetMode.DISABLED: "final",
+    AutoresetMode.NEXT_STEP: "reset_slot",
+    AutoresetMode.SAME_STEP: "first",
+}
+
+
+@dataclass(frozen=True)
+class VectorRules:
+    """The rules by which a vector environment resets its lanes."""
+
+    autoreset: AutoresetMode
+    at_end: AtEnd
+    takes_seeds: bool
+    """True if it takes a seed a lane."""
+    by_mask: bool
+    """True if some lanes can be reset while the others go on."""
+    whole: bool
+    """True if a wrapper normalises the observations of all lanes together."""
+    forgets_resets: bool
+    """True if a lane that ended and was reset may reset itself again in the next step."""
+    stateful: list[tuple[Any, str]]
+    """Wrappers with a state of each lane, and its name; a reset of some lanes forgets all of it."""
+
+    @classmethod
+    def of(
+        cls, env: VectorEnv, reset_slots: ResetSlots, reset_masks: bool | None, infos: bool
+    ) -> Self:
+        """Return the rules of ``env``; the other arguments are those of `GymnasiumSystem`.
+
+        Raises:
+            ArgumentError: an argument that cannot be right.
+            EnvironmentRefused: an environment that cannot be driven without losing transitions.
+        """
+        _require_vector(env)
+        one_of("reset_slots", reset_slots, ResetSlots)
+        mode, wrappers = autoreset_mode(env), list(_wrappers(env))
+        if any(isinstance(each, DictInfoToList) for each in wrappers) and (
+            infos or mode is AutoresetMode.SAME_STEP
+        ):
+            raise EnvironmentRefused(
+                "DictInfoToList takes infos apart, and columns of infos and, in SAME_STEP mode, "
+                "final observations are read from them; leave it out"
+            )
+        known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        whole = any(isinstance(each, NormalizeObservation) for each in wrappers)
+        forgets = _forgets_resets(env, mode, reset_masks)
+        by_mask = known if reset_masks is None else reset_masks
+        avoids = reset_slots == "avoid" and mode is AutoresetMode.NEXT_STEP
+        found = cls(
+            autoreset=mode,
+            at_end="final" if avoids else _AT_END[mode],
+            takes_seeds=known,
+            by_mask=by_mask and not (whole or forgets),
+            whole=whole,
+            forgets_resets=forgets,
+            stateful=[(each, name) for each in wrappers for name in states_of_lanes(each)],
+        )
+        found._refuse(env, reset_slots)
+        return found
+
+    def _refuse(self, env: VectorEnv, reset_slots: ResetSlots) -> None:
+        if self.autoreset is AutoresetMode.DISABLED and not self.by_mask:
+            raise EnvironmentRefused(
+                f"{type(env.unwrapped).__name__} has autoreset disabled and no reset by mask, so "
+                "a lane whose episode ended could not be restarted alone; use SyncVectorEnv, or "
+                'pass reset_masks=True if it honours options["reset_mask"]'
+            )
+        if reset_slots == "avoid" and self.forgets_resets:
+            raise EnvironmentRefused(FORGETS)
+        if reset_slots == "avoid" and not self.by_mask:
+            raise EnvironmentRefused(
+                f'reset_slots="avoid" resets lanes by mask, which {self.name_of(env)} ignores; '
+                'use reset_slots="mask"'
+            )
+
+    def name_of(self, env: VectorEnv) -> str:
+        """Return the kind of vector, for messages and provenance."""
+        kind = type(env.unwrapped).__name__
+        return f"NormalizeObservation({kind})" if self.whole else kind
+
+
+def _require_vector(env: VectorEnv) -> None:
+    if not isinstance(env, VectorEnv):
+        raise ArgumentError(
+            f"expected a gymnasium.vector.VectorEnv, got {type(env).__name__}; make one with "
+            "gymnasium.make_vec(id, num_envs=…)"
+        )
+    for base in type(env.unwrapped).__mro__:
+        for module, reason in _REFUSED.items():
+            if base.__module__.startswith(module):
+                raise EnvironmentRefused(reason)
+
+
+def _forgets_resets(env: VectorEnv, mode: AutoresetMode, reset_masks: bool | None) -> bool:
+    """A lane that ended, and was reset since, may reset itself once more in the next step.
+
+    So does the worker of Gymnasium's `AsyncVectorEnv` without shared memory, from 1.1 to 1.4 at
+    least. Another worker may, unless ``reset_masks`` says that it honours resets.
+    """
+    base = env.unwrapped
+    if not isinstance(base, AsyncVectorEnv) or mode is not AutoresetMode.NEXT_STEP:
+        return False
+    return not reset_masks if base.worker is not None else not base.shared_memory
+
+
+def _wrappers(env: VectorEnv) -> Iterator[VectorWrapper]:
+    """The vector wrappers of ``env``, outermost first."""
+    while isinstance(env, VectorWrapper):
+        yield env
+        env = env.env
+
+
+def autoreset_mode(env: VectorEnv) -> AutoresetMode:
+    """Return the autoreset mode that ``env`` declares.
+
+    Raises:
+        EnvironmentRefused: it declares none.
+    """
+    mode = getattr(env.unwrapped, "autoreset_mode", None)
+    if mode is None:
+        mode = (env.metadata or {}).get("autoreset_mode")
+    if mode is None:
+        raise EnvironmentRefused(
+            f"{type(env.unwrapped).__name__} does not say how it resets itself: expected "
+            "env.unwrapped.autoreset_mode or env.metadata['autoreset_mode'] (gymnasium "
+            f"{gymnasium.__version__}: one of {[m.value for m in AutoresetMode]})"
+        )
+    return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
+
+
+def rewards_of(env: VectorEnv) -> tuple[int, ...]:
+    """Return the shape of a lane's reward: MO-Gymnasium's are vectors."""
+    base: Any = env.unwrapped
+    space = getattr(base, "reward_space", None)
+    if space is None and isinstance(base, SyncVectorEnv):
+        space = _reward_space(base.envs[0])
+        if space is not None:
+            widen_rewards(base, space.shape)
+    return () if space is None else tuple(space.shape)
+
+
+def _reward_space(env: Any) -> Any:
+    while isinstance(env, gymnasium.Wrapper):
+        if type(env).__name__ == "LinearReward":  # of MO-Gymnasium: a weighted sum
+            return None
+        env = env.env
+    return getattr(env, "reward_space", None)
+
+
+def refuse_texts(env: VectorEnv) -> None:
+    """Refuse a vector of texts that never shows any but the first."""
+    base: Any = env.unwrapped
+    if isinstance(base, AsyncVectorEnv) and base.shared_memory:
+        raise EnvironmentRefused(
+            "AsyncVectorEnv never reads strings from shared memory again, so each would be "
+            "that of its first moment; pass shared_memory=False, and "
+            "autoreset_mode=AutoresetMode.DISABLED"
+        )
+
+
+def refuse_shared(env: VectorEnv) -> None:
+    """Refuse lanes that overwrite each other's observations, for they have one array."""
+    if pair := sharing(own_observations(env)):
+        raise EnvironmentRefused(
+            f"lanes {pair[0]} and {pair[1]} return their observations in the same array, so "
+            "that one overwrites the other's; give each its own, or return copies"
+        )
