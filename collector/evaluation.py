@@ -14,8 +14,8 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.counting.episode_log import Episode
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.envs.make import CreateEnv
-from tallyroll.collector.envs.statistics import load_frozen
+from tallyroll.collector.envs.driven.make import CreateEnv
+from tallyroll.collector.envs.driven.statistics import load_frozen
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy

@@ -17,7 +17,7 @@ from tallyroll.collector.batches.resume import Resume
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.envs.statistics import judge_apart
+from tallyroll.collector.envs.driven.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import (
     Finals,

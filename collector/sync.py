@@ -15,9 +15,9 @@ from tallyroll.collector.batches.rows_ahead import planned
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.writer import StorageLike
-from tallyroll.collector.envs.instances import take_over
-from tallyroll.collector.envs.make import CreateEnv, Made, make_env
-from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.driven.instances import take_over
+from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
+from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.options import (
     Finals,

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.envs.step_then_reset import way_of
+from tallyroll.collector.envs.driven.step_then_reset import way_of
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.rollout.lanes import Lanes, changed
 from tallyroll.collector.slab.progress import FILLED, HALT

@@ -13,11 +13,11 @@ from torchrl.envs import EnvBase, InitTracker
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
-from tallyroll.collector.envs.known_faults import known_fault
-from tallyroll.collector.envs.make import require_names_of
-from tallyroll.collector.envs.observed import observed_keys
+from tallyroll.collector.envs.driven.make import require_names_of
+from tallyroll.collector.envs.driven.observed import observed_keys
+from tallyroll.collector.envs.driven.traits import fills_slabs, loses_finals, system_of
+from tallyroll.collector.envs.probes.known_faults import known_fault
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.traits import fills_slabs, loses_finals, system_of
 from tallyroll.collector.errors import (
     CollectorError,
     EnvironmentRefused,

@@ -7,8 +7,8 @@ import torch
 from torchrl.modules import RandomPolicy
 
 from tallyroll.collector.compat import service_backend
-from tallyroll.collector.envs.make import Made
-from tallyroll.collector.envs.traits import system_of
+from tallyroll.collector.envs.driven.make import Made
+from tallyroll.collector.envs.driven.traits import system_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import Mode, MultiprocessCollector
 from tallyroll.collector.policies.policy import PolicyFn

@@ -17,10 +17,10 @@ from torchrl.envs.utils import set_exploration_type
 from tallyroll.collector.batches.ranges import ranges_of
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.envs.driven.make import make_env
+from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.driven.statistics import StatisticsWatch
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
-from tallyroll.collector.envs.make import make_env
-from tallyroll.collector.envs.prepare import first_reset, prepare_env, seed_env
-from tallyroll.collector.envs.statistics import StatisticsWatch
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions

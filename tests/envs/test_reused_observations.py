@@ -30,7 +30,7 @@ from torchrl.modules import GRUModule
 
 from tallyroll.collector import GymnasiumVectorEnv
 from tallyroll.collector.envs.gymnasium.lane_rows import vector_of_lanes
-from tallyroll.collector.envs.probe import refuse_reused
+from tallyroll.collector.envs.probes.probe import refuse_reused
 from tallyroll.collector.errors import EnvironmentRefused
 
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined

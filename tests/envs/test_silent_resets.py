@@ -18,7 +18,7 @@ from torchrl.envs import GymWrapper, ParallelEnv, SerialEnv, StepCounter, Transf
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches.final_observations import FinalsWarning, FinalsWatch
 from tallyroll.collector.cli import main
-from tallyroll.collector.envs import known_faults
+from tallyroll.collector.envs.probes import known_faults
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SilentReset
 from tallyroll.storage import MemmapStorage, SchemaMismatch, open_storage, verify
 

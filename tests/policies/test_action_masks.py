@@ -21,8 +21,8 @@ from torchrl.envs import EnvBase
 from tallyroll.collector import Info, MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.value_checks import OutOfRangeWarning
 from tallyroll.collector.envs.gymnasium.infos import discovered
-from tallyroll.collector.envs.probe import overwrites_itself, single_env
-from tallyroll.collector.envs.reuse import leaves
+from tallyroll.collector.envs.probes.probe import overwrites_itself, single_env
+from tallyroll.collector.envs.probes.reuse import leaves
 from tallyroll.collector.errors import (
     CollectorError,
     EnvironmentRefused,

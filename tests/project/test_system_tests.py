@@ -12,7 +12,7 @@ EXTRAS = PYPROJECT["optional-dependencies"]
 ENVIRONMENTS: dict[str, dict[str, Any]] = tomllib.loads(
     (ROOT / "tests/systems/environments.toml").read_text()
 )
-FILES = {path.stem.removeprefix("test_") for path in (ROOT / "tests/systems").glob("test_*.py")}
+FILES = {path.stem.removeprefix("test_") for path in (ROOT / "tests/systems").rglob("test_*.py")}
 LISTED = {test for each in ENVIRONMENTS.values() for test in each["tests"]}
 
 

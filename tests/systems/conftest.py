@@ -12,12 +12,14 @@ ENVIRONMENTS = tomllib.loads((HERE / "environments.toml").read_text())
 
 if name := os.environ.get("TALLYROLL_TEST_ENVIRONMENT"):
     # Of what has its place here nothing is left out: what is not installed fails.
-    here = ENVIRONMENTS[name]["tests"]
-    collect_ignore = [each.name for each in HERE.glob("test_*.py") if each.stem[5:] not in here]
+    here = {*ENVIRONMENTS[name]["tests"]}
 else:
-    collect_ignore = [
-        f"test_{test}.py"
+    here = {
+        test
         for environment in ENVIRONMENTS.values()
         for test, modules in environment["tests"].items()
-        if not all(map(find_spec, modules))
-    ]
+        if all(map(find_spec, modules))
+    }
+collect_ignore = [
+    str(file.relative_to(HERE)) for file in HERE.rglob("test_*.py") if file.stem[5:] not in here
+]

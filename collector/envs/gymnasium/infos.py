@@ -28,7 +28,7 @@ from tallyroll.collector.envs.gymnasium.info_entries import (
 )
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
-from tallyroll.collector.envs.throwaway import throwaway
+from tallyroll.collector.envs.probes.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.slab.info import GIVEN, Info
 from tallyroll.collector.slab.lossless import cast
@@ -126,6 +126,11 @@ class InfoColumns:
         """Fill the root in SAME_STEP with the reset's infos, and none of the step before it."""
         look = partial(lookup, info)
         self._put(rows, lambda path: None if of_step(info, path) else look(path), ended, True)
+
+    def write_shown(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
+        """Fill the root in SAME_STEP: infos of the step, and of resets in ``ended`` lanes."""
+        self.write(rows, info, ~ended)
+        self.write_first(rows, info, ended)
 
     def write_final(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
         """SAME_STEP: the infos of the step that ended an episode are in ``final_info``."""

@@ -143,7 +143,8 @@ class GymnasiumSystem(System):
                 return self._reset_all(seeds, options.get("options"))
             return self._reset_some(lanes, options.get("options") or {})
         except ValueRefused as error:
-            self._number(error)
+            if error.lane is not None:
+                error.lane += self.first_lane
             raise
 
     def _reset_some(self, lanes: Mask, given: Mapping[str, Any]) -> list[Any]:
@@ -189,11 +190,6 @@ class GymnasiumSystem(System):
         self._values.look(first=first)
         return returned
 
-    def _number(self, error: ValueRefused) -> None:
-        """Number the lane of ``error`` over the run."""
-        if error.lane is not None:
-            error.lane += self.first_lane
-
     def _seed(self, seeds: Sequence[int]) -> Any:
         """Return the seeds of lanes in the form that ``env.reset`` takes."""
         return seeds if self._rules.takes_seeds else seeds[0]
@@ -218,7 +214,8 @@ class GymnasiumSystem(System):
                 return self._in_turn.step(action[0], lent)
             return self._step_vector(action[0])
         except ValueRefused as error:
-            self._number(error)
+            if error.lane is not None:
+                error.lane += self.first_lane
             raise
 
     def _step_vector(self, action: NDArray[Any]) -> Step:
@@ -245,7 +242,7 @@ class GymnasiumSystem(System):
             return Step(values, (reward,), terminated, truncated)
         final = self._finals(ended, obs, info)
         # Lanes that ended show the infos of their reset here.
-        values = self._with_infos(obs, partial(self._write_infos, info=info, ended=ended))
+        values = self._with_infos(obs, partial(self.infos.write_shown, info=info, ended=ended))
         self.infos.count(ended, self._after_end)
         return Step(values, (reward,), terminated, truncated, final)
 
@@ -255,10 +252,6 @@ class GymnasiumSystem(System):
             return lanes.new_rows()
         lent: NDArray[Any] = getattr(self.env, OBSERVATIONS)
         return lent
-
-    def _write_infos(self, rows: Rows, *, info: Mapping[str, Any], ended: Mask) -> None:
-        self.infos.write(rows, info, ~ended)
-        self.infos.write_first(rows, info, ended)
 
     def _finals(self, ended: Mask, obs: Any, info: Mapping[str, Any]) -> Rows:
         """The final observations of lanes that ended, in SAME_STEP mode."""
@@ -278,22 +271,18 @@ class GymnasiumSystem(System):
             obs, paid, over, cut, info = self.env.envs[lane].step(action[lane])
             if held:
                 held[lane] = obs
-            self._put_one(int(lane), [reward, terminated, truncated], (paid, over, cut))
+            try:
+                reward[lane] = self._values.reward(paid)
+                terminated[lane], truncated[lane] = terminated_of(over), truncated_of(cut)
+            except ValueRefused as error:
+                error.lane = int(lane)
+                raise
             self._rows.put(rows, int(lane), obs)
             self.infos.write_one(infos, int(lane), info, False)
         self.infos.steps[lanes] += 1
         self.infos.steps[terminated | truncated] = 0
         reward = reward[..., 0] if self._one_of_many else reward
         return Step(rows + infos, (reward,), terminated, truncated)
-
-    def _put_one(self, lane: int, to: Rows, values: Sequence[Any]) -> None:
-        reward, terminated, truncated = to
-        try:
-            reward[lane] = self._values.reward(values[0])
-            terminated[lane], truncated[lane] = terminated_of(values[1]), truncated_of(values[2])
-        except ValueRefused as error:
-            error.lane = lane
-            raise
 
     # --- what it must not be ----------------------------------------------------------------------
 

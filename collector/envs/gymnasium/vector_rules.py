@@ -15,7 +15,7 @@ from gymnasium.vector import (
 from gymnasium.wrappers.vector import DictInfoToList, NormalizeObservation
 
 from tallyroll.collector.compat import own_observations, states_of_lanes, widen_rewards
-from tallyroll.collector.envs.reuse import sharing
+from tallyroll.collector.envs.probes.reuse import sharing
 from tallyroll.collector.envs.system import AtEnd
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import ResetSlots, one_of

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 from torchrl.data import Bounded, TensorSpec
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.systems.functional import Functional
-from tallyroll.collector.envs.systems.functional_lanes import Context, Outcome
-from tallyroll.collector.envs.systems.functional_specs import made, refuse_bare
+from tallyroll.collector.envs.kinds.functional import Functional
+from tallyroll.collector.envs.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.envs.kinds.functional_specs import made, refuse_bare
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 Vary = Callable[[Any, Context], Any]

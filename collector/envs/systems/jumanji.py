@@ -7,9 +7,9 @@ import numpy as np
 from torchrl.data import Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.systems.functional import Functional
-from tallyroll.collector.envs.systems.functional_lanes import Context, Outcome
-from tallyroll.collector.envs.systems.functional_specs import (
+from tallyroll.collector.envs.kinds.functional import Functional
+from tallyroll.collector.envs.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.envs.kinds.functional_specs import (
     actions,
     made,
     observations,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.kinds.functional_specs import made
 from tallyroll.collector.envs.systems.brax import BraxSystem
-from tallyroll.collector.envs.systems.functional_specs import made
 
 
 class PlaygroundSystem(BraxSystem):

@@ -6,10 +6,10 @@ from typing import Any, Self
 from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.kinds.functional import Functional
+from tallyroll.collector.envs.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.envs.kinds.functional_specs import made, refuse_bare
 from tallyroll.collector.envs.system import AgentFlags
-from tallyroll.collector.envs.systems.functional import Functional
-from tallyroll.collector.envs.systems.functional_lanes import Context, Outcome
-from tallyroll.collector.envs.systems.functional_specs import made, refuse_bare
 from tallyroll.storage.rows.keys import Key
 
 _KINDS = {"smax_env": "SMAX", "heuristic_enemy_smax_env": "EnemySMAX"}

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.kinds.agents import Groups, declared, described, grouped, listed
+from tallyroll.collector.envs.kinds.old_gym import as_gymnasium
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
-from tallyroll.collector.envs.systems.agents import Groups, declared, described, grouped, listed
-from tallyroll.collector.envs.systems.old_gym import as_gymnasium
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 

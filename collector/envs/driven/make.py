@@ -1,0 +1,324 @@
+"""Make an environment of any kind of ``create_env_fn``, or refuse it with the way out."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import gymnasium
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
+
+from tallyroll.collector.compat import is_starting
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.driven.traits import chain, system_of
+from tallyroll.collector.envs.gymnasium import make as of_gymnasium
+from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.stepping.restarts import Make
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.options import Options
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
+from tallyroll.storage.rows.keys import Key, as_key
+
+CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """An environment ready to be driven."""
+
+    env: EnvBase
+    owned: bool
+    """True if the collector made it, and so closes it."""
+    description: dict[str, Any]
+    """The description of the environment for provenance: JSON values."""
+    instance: object = None
+    """The object that was given, or that a factory made."""
+
+
+def require_id_options(options: Options) -> None:
+    """Raise where ``options`` are given that only a Gymnasium id can have."""
+    if options.num_envs is not None or options.env_kwargs:
+        raise ArgumentError(
+            "num_envs and env_kwargs go with an id; make the environment as you want it in the "
+            "factory"
+        )
+
+
+def make_env(create: CreateEnv, options: Options) -> Made:
+    """Make, or accept, the environment that a collector drives.
+
+    Raises:
+        ArgumentError: an unknown id, or arguments that do not fit the kind of ``create``.
+        EnvironmentRefused: an environment that would lose or invent transitions.
+    """
+    if isinstance(create, str):
+        return _by_name(create, options)
+    require_id_options(options)
+    factory = _callable_alone(create) if _is_factory(create) else None
+    with processes_guarded():
+        made: Any = create if factory is None else factory()
+    with closing_on_error(None if factory is None else made):
+        env = _driven(made, factory, options)
+        base = system_of(env)
+        if factory is None and base is not None and not isinstance(made, EnvBase):
+            base.owns_system = False
+        refuse(env)
+    return Made(env, factory is not None, _describe(env), made)
+
+
+@contextmanager
+def processes_guarded() -> Iterator[None]:
+    """Explain, around the making of an environment, why its processes cannot start.
+
+    Raises:
+        EnvironmentRefused: they imported the main module and came here too, or ended at once.
+    """
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise EnvironmentRefused(
+            "the environment's own processes ended while it was made. If it starts some that "
+            'import the main module, as AsyncVectorEnv does with context="spawn" or "forkserver", '
+            f"{_GUARD}"
+        ) from error
+    except RuntimeError as error:
+        if not is_starting():
+            raise
+        raise EnvironmentRefused(
+            f"a process that the environment started came to the collector itself: {_GUARD}"
+        ) from error
+
+
+_GUARD = 'make environment and collector under `if __name__ == "__main__":`'
+
+
+def _is_factory(create: Any) -> bool:
+    return callable(create) and not isinstance(create, (EnvBase, VectorEnv, System))
+
+
+def _callable_alone(factory: Any) -> Callable[..., Any]:
+    """Return ``factory``, called with ``seeds=None`` if it needs seeds and there are none yet."""
+    seeds = _seeds_of(factory)
+    wanted = seeds is not None and seeds.default is inspect.Parameter.empty
+    return partial(factory, seeds=None) if wanted else factory
+
+
+def _seeds_of(factory: Callable[..., Any]) -> inspect.Parameter | None:
+    """The argument ``seeds`` of a factory, where it can be asked for it and has one."""
+    try:
+        return inspect.signature(factory).parameters.get("seeds")
+    except (TypeError, ValueError):
+        return None
+
+
+def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> EnvBase:
+    """Return ``made``, by ``factory`` if there is one, in the form that a collector drives."""
+    if isinstance(made, EnvBase):
+        return _with_names(made, options.info_keys, options.rename)
+    system = made if isinstance(made, System) else registry.adopt(made)
+    if isinstance(made, VectorEnv) and (system is None or isinstance(system, GymnasiumSystem)):
+        return of_gymnasium.over(made, factory, options)
+    if system is not None:
+        return _over(system, options, _with_seeds(factory))
+    if isinstance(made, gymnasium.Env):
+        raise ArgumentError(
+            f"got a single gymnasium environment, {made}; pass its id, or "
+            "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
+        )
+    raise ArgumentError(
+        "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
+        f"factory of one of them, got {'a factory of ' if factory else ''}{type(made).__name__}"
+    )
+
+
+def _with_seeds(factory: Callable[..., Any] | None) -> Make | None:
+    """Return ``factory`` as a maker of a system from seeds, if it takes seeds."""
+    if factory is None or _seeds_of(factory) is None:
+        return None
+
+    def make(seeds: Sequence[int] | None) -> System:
+        made = factory(seeds=seeds)
+        system = made if isinstance(made, System) else registry.adopt(made)
+        assert system is not None, "a factory makes the same kind each time"
+        return system
+
+    return make
+
+
+def _by_name(name: str, options: Options) -> Made:
+    kwargs = dict(options.env_kwargs or {})
+    found = registry.find(name)
+    env: SystemEnv
+    if found is None:
+        env = of_gymnasium.from_id(name, options)
+    else:
+        kind, of_kind = found
+
+        def make(seeds: Sequence[int] | None) -> Any:
+            try:
+                return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
+            except TypeError as error:
+                raise ArgumentError(f"cannot make {name!r} with {kwargs}: {error}") from error
+
+        system = make(None)
+        with closing_on_error(system):
+            if isinstance(system, GymnasiumSystem):
+                env = of_gymnasium.over(system.env, lambda: make(None).env, options)
+            else:
+                env = _over(system, options, make)
+    return Made(env, True, {"id": name, "kwargs": _json(kwargs), "type": env.kind})
+
+
+def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
+    """``system``, which ``make`` makes again from seeds, with columns of the infos asked for."""
+    infos = options.info_keys
+    keeps = bool(infos) and system.keep_infos(infos)
+
+    def again(seeds: Sequence[int] | None) -> System:
+        assert make is not None
+        made = make(seeds)
+        made.keep_infos(infos)
+        return made
+
+    env = SystemEnv(system, rename=options.rename, make=again if keeps and make else make)
+    if not keeps:
+        _with_names(env, infos, {})
+    return env
+
+
+def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
+    """Return a TorchRL environment with renamed columns, and columns for ``info_keys``."""
+    if rename and isinstance(env, SystemEnv):
+        raise ArgumentError(f"rename: pass it to {type(env).__name__}, which you made yourself")
+    env = _renamed(env, rename)
+    base = system_of(env)
+    known = {as_key(key) for key in env.observation_spec.keys(True, True)}
+    known |= set() if base is None else set(base.info_keys)
+    names = [new_name(info.key, rename, known) for info in info_keys]
+    if missing := ["/".join(name) for name in names if name not in known]:
+        way_out = "give it an info reader (env.set_info_dict_reader)"
+        if base is not None:
+            way_out = "let a wrapper of the environment put them into what is observed"
+            if isinstance(base.system, GymnasiumSystem):
+                way_out = "pass info_keys to GymnasiumVectorEnv, which you made yourself"
+        of = type(env).__name__ if base is None else f"{base.kind}, whose infos are not kept"
+        raise ArgumentError(f"info_keys: {missing} are no columns of {of}; {way_out}")
+    if any(info.dtype is not None for info in info_keys):
+        raise ArgumentError(
+            "info_keys: a TorchRL environment declares dtypes itself; pass names here, and Info to "
+            "GymnasiumVectorEnv"
+        )
+    return env
+
+
+def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
+    """``env`` whose observations have the names that ``rename`` gives them.
+
+    Raises:
+        NameRefused: names collide.
+    """
+    if isinstance(env, SystemEnv):
+        return env
+    bare = _observations(env)
+    keys = renamed(bare, rename)
+    pairs = [(one.key, key) for one, key in zip(bare, keys, strict=True) if one.key != key]
+    require_names_of(env, bare, keys)
+    if not pairs:
+        return env
+    old, new = zip(*pairs, strict=True)
+    # One after the other: in a single pass names that are swapped would overwrite each other.
+    between = [(f"_renamed_{index}",) for index in range(len(pairs))]
+    transform = Compose(RenameTransform(list(old), between), RenameTransform(between, list(new)))
+    return TransformedEnv(env, transform, auto_unwrap=False)
+
+
+def _observations(env: EnvBase) -> list[Named]:
+    keys = map(as_key, env.observation_spec.keys(True, True))
+    return [Named(key, key) for key in keys]
+
+
+def require_names_of(
+    env: EnvBase,
+    observations: Sequence[Named] | None = None,
+    given: Sequence[Key] | None = None,
+    written: Iterable[Key] = (),
+) -> None:
+    """Raise if two columns, of ``env`` or written by a policy, have the same name.
+
+    Raises:
+        NameRefused: says which, and how it is settled.
+    """
+    require_names(
+        _observations(env) if observations is None else observations,
+        [as_key(key) for key in env.full_action_spec.keys(True, True)],
+        [as_key(key) for key in env.full_reward_spec.keys(True, True)],
+        [as_key(key) for key in env.full_done_spec.keys(True, True)],
+        written,
+        given,
+    )
+
+
+def _json(value: Any) -> Any:
+    """Return ``value`` for a manifest; parts that JSON cannot hold become their repr."""
+    return json.loads(json.dumps(value, default=repr))
+
+
+def _describe(env: EnvBase) -> dict[str, Any]:
+    bases = list(chain(env))
+    base = bases[-1]
+    if isinstance(base, SystemEnv):
+        described = base.system.describe()
+    else:
+        described = {"id": base.__dict__.get("env_name"), "type": type(base).__name__}
+    transforms = [type(each).__name__ for outer in bases[:-1] for each in _transforms(outer)]
+    return described | ({"transforms": transforms} if transforms else {})
+
+
+def _transforms(env: TransformedEnv) -> list[Any]:
+    transform = env.transform
+    return list(transform) if isinstance(transform, Compose) else [transform]
+
+
+def refuse(env: EnvBase) -> None:
+    """Raise :class:`EnvironmentRefused` where driving ``env`` would falsify data."""
+    if len(env.batch_size) > 1:
+        raise EnvironmentRefused(
+            f"expected a batch size [] or [lanes], got {list(env.batch_size)}; flatten the "
+            "environment's batch"
+        )
+    if "done" not in env.done_spec.keys(True, True):
+        raise EnvironmentRefused(
+            "expected a root-level 'done' beside the per-agent ones, got "
+            f"{sorted(str(key) for key in env.done_spec.keys(True, True))}; without it the end of "
+            "a lane's trajectory is undefined (PettingZoo: done_on_any=False gives one)"
+        )
+    *outer, base = chain(env)
+    if outer and isinstance(base, SystemEnv) and base.stepper.declares.marks_transitions:
+        raise EnvironmentRefused(
+            f"{base.kind} ignores reset masks, so a TransformedEnv "
+            "around it would count its reset slots as transitions; apply Gymnasium's vector "
+            "wrappers underneath, or use SyncVectorEnv"
+        )
+    _refuse_silent_vector(base)
+
+
+def _refuse_silent_vector(env: EnvBase) -> None:
+    """``GymEnv(id, num_envs=N)`` builds a vector whose final observations TorchRL zeroes."""
+    inner = env.__dict__.get("_env")
+    if not isinstance(inner, VectorEnv):
+        return
+    mode = getattr(inner.unwrapped, "autoreset_mode", None)
+    if mode is not AutoresetMode.DISABLED:
+        raise EnvironmentRefused(
+            f"{type(env).__name__} over a gymnasium vector in {mode} mode zeroes or loses final "
+            "observations and counts reset slots as transitions; pass the id and num_envs to the "
+            "collector, or GymnasiumVectorEnv(gymnasium.make_vec(id, num_envs=N))"
+        )

@@ -1,0 +1,150 @@
+"""An environment as the collector drives it: moved, limited in time, primed, and seeded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.envs import Compose, EnvBase, InitTracker, StepCounter, TransformedEnv
+from torchrl.modules import set_exploration_modules_spec_from_env
+
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.driven.traits import can_step_part, chain, runs_on_cpu, system_of
+from tallyroll.collector.envs.probes.known_faults import refuse_known_faults
+from tallyroll.collector.envs.probes.probe import refuse_reused
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused
+from tallyroll.collector.options import Options
+from tallyroll.storage.rows.keys import as_key
+
+
+def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
+    """``env`` on its device, with a time limit and a recurrent policy's states where needed.
+
+    Raises:
+        ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
+    """
+    if options.layout != "torchrl":  # there what TorchRL does is what is wanted, and is said
+        refuse_known_faults(env, options.max_frames_per_traj, options.finals == "lost")
+    device = options.env_device or (None if runs_on_cpu(env) else options.device)
+    if device is not None:
+        if device.type != "cpu" and runs_on_cpu(env):
+            raise ArgumentError(
+                f"env_device: a Gymnasium environment steps on the CPU, got {device}; "
+                "leave it out, and pass policy_device or storing_device"
+            )
+        env = env.to(device)
+    base = system_of(env)
+    if options.reset_at_each_iter and base is not None and base.system.forgets_resets:
+        raise EnvironmentRefused(
+            f"reset_at_each_iter: {base.kind} may reset lanes that ended once more after a reset, "
+            "in a step whose action it ignores; make the vector with autoreset disabled, or with "
+            "shared_memory=True"
+        )
+    env = with_recurrent_states(env, policy)
+    if isinstance(policy, nn.Module):
+        # Those of its modules that explore within a range of actions, and were given none.
+        set_exploration_modules_spec_from_env(policy, env)
+    if options.max_frames_per_traj is not None:
+        env = with_time_limit(env, options.max_frames_per_traj)
+    if options.surplus == "never_step" and not can_step_part(env):
+        raise ArgumentError(
+            'surplus="never_step" needs an environment that can step some of its lanes '
+            "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
+            f'got {env}; use surplus="carry" or "discard"'
+        )
+    if options.finals != "lost":
+        refuse_reused(env)
+    return env
+
+
+def first_reset(env: EnvBase) -> TensorDictBase:
+    """Reset ``env``; if that declares infos, its wrappers read their specs again."""
+    first: TensorDictBase = env.reset()
+    for each in chain(env):
+        each.empty_cache()
+    return first
+
+
+def seed_env(
+    env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (), *, asked: bool = True
+) -> list[int]:
+    """Seed the next reset of every lane; return their seeds, none if a system chooses some.
+
+    ``lanes`` are their numbers in the run (default: all lanes). ``asked``: the caller wants this
+    very seed.
+
+    Raises:
+        ArgumentError: a system that takes seeds only when it is made cannot be made again.
+    """
+    lanes = lanes or range(env.batch_size.numel())
+    of_all = lane_seeds(seed, max(lanes) + 1, incarnation)
+    seeds = [of_all[lane] for lane in lanes]
+    base = system_of(env)
+    if base is not None:
+        base.system.first_lane = lanes[0]
+        if base.stepper.takes_seeds:
+            base.seed_lanes(seeds)
+            shared = base.system.declares.seeds == "shared"
+            return [] if shared and len(seeds) > 1 else seeds
+        if asked and base.system.declares.seeds == "make":
+            raise ArgumentError(
+                f"seed: {base.kind} takes seeds only when it is made; pass a factory that takes "
+                "them (def make(seeds): …), or leave seed and resume out"
+            )
+        return []
+    env.set_seed(seeds[0])
+    return seeds if len(seeds) == 1 else []
+
+
+def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
+    """``env`` whose trajectories are truncated after ``frames`` transitions."""
+    base = system_of(env)
+    declared_later = base is not None and ("step_count",) in base.info_keys
+    if declared_later or _counts_otherwise(env):
+        raise NameRefused(
+            "max_frames_per_traj counts in a column 'step_count', which the environment has "
+            'already: rename={"step_count": "own_step_count"}'
+        )
+    if base is not None and not base.stepper.declares.resets_by_mask:
+        raise EnvironmentRefused(
+            f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; limit episodes "
+            "where it is made (gymnasium.make_vec: max_episode_steps), or use SyncVectorEnv"
+        )
+    return TransformedEnv(env, StepCounter(max_steps=frames))
+
+
+def _counts_otherwise(env: EnvBase) -> bool:
+    """A column has the name that a StepCounter writes to, and another spec than it declares."""
+    spec = env.observation_spec.get("step_count", None)
+    if spec is None:
+        return False
+    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
+    if spec.dtype is not torch.int64 or low is None or high is None:
+        return True
+    most = torch.iinfo(torch.int64).max
+    return not (bool(torch.all(low == 0)) and bool(torch.all(high == most)))
+
+
+def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
+    """``env`` with the states that a recurrent policy reads, where it lacks them."""
+    if not isinstance(policy, nn.Module):
+        return env
+    primers = [
+        module.make_tensordict_primer()  # type: ignore[operator]
+        for module in policy.modules()
+        if hasattr(module, "make_tensordict_primer")
+    ]
+    have = {as_key(key) for key in env.observation_spec.keys(True, True)}
+    missing = [p for p in primers if not {as_key(key) for key in p.primers.keys(True)} <= have]
+    if not missing:
+        return env
+    base = system_of(env)
+    if base is not None and base.stepper.declares.marks_transitions:
+        raise EnvironmentRefused(
+            "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
+            f"{base.kind} does not allow (it ignores reset masks); "
+            "use SyncVectorEnv"
+        )
+    tracker = [] if ("is_init",) in have else [InitTracker()]
+    return TransformedEnv(env, Compose(*tracker, *missing))

@@ -1,0 +1,1 @@
+"""Faults of environments that a look at a throwaway copy finds."""

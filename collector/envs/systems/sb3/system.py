@@ -1,0 +1,137 @@
+"""Stable-Baselines3's `VecEnv`, which resets lanes in its step and returns finals."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.compat import seed_next_reset
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
+from tallyroll.collector.envs.gymnasium.make import making
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.envs.systems.sb3.wrappers import finals_of, layers, true_space
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+
+_FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
+
+
+class Sb3System(TellingSystem):
+    """A ``VecEnv`` as a system, its wrappers included.
+
+    An end that Stable-Baselines3 marks ``TimeLimit.truncated`` is truncated, any other terminated:
+    where an environment says both, that library says terminated.
+
+    Args:
+        env: closed with this.
+
+    Raises:
+        EnvironmentRefused: SuperSuit's vectors, where agents die unevenly.
+        SpaceError: a space that no column can hold.
+    """
+
+    package = "stable_baselines3"
+    extra = "sb3"
+    about = "resets in the step of an end, finals kept in infos; seeds at a reset of all"
+
+    def __init__(self, env: Any) -> None:
+        if any(type(each).__module__.startswith("supersuit") for each in layers(env)):
+            raise EnvironmentRefused(
+                "SuperSuit's vectors are wrong where agents die unevenly; pass the PettingZoo "
+                "environment itself"
+            )
+        self.env = env
+        spec = env.get_attr("spec", 0)[0] if env.has_attr("spec") else None
+        self._id = getattr(spec, "id", None)
+        lanes = int(env.num_envs)
+        self._leaves = observation_leaves(true_space(env), lanes)
+        self._getters = [leaf.getter() for leaf in self._leaves]
+        action = action_leaf(env.action_space, lanes)
+        self._never = np.zeros(lanes, np.bool_)
+        self._declare(self._leaves, action, lanes, at_end="first", finals="extra", resets="all")
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """A ``DummyVecEnv`` of a Gymnasium id; ``kwargs`` are those of ``gymnasium.make``."""
+        kind = needs("stable_baselines3.common.vec_env", "sb3").DummyVecEnv
+        with ExitStack() as half_made:
+            with making(name, kwargs):
+                envs = []
+                for _ in range(lanes):
+                    envs.append(gymnasium.make(name, **kwargs))
+                    half_made.callback(envs[-1].close)
+            system = cls(kind([lambda env=env: env for env in envs]))
+            half_made.pop_all()
+        return system
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over a ``VecEnv``."""
+        package = sys.modules.get("stable_baselines3.common.vec_env.base_vec_env")
+        return None if package is None or not isinstance(made, package.VecEnv) else cls(made)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the id of the first lane, the kind of vector, and its wrappers."""
+        *outer, inner = [type(each).__name__ for each in layers(self.env)]
+        return {"id": self._id, "type": inner} | ({"wrappers": outer} if outer else {})
+
+    def close(self) -> None:
+        """Close the vector."""
+        self.env.close()
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Reset all lanes."""
+        if options:
+            raise ArgumentError(
+                f"reset: a VecEnv takes its options by set_options, got {sorted(options)}"
+            )
+        if seeds is not None:
+            seed_next_reset(self.env, seeds)
+        obs = self.env.reset()
+        values = [get(obs) for get in self._getters]
+        if not self._infos:
+            return values
+        infos = vector_info(self._reset_infos, self._infos.infos)
+        return [*values, *self._told_first(infos, None)]
+
+    def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
+        """Step all lanes."""
+        obs, reward, done, infos = self.env.step(action[0])
+        values = [get(obs) for get in self._getters]
+        if not np.count_nonzero(done):
+            step = Step(values, (reward,), done, self._never)
+            return self._with_infos(step, done, infos) if self._infos else step
+        ended = np.flatnonzero(done).tolist()
+        truncated = self._never.copy()
+        truncated[ended] = [bool(infos[lane].get(_CUT)) for lane in ended]
+        final = None
+        if all(_FINAL in infos[lane] for lane in ended):
+            found = {lane: infos[lane][_FINAL] for lane in ended}
+            final = finals_of(found, self._leaves, self._getters, self.first_lane)
+        step = Step(values, (reward,), done & ~truncated, truncated, final)
+        return self._with_infos(step, done, infos) if self._infos else step
+
+    def _with_infos(
+        self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]
+    ) -> Step:
+        """``step`` with columns of infos; of lanes that ended, those of the reset at the root."""
+        first = given = vector_info(infos, self._infos.infos)
+        final = step.final
+        if done.any():
+            first = vector_info(self._reset_infos, self._infos.infos)
+            rows = self._infos.new_rows()
+            self._infos.write(rows, given, done)
+            final = None if final is None else [*final, *rows]
+        values = self._told_next(given, first, done)
+        return step._replace(obs=[*step.obs, *values], final=final)
+
+    @property
+    def _reset_infos(self) -> Sequence[dict[str, Any]]:
+        """Infos of the last reset of each lane; a wrapper's own list of them stays empty."""
+        return [*layers(self.env)][-1].reset_infos  # type: ignore[no-any-return]
