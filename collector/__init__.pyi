@@ -1,4 +1,4 @@
-"""Public names, stated here alone: see `storage/public_names.py`. Every error class is one."""
+"""Public names, stated here alone (`storage/package/public_names.py`). Every error is one."""
 
 from tallyroll.collector.batches.layouts import split_trajectories as split_trajectories
 from tallyroll.collector.counting.episode_log import Episode as Episode

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from tallyroll.storage.moved_paths import moved_modules
-from tallyroll.storage.public_names import homes_of_names
+from tallyroll.storage.package.moved_paths import moved_modules
+from tallyroll.storage.package.public_names import homes_of_names
 
 _homes = homes_of_names(__file__)
 __all__ = [*_homes]

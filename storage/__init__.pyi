@@ -1,4 +1,4 @@
-"""Public names, stated here alone: see `public_names.py`. Every error class is one."""
+"""Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
 from tallyroll.storage.errors import *  # noqa: F403
 from tallyroll.storage.n_steps import n_step as n_step

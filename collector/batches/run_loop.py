@@ -39,8 +39,8 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
 from tallyroll.collector.slab.names import spelled_rename
-from tallyroll.collector.versions import versions
 from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 _STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}

@@ -153,7 +153,9 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Show them and exit."""
-        from tallyroll.collector.versions import versions  # metadata take 30 ms, and --help none
+        from tallyroll.storage.package.versions import (
+            versions,  # metadata take 30 ms, and --help none
+        )
 
         found = versions()
         own = found.pop("tallyroll")

@@ -1,6 +1,6 @@
 """Formats: the places of their rows, and metadata for other libraries."""
 
-from tallyroll.storage.moved_paths import moved_names
+from tallyroll.storage.package.moved_paths import moved_names
 
 __getattr__ = moved_names(
     __name__, "tallyroll.storage.storages", "FORMATS", "open_storage", "storage_class"

@@ -1,5 +1,5 @@
 """Which rows make a trajectory: ids, episodes, and the index of both."""
 
-from tallyroll.storage.moved_paths import moved_names
+from tallyroll.storage.package.moved_paths import moved_names
 
 __getattr__ = moved_names(__name__, "tallyroll.storage.trajectories.mapping", "Trajectories")

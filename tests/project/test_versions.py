@@ -11,7 +11,7 @@ import tensordict
 import torch
 import torchrl
 
-from tallyroll.collector.versions import versions
+from tallyroll.storage.package.versions import versions
 
 
 def test_versions_are_those_of_the_packages() -> None:
@@ -22,6 +22,6 @@ def test_versions_are_those_of_the_packages() -> None:
 
 
 def test_versions_are_the_same_before_torch_is_imported() -> None:
-    code = "from tallyroll.collector.versions import versions; print(versions())"
+    code = "from tallyroll.storage.package.versions import versions; print(versions())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(versions())

@@ -1,0 +1,1 @@
+"""The packages themselves: their public names, names that moved, and versions."""
