@@ -4,7 +4,7 @@ from tallyroll.collector.batches.run_state import RunState
 from tallyroll.collector.batches.value_checks import RangeChecks
 from tallyroll.collector.counting.ledger import post
 from tallyroll.collector.errors import ValueRefused
-from tallyroll.collector.rollout.driver import raised_by_policy
+from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.collector.slab.slab import Slab
 

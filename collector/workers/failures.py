@@ -13,7 +13,7 @@ from tallyroll.collector.errors import (
     WorkerHung,
     WorkerRaised,
 )
-from tallyroll.collector.rollout.driver import WHILE_ACTING
+from tallyroll.collector.rollout.actor import WHILE_ACTING
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.messages import Raised
 from tallyroll.collector.workers.transport import Gone

@@ -8,7 +8,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.make import require_id_options
+from tallyroll.collector.envs.driven.make import require_id_options
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options, at_most
 from tallyroll.collector.workers.messages import Job

@@ -25,7 +25,8 @@ from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
 from tallyroll.collector.policies.slot_rng import SlotRng
-from tallyroll.collector.rollout.driver import LocalDriver, raised_by_policy
+from tallyroll.collector.rollout.actor import raised_by_policy
+from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
@@ -223,7 +224,7 @@ class Worker:
         if self.policy is not None:
             self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
-        driver.drawn = message.drawn
+        driver.actor.drawn = message.drawn
         if message.by == "given":
             driver.given_steps(start, stop, lanes)
         elif lanes < self.lanes:

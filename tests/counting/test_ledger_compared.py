@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import assembly, writer
+from tallyroll.collector.batches import delivery, writer
 from tallyroll.collector.batches.rows import Part
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.slab_rows import SlabPart
@@ -164,7 +164,7 @@ def tampered(step: Step, what: str) -> Iterator[Once]:
         if step == "source"
         else patch.object(Block, "of", wrapped(Block.of))
         if step == "block"
-        else patch.object(assembly, "merge", wrapped(assembly.merge))
+        else patch.object(delivery, "merge", wrapped(delivery.merge))
         if step == "delivery"
         else patch.object(writer, "_pieces", wrapped(writer._pieces, list)),
         patch.object(LockstepDriver, "account", wrapped(LockstepDriver.account))

@@ -1,0 +1,160 @@
+"""The chooser of actions, which writes them to the slots of a slab."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.policies.bare_call import BareCall, traits_of
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
+from tallyroll.collector.policies.trial import no_tensordict
+from tallyroll.collector.rollout.lanes import Lanes, changed
+from tallyroll.collector.run_plan import acting
+from tallyroll.collector.slab.slab import Array
+from tallyroll.storage.rows.keys import Key
+
+WHILE_ACTING = "_tallyroll_while_acting"
+"""The attribute by which an error of a worker says so to `raised_by_policy`."""
+
+
+def raised_by_policy(error: BaseException) -> bool:
+    """Whether ``error`` was raised while actions were chosen, so that the slot has none yet."""
+    if getattr(error, WHILE_ACTING, False):  # in a worker
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in _ACTING:
+        trace = trace.tb_next
+    return trace is not None
+
+
+class Actor:
+    """Writes actions to slots: those that the policy chooses, or random ones.
+
+    Args:
+        lanes: the lanes that act, over the slab to fill.
+        policy: None draws random actions.
+        extra: keys that the policy writes beside the action.
+        random: draws random actions.
+    """
+
+    drawn: Mapping[Key, Array] | None = None
+    """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
+
+    def __init__(
+        self, lanes: Lanes, policy: Policy | None, extra: Sequence[Key], random: RandomActions
+    ) -> None:
+        self._lanes, self._policy, self._slab, self.random = lanes, policy, lanes.slab, random
+        self._extra = tuple(extra)
+        actions = action_keys(lanes.env)
+        self._outputs = [(key, lanes.rows(key)) for key in (*actions, *self._extra)]
+        self._action_rows = dict(self._outputs[: len(actions)])
+        traits = None if policy is None else traits_of(policy, actions, lanes.seen_rows)
+        self.decision = acting(traits, fills_slab=lanes.fills_slab, extra=self._extra)
+        """The chooser of actions, as in `RunPlan.acts`."""
+        self._bare: BareCall | None = None
+        if policy is not None and self.decision.way == "network":
+            self._bare = BareCall.of(policy, lanes.seen_rows)
+        self._masks = random.masks_in(self._slab.arrays) if lanes.fills_slab else None
+
+    def put_at_random(self, start: int, stop: int) -> None:
+        """Write random actions to slots ``[start, stop)``."""
+        for key, drawn in self.random.arrays(stop - start):
+            array = self._slab.arrays.get(key)
+            if array is not None:
+                array[start:stop] = drawn
+            else:
+                self._slab.columns[key][start:stop].copy_(torch.from_numpy(drawn.copy()))
+
+    def each_at_random(self, start: int, stop: int) -> Iterator[int]:
+        """Yield slots ``[start, stop)``, each with random actions written to it."""
+        if self._masks is not None:
+            yield from self.random.put(self._slab.arrays, self._masks, start, stop)
+            return
+        ahead = self.random.ahead(stop - start)
+        for at in range(start, stop):
+            self.act_at_random(at, ahead, at - start)
+            yield at
+
+    def act_at_random(self, at: int, ahead: Ahead, slot: int) -> None:
+        """Write random actions of slot ``slot`` of those ``ahead`` to slot ``at``."""
+        drawn = self.random.act(self._lanes.seen(at).clone(False), ahead, slot)
+        for key, rows in self._action_rows.items():
+            rows[at].copy_(drawn.get(key))
+
+    def act(self, at: int) -> None:
+        """Copy the actions that the policy chooses to slot ``at``."""
+        assert self._policy is not None
+        bare = self._bare
+        network = None if bare is None else bare.network()
+        if bare is not None and network is not None:
+            out, row = bare(network, at), self._outputs[0][1][at]
+            if type(out) is torch.Tensor and out.shape == row.shape and out.dtype == row.dtype:
+                row.copy_(out)
+            else:
+                self.put_column(0, out, at)
+            return
+        out = self._called(self._lanes.seen(at))
+        self._put(out, at)
+        self._lanes.acted(out, self._policy.writes)
+
+    def act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
+        """Act at random in ``random_lanes``, whose states stay; by the policy in the others."""
+        if self.drawn is None:
+            ahead = self.random.ahead(1)
+        else:
+            drawn = {key: torch.from_numpy(each)[None] for key, each in self.drawn.items()}
+            ahead = self.random.of_lanes(drawn)
+        if not some:
+            return
+        lanes = torch.from_numpy(random_lanes)
+        if random_lanes.all():
+            self.act_at_random(at, ahead, 0)
+        elif not random_lanes.any():
+            self.act(at)
+        else:
+            assert self._policy is not None
+            seen = self._lanes.seen(at)
+            before = seen.clone(False)
+            out = self._called(seen)
+            self._put(out, at)
+            at_random = self.random.act(before.clone(False), ahead, 0)
+            for key, rows in self._action_rows.items():
+                row = rows[at]
+                row[lanes] = at_random.get(key)[lanes].to(row.device)
+            self._lanes.acted(out, self._policy.writes, before, lanes)
+        for key in self._extra:
+            self._slab.columns[key][at, lanes] = 0
+
+    def _called(self, td: TensorDictBase) -> TensorDictBase:
+        assert self._policy is not None
+        out = self._policy(td)
+        if not isinstance(out, TensorDictBase):
+            raise no_tensordict(out)
+        return out
+
+    def _put(self, out: TensorDictBase, at: int) -> None:
+        for index, (key, _) in enumerate(self._outputs):
+            self.put_column(index, out.get(key, None), at)
+
+    def put_column(self, index: int, value: Any, at: int) -> None:
+        """Write a column of the policy's output to slot ``at``."""
+        key, rows = self._outputs[index]
+        row = rows[at]
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.shape != row.shape or value.dtype != row.dtype:
+            form = self._policy.forms.get(key) if self._policy is not None and is_tensor else None
+            if form is None or not form.takes(value):
+                raise changed(key, value, row)
+            value = form(value)
+        row.copy_(value)
+
+    def refresh(self, start: int, stop: int) -> None:
+        """Take newer weights, if there are any, for the actions of slots ``[start, stop)``."""
+        if self._policy is not None and self._policy.refresh():
+            self._slab.version[start:stop] = self._policy.version
+
+
+_ACTING = {each.__code__ for each in (Actor.act, Actor.act_both_ways)}
