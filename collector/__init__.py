@@ -6,6 +6,11 @@ from typing import Any
 from tallyroll.storage.package.moved_paths import moved_modules
 from tallyroll.storage.package.public_names import homes_of_names
 
+if __name__ != "tallyroll.collector":  # from the root of a checkout, where its folder lies
+    raise ImportError(
+        f"expected the name tallyroll.collector, got {__name__}; import tallyroll.collector"
+    )
+
 _homes = homes_of_names(__file__)
 __all__ = [*_homes]
 

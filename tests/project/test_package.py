@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import mypy.api
@@ -73,7 +74,7 @@ KERNEL = "tallyroll/storage/engine/_kernel.abi3.so"
 def copy_to(tree: Path) -> None:
     """A copy of the project, without what was built."""
     skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
-    shutil.copytree(ROOT, tree, ignore=skip, dirs_exist_ok=True)
+    shutil.copytree(ROOT, tree, ignore=skip, symlinks=True, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def wheel(dist: Path) -> Path:
 def source_files() -> set[str]:
     """Every file that the wheel must hold, by its path there."""
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
-    return {
+    return {"tallyroll/__init__.py", "tallyroll/py.typed"} | {
         f"tallyroll/{path.relative_to(ROOT)}"
         for path in files
         if path.suffix in (".py", ".pyi") or path.name == "py.typed"
@@ -107,7 +108,6 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     code = {name for name in names if ".dist-info/" not in name}
     assert code - {KERNEL} == source_files()
     assert (KERNEL in code) == (shutil.which("cc") is not None)
-    assert {"tallyroll/collector/py.typed", "tallyroll/storage/py.typed"} <= code
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -136,9 +136,30 @@ def test_without_a_compiler_it_installs_and_collects(tmp_path: Path) -> None:
 def test_the_sdist_holds_what_the_gate_needs(dist: Path) -> None:
     (sdist,) = dist.glob("tallyroll-*.tar.gz")
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"check.sh", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md"} <= names
-    assert {"tests/conftest.py", "tests/support/oracles.py", "collector/py.typed"} <= names
+        names = {each.name.partition("/")[2]: each for each in archive.getmembers()}
+    assert {"check.sh", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md"} <= {*names}
+    assert {"tests/conftest.py", "tests/support/oracles.py", "collector/py.typed"} <= {*names}
+    for folder in FOLDERS:
+        assert names[f"src/tallyroll/{folder}"].linkname == f"../../{folder}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tools_that_follow_folders_find_each_file_under_its_import_name(folder: str) -> None:
+    link = ROOT / "src/tallyroll" / folder
+    assert (os.readlink(link), link.resolve()) == (f"../../{folder}", ROOT / folder)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_module_is_imported_twice_under_two_names(folder: str) -> None:
+    command = [sys.executable, "-c", f"import {folder}.errors"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    wanted = f"expected the name tallyroll.{folder}, got {folder}; import tallyroll.{folder}"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {wanted}"
+
+
+def test_the_version_is_known_without_an_import_of_either_package() -> None:
+    code = "import sys, tallyroll; print(tallyroll.__version__, 'tallyroll.storage' in sys.modules)"
+    assert run(sys.executable, "-c", code, cwd=ROOT).split() == [version("tallyroll"), "False"]
 
 
 def test_the_wheel_lives_beside_a_users_storage_and_collector(wheel: Path, tmp_path: Path) -> None:
