@@ -2,6 +2,8 @@
 
 import warnings
 import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +66,14 @@ def for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBa
         return as_tensordict(rows, None, behind)
     pinned = {k: c.pin_memory() if c.device.type == "cpu" else c for k, c in rows.items()}
     return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
+
+
+def extend_buffer(buffer: ReplayBuffer, batches: Sequence[TensorDictBase]) -> None:
+    """Add batches, whose trajectories are numbered, to a buffer."""
+    store = buffer.storage
+    with store.writer.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
+        for batch in batches:
+            buffer.extend(batch)
 
 
 # --- ids ------------------------------------------------------------------------------------------

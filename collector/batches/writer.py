@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torchrl.data import ReplayBuffer, TensorStorage
 
 from tallyroll.collector.batches.buffer_items import (
     BufferIds,
+    extend_buffer,
     for_buffer,
     require_items,
     require_takes,
@@ -170,16 +170,7 @@ class BatchWriter:
         _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
         buffer, direct = self.replay_buffer, self.target
         if buffer is not None and shaped is not None:
-            try:
-                for batch in shaped:
-                    require_items(buffer.storage, batch)
-            except ItemsDiffer as error:
-                if direct is None or not last:
-                    raise
-                warn_of_cut_item(
-                    count, "which the storage has, are not in the replay buffer", error
-                )
-                shaped = ()
+            shaped = _items(buffer, shaped, count, may_leave=direct is not None and last)
         for number, piece in enumerate(pieces, start=1):
             batches: Sequence[TensorDictBase] = ()
             if buffer is not None and shaped is None:
@@ -191,12 +182,7 @@ class BatchWriter:
                 self.storage.writer.stage_record(self.stored_run.record(ledger, open_lanes))
             # The storage last: what it has committed is counted, and nothing can fail after it.
             if buffer is not None:
-                behind = buffer.storage
-                with (
-                    behind.writer.fresh_ids() if isinstance(behind, DiskStorage) else nullcontext()
-                ):
-                    for batch in batches:
-                        buffer.extend(batch)
+                extend_buffer(buffer, batches)
             if direct is not None:
                 written = direct.extend(arrays, ids="fresh")
                 _require("the storage", len(written), len(piece[TRAJ_IDS]))
@@ -269,6 +255,21 @@ def _pieces(rows: Columns, ring: int) -> list[Columns]:
         return [rows]
     pieces = [slice(start, start + ring) for start in range(0, count, ring)]
     return [{key: column[piece] for key, column in rows.items()} for piece in pieces]
+
+
+def _items(
+    buffer: ReplayBuffer, shaped: Sequence[TensorDictBase], count: int, *, may_leave: bool
+) -> Sequence[TensorDictBase]:
+    """Return what is laid out for a buffer; nothing, with a warning, if it may be left out."""
+    try:
+        for batch in shaped:
+            require_items(buffer.storage, batch)
+    except ItemsDiffer as error:
+        if not may_leave:
+            raise
+        warn_of_cut_item(count, "which the storage has, are not in the replay buffer", error)
+        return ()
+    return shaped
 
 
 def _require(where: str, rows: int, count: int) -> None:

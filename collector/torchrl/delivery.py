@@ -1,13 +1,12 @@
 """Changes that TorchRL's arguments make to a batch in TorchRL's layout."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.buffer_items import require_items
+from tallyroll.collector.batches.buffer_items import extend_buffer, require_items
 from tallyroll.collector.errors import StateError
 from tallyroll.storage.rows.keys import MASK, NEXT, POLICY_VERSION, as_key, is_done
 from tallyroll.storage.storages import DiskStorage
@@ -87,7 +86,5 @@ def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
     Raises:
         ItemsDiffer: an interruptor made it shorter than the buffer's items are.
     """
-    store = buffer.storage
-    require_items(store, batch)
-    with store.writer.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
-        buffer.extend(batch)
+    require_items(buffer.storage, batch)
+    extend_buffer(buffer, [batch])
