@@ -167,57 +167,109 @@ static void publish(char *where, uint64_t word)
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOT, HEADER_WORDS };
-
-/* Commit rows: store `reserve`, copy the rows, write the record, and store `head`. Both counts are
-   the same `word`. The record's sequence, the first word of its seal, is written last. `header` and
-   `to` are addresses in the map that Header owns; `seal` and `record` belong to the caller. */
-static void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
-                   const int64_t *header, char *to, uint64_t word, const char *seal, size_t sealed,
-                   const char *record, size_t length)
+/* Return a count with its check bits; `checksum` continues a CRC-32 over further bytes. */
+static uint64_t word_of(int64_t count)
 {
+    uint32_t bits = 0;
+    for (int i = 0; i < 6; i++) {
+        bits ^= (uint32_t)((count >> (8 * i)) & 0xFF) << 8;
+        for (int bit = 0; bit < 8; bit++)
+            bits = bits & 0x8000 ? bits << 1 ^ 0x1021 : bits << 1;
+    }
+    return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
+}
+
+static uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
+{
+    static uint32_t table[256];
+    if (!table[255])
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t word = i;
+            for (int bit = 0; bit < 8; bit++)
+                word = word & 1 ? word >> 1 ^ 0xEDB88320u : word >> 1;
+            table[i] = word;
+        }
+    crc = ~crc;
+    for (size_t i = 0; i < length; i++)
+        crc = crc >> 8 ^ table[(crc ^ (uint8_t)bytes[i]) & 0xFF];
+    return ~crc;
+}
+
+static char *little_endian(char *to, uint64_t number, int nbytes)
+{
+    for (int i = 0; i < nbytes; i++)
+        *to++ = (char)(number >> (8 * i));
+    return to;
+}
+
+/* The counts of a storage that its writer keeps: a block of words, which Header owns. */
+#define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
+typedef struct { COMMIT(MEMBER) } Commit;
+
+/* Addresses in the map of the header, which Header owns. */
+enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOTS, HEADER_WORDS = RECORD_SLOTS + 2 };
+#define SEAL_NBYTES 28
+
+/* Return whether the last commit was not cut off, and no other process writes. */
+static int can_commit(const Commit *known)
+{
+    return known->head >= 0 && known->reserve == known->head;
+}
+
+/* Commit rows: store `reserve`, copy the rows, write the record, and store `head`; then count them.
+   The record's sequence, the first word of its seal, is written last. */
+static void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
+                   const int64_t *header, Commit *known, const char *record, size_t length)
+{
+    Commit after = *known;
+    after.reserve = after.head += count;
+    after.sequence++;
+    after.commits++;
+    char seal[SEAL_NBYTES], *to = at(header[RECORD_SLOTS + after.sequence % 2]);
+    char *end = little_endian(seal, (uint64_t)after.sequence, 8);
+    end = little_endian(end, (uint64_t)after.head, 8);
+    end = little_endian(end, length, 8);
+    little_endian(end, checksum(checksum(0, seal, 24), record, length), 4);
     uint64_t sequence;
+    const uint64_t word = word_of(after.head);
     publish(at(header[RESERVE_WORD]), word);
     copy_columns(table, slot, first, count);
-    memcpy(to + sealed, record, length);
-    memcpy(to + sizeof sequence, seal + sizeof sequence, sealed - sizeof sequence);
+    memcpy(to + SEAL_NBYTES, record, length);
+    memcpy(to + sizeof sequence, seal + sizeof sequence, SEAL_NBYTES - sizeof sequence);
     memcpy(&sequence, seal, sizeof sequence);
     publish(to, sequence);
     publish(at(header[HEAD_WORD]), word);
+    *known = after;
 }
 
-/* commit_rows(table, slot, first, count, header, word, seal, record). Words are in native order, as
-   in the tables. The four buffers are held until the end of the call. */
+/* commit_rows(table, slot, first, count, header, known, record). `known` is the address of a block
+   of COMMIT; the three buffers are held until the end of the call. */
 static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
-    Table table, header, seal;
+    Table table, header;
     Py_buffer record;
-    if (want(given, 8) < 0)
+    if (want(given, 7) < 0)
         return NULL;
     int64_t slot = PyLong_AsLongLong(args[1]);
     int64_t first = PyLong_AsLongLong(args[2]);
     int64_t count = PyLong_AsLongLong(args[3]);
-    uint64_t word = PyLong_AsUnsignedLongLong(args[5]);
+    int64_t known = PyLong_AsLongLong(args[5]);
     if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
         return NULL;
     if (open_table(args[4], &header, HEADER_WORDS) < 0)
         goto header_failed;
-    if (open_table(args[6], &seal, 1) < 0)
-        goto seal_failed;
-    if (PyObject_GetBuffer(args[7], &record, PyBUF_SIMPLE) < 0)
+    if (PyObject_GetBuffer(args[6], &record, PyBUF_SIMPLE) < 0)
         goto record_failed;
-    commit(&table, slot, first, count, header.words, at(header.words[RECORD_SLOT]), word,
-           (const char *)seal.buffer.buf, (size_t)seal.buffer.len, (const char *)record.buf,
-           (size_t)record.len);
+    const int can = can_commit((const Commit *)at(known));
+    if (can)
+        commit(&table, slot, first, count, header.words, (Commit *)at(known),
+               (const char *)record.buf, (size_t)record.len);
     PyBuffer_Release(&record);
-    PyBuffer_Release(&seal.buffer);
     PyBuffer_Release(&header.buffer);
     PyBuffer_Release(&table.buffer);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(can);
 record_failed:
-    PyBuffer_Release(&seal.buffer);
-seal_failed:
     PyBuffer_Release(&header.buffer);
 header_failed:
     PyBuffer_Release(&table.buffer);
@@ -420,44 +472,7 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return PyBool_FromLong(all);
 }
 
-/* Return a count with its check bits; `checksum` continues a CRC-32 over further bytes. */
-static uint64_t word_of(int64_t count)
-{
-    uint32_t bits = 0;
-    for (int i = 0; i < 6; i++) {
-        bits ^= (uint32_t)((count >> (8 * i)) & 0xFF) << 8;
-        for (int bit = 0; bit < 8; bit++)
-            bits = bits & 0x8000 ? bits << 1 ^ 0x1021 : bits << 1;
-    }
-    return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
-}
-
-static uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
-{
-    static uint32_t table[256];
-    if (!table[255])
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t word = i;
-            for (int bit = 0; bit < 8; bit++)
-                word = word & 1 ? word >> 1 ^ 0xEDB88320u : word >> 1;
-            table[i] = word;
-        }
-    crc = ~crc;
-    for (size_t i = 0; i < length; i++)
-        crc = crc >> 8 ^ table[(crc ^ (uint8_t)bytes[i]) & 0xFF];
-    return ~crc;
-}
-
-static char *little_endian(char *to, uint64_t number, int nbytes)
-{
-    for (int i = 0; i < nbytes; i++)
-        *to++ = (char)(number >> (8 * i));
-    return to;
-}
-
 #define RECORD_NBYTES 4096
-#define SEAL_NBYTES 28
-
 #define NUMBER_NBYTES 20
 
 /* Return whether a template has `count` places for numbers, "%d" each. */
@@ -494,16 +509,14 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
     return (size_t)(to - begin);
 }
 
-/* The counts that a commit changes, one block of words for each object that owns them: the Header,
-   the BatchWriter's run, the Ledger. Python reads and sets the same words by name. */
-#define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
+/* The counts that a slot changes beside those of COMMIT: a block of words of the BatchWriter's run,
+   and one of the Ledger. Python reads and sets the same words by name. */
 #define RUN(WORD) WORD(next_id) WORD(ended)
 #define LEDGER(WORD)                                                                               \
     WORD(slots) WORD(executed) WORD(reset_slots) WORD(stored) WORD(discarded) WORD(carried)        \
     WORD(lost) WORD(random) WORD(policy_calls_on_reset_slots) WORD(ticks) WORD(reset_ticks)        \
     WORD(episodes_complete) WORD(episodes_cut) WORD(incarnation) WORD(respawned)                   \
     WORD(agent_transitions)
-typedef struct { COMMIT(MEMBER) } Commit;
 typedef struct { RUN(MEMBER) } Run;
 typedef struct { LEDGER(MEMBER) } Ledger;
 
@@ -539,7 +552,7 @@ static void close_plan(Plan *plan)
 static int open_plan(PyObject *parts, Plan *plan)
 {
     static const Py_ssize_t least[] = {NUMBERING_WORDS, 0,            1,     COLUMN_WORDS,
-                                       RECORD_SLOT + 2, LEDGER_WORDS, BLOCKS};
+                                       HEADER_WORDS,    LEDGER_WORDS, BLOCKS};
     plan->opened = 0;
     if (!PyTuple_Check(parts) || PyTuple_Size(parts) != P_PARTS) {
         PyErr_SetString(PyExc_TypeError, "a plan has other parts");
@@ -618,17 +631,14 @@ static int64_t slot_of(const Plan *plan)
    and its record, its values are within their bounds, and the caller need not see it before. */
 static int is_plain(const Plan *plan, int64_t room, int watched)
 {
-    const Commit *now = plan->commit;
-    return now->head >= 0 && now->reserve == now->head &&
+    return can_commit(plan->commit) &&
            slot_of(plan) + plan->numbering->lanes <= room &&
            plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
            !(watched && is_eventful(plan->numbering)) && inside(&plan->tables[P_CHECKS], 1);
 }
 
-/* Write the record of a commit and its seal, in which the counts are those after it; return the
-   record's length. */
-static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_id,
-                           const Commit *after, char *record, char *seal)
+/* Write the record of a commit, in which the counts are those after it; return its length. */
+static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_id, char *record)
 {
     int64_t numbers[RECORD_NUMBERS], open = 0;
     const int64_t *step = (const int64_t *)at(plan->numbering->state_step);
@@ -638,12 +648,7 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
     memcpy(numbers + 1, ledger, sizeof *ledger);
     numbers[1 + LEDGER_WORDS] = open;
     numbers[2 + LEDGER_WORDS] = next_id;
-    const size_t length = spell(record, plan->record, plan->length, numbers);
-    char *to = little_endian(seal, (uint64_t)after->sequence, 8);
-    to = little_endian(to, (uint64_t)after->head, 8);
-    to = little_endian(to, length, 8);
-    little_endian(to, checksum(checksum(0, seal, 24), record, length), 4);
-    return length;
+    return spell(record, plan->record, plan->length, numbers);
 }
 
 /* Number, commit and count the slot, and return how many episodes ended. Nothing fails here, and no
@@ -651,25 +656,17 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
 static int64_t store(const Plan *plan, Ledger *ledger, int64_t version)
 {
     const Numbering *t = plan->numbering;
-    const int64_t *header = plan->tables[P_HEADER].words;
-    const int64_t slot = slot_of(plan), rows = t->lanes;
-    Commit after = *plan->commit;
-    char record[RECORD_NBYTES], seal[SEAL_NBYTES];
-    for (int64_t lane = 0; lane < rows; lane++)
+    char record[RECORD_NBYTES];
+    for (int64_t lane = 0; lane < t->lanes; lane++)
         ((int64_t *)at(t->version))[lane] = version;
     const int64_t ended = number(t, 1, NULL) & 0xFFFFFFFF, largest = *(int64_t *)at(t->largest);
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
     ledger->episodes_complete += ended;
-    after.reserve = after.head += rows;
-    after.sequence++;
-    after.commits++;
-    const size_t length = write_record(plan, ledger, next_id, &after, record, seal);
-    commit(&plan->tables[P_COLUMNS], slot, 0, rows, header,
-           at(header[RECORD_SLOT + after.sequence % 2]), word_of(after.head), seal, SEAL_NBYTES,
-           record, length);
+    const size_t length = write_record(plan, ledger, next_id, record);
+    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, t->lanes, plan->tables[P_HEADER].words,
+           plan->commit, record, length);
     carry(&plan->tables[P_CARRY]);
     *plan->ledger = *ledger;
-    *plan->commit = after;
     plan->run->next_id = next_id;
     plan->run->ended += ended;
     return ended;

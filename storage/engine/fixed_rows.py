@@ -81,15 +81,12 @@ class IndexedRows(NewRows):
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
         """Commit a range of rows and a record in one call, if the last commit was not cut off."""
-        index = self._index
-        if not record or type(index) is not range:
+        index, kernel = self._index, columns.one_call
+        if not record or type(index) is not range or kernel is None:
             return False
-        one, table = header.commit_in_one(self.count, record), columns.table_of(self._memory)
-        if one is None or columns.one_call is None:
-            return False
-        columns.one_call.commit_rows(table, slot, index.start, self.count, *one, record)
-        header.committed(self.count)
-        return True
+        table, known = columns.table_of(self._memory), header.known
+        places, first = header.addresses, index.start
+        return kernel.commit_rows(table, slot, first, self.count, places, known.address, record)
 
     def copy_to(self, columns: Columns, slot: int) -> None:
         """Copy the rows of each column, in the order of the index."""

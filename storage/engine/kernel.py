@@ -34,16 +34,15 @@ class Kernel(Protocol):
         first: int,
         count: int,
         header: bytes,
-        word: int,
-        seal: bytes,
+        known: int,
         record: bytes,
         /,
-    ) -> None:
-        """Copy rows as `copy_rows` does, and commit them, in the order of a commit; see `Header`.
+    ) -> bool:
+        """Copy rows as `copy_rows` does, and commit and count them with ``record``, in one call.
 
-        ``header`` has three words: addresses of ``reserve``, of ``head`` and of the record's slot.
-        Both counts become ``word``. ``seal`` is copied to the slot, its first word last, and
-        ``record`` after the seal.
+        ``header`` are `Header.addresses`, and ``known`` is the address of the block of the same
+        header's counts. Return False, with nothing done, if an earlier commit was interrupted, or
+        if another process writes.
         """
 
     def gather_rows(self, table: bytes, slot: int, index: np.ndarray, rows: int, /) -> None:

@@ -63,8 +63,6 @@ CommitCounts = counts_of("head", "reserve", "floor", "sequence", "commits")
 Head, reserve and floor are -1 where another process writes, so that they must be read. ``sequence``
 is that of the last record, and ``commits`` those of rows through this header.
 """
-OneCommit = tuple[bytes, int, bytes]
-"""The addresses that a commit writes to, the word of its count, and the head of its record."""
 
 
 def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
@@ -125,11 +123,9 @@ class Header:
         known = self.known  # only this writer changes the counts from here on
         known.reserve, known.head, known.floor = self.reserve, self.head, self.floor
         base = np.frombuffer(self._map, np.uint8).ctypes.data
-        counts, slots = (base + 8 * _RESERVE, base + 8 * _HEAD), [base + start for start in STARTS]
-        self.addresses = struct.pack("=4q", *counts, *slots)
+        places = 8 * _RESERVE, 8 * _HEAD, *STARTS
+        self.addresses = struct.pack("=4q", *(base + place for place in places))
         """Addresses of `reserve`, of `head` and of both record slots; the map owns the memory."""
-        self._places = [struct.pack("=3q", *counts, slot) for slot in slots]
-        """The addresses of one commit, for `Kernel.commit_rows`."""
 
     def _require_original(self, *, accept_copy: bool) -> None:
         closed_at = self._count(CLOSED_AT)
@@ -282,26 +278,6 @@ class Header:
         sequence = self.known.sequence + 1
         self.records.write(sequence, head, payload)
         self.known.sequence = sequence
-
-    def commit_in_one(self, rows: int, payload: bytes) -> OneCommit | None:
-        """Return addresses, word and seal with which the kernel commits ``rows`` more rows.
-
-        The caller must call :meth:`committed` then. Return None if an earlier commit was
-        interrupted, or if another process writes.
-        """
-        known = self.known
-        if known.head < 0 or known.reserve != known.head:
-            return None
-        head, sequence = known.head + rows, known.sequence + 1
-        seal = self.records.seal(sequence, head, payload)
-        return self._places[sequence % 2], word_of(head), seal
-
-    def committed(self, rows: int) -> None:
-        """Record that the kernel made the commit of ``rows`` rows from `commit_in_one`."""
-        known = self.known
-        known.reserve = known.head = known.head + rows
-        known.sequence += 1
-        known.commits += 1
 
     def forget_uncommitted(self) -> None:
         """Wipe records of rows that were never committed: later rows will take their place."""

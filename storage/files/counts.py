@@ -22,18 +22,15 @@ class Counts(ctypes.Structure):
     """The names of the counts, in the order of their words."""
     words: np.ndarray
     """The same numbers, int64 [name]."""
+    address: int
+    """The address of the first word; the block owns the memory."""
 
     def __new__(cls) -> Self:
         """Take the memory of an array, which NumPy and the extension see too."""
         words = np.zeros(len(cls.names), np.int64)
         block = cls.from_buffer(words.data)
-        block.words = words
+        block.words, block.address = words, ctypes.addressof(block)
         return block
-
-    @property
-    def address(self) -> int:
-        """The address of the first word; the block owns the memory."""
-        return ctypes.addressof(self)
 
     if TYPE_CHECKING:
 

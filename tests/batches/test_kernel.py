@@ -310,9 +310,9 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
     with pytest.raises(TypeError):
         anything.are_inside("text", 1)
     with pytest.raises(ValueError, match="too short"):
-        anything.commit_rows(bytes(24), 0, 0, 1, bytes(16), 1, bytes(28), b"")
+        anything.commit_rows(bytes(24), 0, 0, 1, bytes(24), CommitCounts().address, b"")
     with pytest.raises(TypeError):
-        anything.commit_rows(bytes(24), 0, 0, 1, bytes(24), 1, bytes(28), "text")
+        anything.commit_rows(bytes(24), 0, 0, 1, bytes(32), CommitCounts().address, "text")
     with pytest.raises(TypeError):
         anything.put_step(bytes(64), "d", *[np.zeros(1)] * 4)
     with pytest.raises(ValueError, match="too short"):

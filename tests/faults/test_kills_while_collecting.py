@@ -189,10 +189,11 @@ class Fatal:
     def __getattr__(self, name: str) -> Any:
         return getattr(compiled(), name)
 
-    def commit_rows(self, table: bytes, *args: Any) -> None:
+    def commit_rows(self, table: bytes, *args: Any) -> bool:
         table, header = self._spoilt("commit_rows", table, args[3])
         kernel: Any = compiled()
-        kernel.commit_rows(table, *args[:3], header, *args[4:])
+        done: bool = kernel.commit_rows(table, *args[:3], header, *args[4:])
+        return done
 
     def store_slot(self, plan: tuple[Any, ...], *args: Any) -> int:
         columns, header = self._spoilt("store_slot", *plan[3:5])
