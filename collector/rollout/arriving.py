@@ -6,11 +6,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.envs.stepping.arrays import fitting, put_flags, reordered
+from tallyroll.collector.envs.stepping.arrays import put_flags, reordered
 from tallyroll.collector.envs.stepping.ends import put_finals
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.rollout.lanes import Account, Lanes
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -199,11 +198,7 @@ class ArrivingLanes(Lanes):
         rows = [column[at] for column in cursor.next_obs]
         for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
             row[...] = stepper.results.array(index, value, len(pending))
-        try:
-            for key, column, value in stepper.values_of(cursor, out):
-                column[at] = fitting(value, column[at], key)
-        except (TypeError, ValueError, ValueRefused) as error:
-            raise stepper.results.unfit(out, error, out.lanes) from error
+        stepper.put_values(cursor, out)
         ended: Mask = cursor.terminated[at] | cursor.truncated[at]
         for group, flags in cursor.agents.items():
             put_flags(flags, at, out.agents[group])

@@ -78,12 +78,12 @@ class Results:
                 )
         return found
 
-    def unfit(self, out: Step, error: Exception, lanes: Array | None = None) -> TransitionError:
-        """Return the error for rewards or flags; ``lanes``: the row's lanes if not all came."""
+    def unfit(self, out: Step, error: Exception) -> TransitionError:
+        """Return the error for rewards or flags that do not fit."""
         if not isinstance(error, ValueRefused):
             return self._wrong_shapes(out)
         if error.lane is not None:
-            error.lane = self._number(error.lane, lanes)
+            error.lane = self._number(error.lane, out.lanes)
         return error
 
     def _number(self, row: int, lanes: Array | None) -> int:

@@ -4,7 +4,7 @@ A collector drives it (`SystemLanes`, `ArrivingLanes`); `SystemEnv` is TorchRL's
 follows the end of an episode is in `ends.py`, resets of all lanes are in `restarts.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueR
 from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
 from tallyroll.collector.slab.names import Rename, renamed, require_names
 from tallyroll.collector.slab.progress import FILLED, HALT
-from tallyroll.collector.slab.slab import Array as Column
 from tallyroll.collector.slab.slab import Cursor, Slab
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
 
@@ -236,11 +235,7 @@ class Stepper:
                 row[...] = value
             elif value is not row:
                 row[...] = self.results.array(index, value)
-        try:
-            for key, column, value in self.values_of(cursor, out):
-                column[at] = fitting(value, column[at], key)
-        except (TypeError, ValueError, ValueRefused) as error:
-            raise self.results.unfit(out, error) from error
+        self.put_values(cursor, out)
         if cursor.next_valid is not None:
             cursor.next_valid[at] = True
         if self._finish is not None:
@@ -253,11 +248,20 @@ class Stepper:
         if self._looks_behind or out.skipped is not None:
             self._after_step(cursor, out, stepped)
 
-    def values_of(self, cursor: Cursor, out: Step) -> Iterator[tuple[Key, Column, Array]]:
-        """Yield key, column and values of each reward, and of both flags."""
-        yield from zip(self._next_rewards, cursor.rewards, out.reward, strict=True)
-        yield TERMINATED, cursor.terminated, out.terminated
-        yield TRUNCATED, cursor.truncated, out.truncated
+    def put_values(self, cursor: Cursor, out: Step) -> None:
+        """Write rewards and both flags to the slot ``cursor.at``.
+
+        Raises:
+            TransitionError: they do not fit.
+        """
+        at, terminated, truncated = cursor.at, cursor.terminated, cursor.truncated
+        try:
+            for key, to, value in zip(self._next_rewards, cursor.rewards, out.reward, strict=True):
+                to[at] = fitting(value, to[at], key)
+            terminated[at] = fitting(out.terminated, terminated[at], TERMINATED)
+            truncated[at] = fitting(out.truncated, truncated[at], TRUNCATED)
+        except (TypeError, ValueError, ValueRefused) as error:
+            raise self.results.unfit(out, error) from error
 
     def _after_step(self, cursor: Cursor, out: Step, stepped: Mask | None) -> None:
         """Write agents' flags, and compare the reset slots with the declared ones."""
