@@ -70,9 +70,9 @@ class Undivided(deferred):
                     add_end_note(error, again)
             if run.over:
                 let_go(self._assembly)
+            self._thread = None  # what is raised from here on is of a handler, and loses nothing
         finally:
             super().__exit__(kind, error, trace)
-        self._thread = None
 
     def leave(self, error: BaseException, *, was_busy: bool) -> None:
         """Exit after ``error``, if it was raised between the guard and what it guards.
@@ -81,8 +81,12 @@ class Undivided(deferred):
         interrupts, can come before the interpreter calls :meth:`__exit__`. ``was_busy``: another
         call was under way before this one, which was refused.
         """
-        if not was_busy and self._thread == get_ident():
+        if was_busy:
+            return
+        if self._thread == get_ident():
             self.__exit__(type(error), error, error.__traceback__)
+        elif not self.is_left:
+            super().__exit__(type(error), error, error.__traceback__)
 
 
 def add_end_note(error: BaseException, again: Exception) -> None:

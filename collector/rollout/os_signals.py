@@ -79,6 +79,11 @@ class deferred:
 
     __slots__ = ("_before", "_inner", "_outer")
 
+    @property
+    def is_left(self) -> bool:
+        """True once handlers wait no more for this context to end."""
+        return not self._outer or _holder != get_ident()
+
     def __enter__(self) -> None:
         """Let them wait."""
         global _holder, _admitting, _pause
