@@ -1,0 +1,308 @@
+"""A storage on disk as users and TorchRL's replay buffers have it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from tallyroll.storage.engine.commit_engine import Durability
+from tallyroll.storage.errors import NotAnAppend, NotAStorage, NotPicklable, StateMismatch
+from tallyroll.storage.files.checksums import Progress
+from tallyroll.storage.readers.file_reader import Mode
+from tallyroll.storage.replay import buffers, foreign_checkpoints
+from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
+from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
+from tallyroll.storage.rows.indexing import consecutive
+from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.stores.row_store import RowStore
+from tallyroll.storage.stores.row_writer import RowWriter
+from tallyroll.storage.stores.temporary import TemporaryFolder
+from tallyroll.storage.trajectories.id_checks import Ids
+
+_IDS = ("check", "renumber", "fresh")
+
+
+class DiskStorage(RowStore, AsTensorStorage):
+    """Rows on disk, growing or a ring, that survive the end of the process in any way.
+
+    A row is in the storage for good once `extend` has returned. Other processes
+    may read at any time and see committed rows only; threads of this process may write
+    in turn. It is a TorchRL storage: ``ReplayBuffer(storage=...)`` works on a new, a
+    reopened and a read-only one.
+
+    Args:
+        path: where it is, or will be. Without one it is temporary: in a folder
+            ``tallyroll-*`` of its own where `tempfile` makes them, which goes when the storage is
+            closed or collected, and at the exit of the process that made it; not with a
+            forked child. Batches and readers keep the rows that they refer to. What is
+            killed leaves its folder behind.
+        mode: ``"create"`` refuses an existing one, and writes nothing until the
+            schema is known; ``"append"`` goes on after the last row;
+            ``"read"`` never writes.
+        capacity: rows to reserve space for at once, those that are there included.
+            The storage grows beyond them, where its format can.
+        max_size: slots of a ring, in which new rows overwrite the oldest; None keeps
+            every row. Only memory-mapped storages can be rings. A replay buffer's ``empty()``
+            leaves no row of a ring valid; the numbers of later rows go on from these.
+        durability: what committed rows survive: ``"process"``, the death of any
+            process; ``"power"``, a power cut too, at the price of waiting for
+            the disk in every commit, and once, when it is opened, for the rows of
+            earlier writers.
+        accept_copy: open a copy of files that were copied while a writer had the storage
+            open. Rows that were committed since the original was last closed may be missing
+            in it, and read as zeros; `verify` detects some of that. A copy that is appended
+            to counts as a storage of its own. Without ``accept_copy`` such a copy is refused;
+            a copy of a storage that was closed never is.
+
+    Raises:
+        CopyOfOpenStorage: it is such a copy, and ``accept_copy`` is False.
+        OpenError: the path cannot be opened or created so (its subclasses say why).
+        CorruptStorage: the files are damaged.
+    """
+
+    _default_checkpointer = DiskStorageCheckpointer
+
+    _leave_folder: Callable[[], Any] | None = None
+    """Removes the folder of a temporary storage."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        mode: Mode = "create",
+        capacity: int | None = None,
+        max_size: int | None = None,
+        durability: Durability = "process",
+        accept_copy: bool = False,
+    ) -> None:
+        AsTensorStorage.__init__(self)
+        temporary = TemporaryFolder(mode) if path is None else None
+        place = _path_of(path) if temporary is None else temporary.rows
+        try:
+            RowStore.__init__(self, place, mode, capacity, durability, max_size, accept_copy)
+        except BaseException:
+            if temporary is not None:
+                temporary.remove()
+            raise
+        self._fit_ring()
+        if temporary is not None:
+            assert isinstance(self.writer, RowWriter)
+            self.writer.temporary = True
+            self._leave_folder = temporary.leave_with(self, self.writer.close)
+
+    def close(self) -> None:
+        """Trim the files to the committed rows and let the next writer in. Twice is harmless.
+
+        Another thread's write is finished first. A temporary storage is deleted.
+        """
+        super().close()
+        if self._leave_folder is not None:
+            self._leave_folder()
+
+    def finalize(self, progress: Progress | None = None) -> None:
+        """Finalize as `RowStore.finalize` does; raise `NotAStorage` for a temporary storage."""
+        if self._leave_folder is not None:
+            raise NotAStorage(
+                f"{self.path} is temporary, and goes when it is closed. Give it a path, or dump it."
+            )
+        super().finalize(progress)
+
+    def extend(
+        self,
+        rows: TensorDictBase | Mapping[Key, np.ndarray],
+        *,
+        record: bytes | None = None,
+        ids: Ids = "check",
+    ) -> range:
+        """Write rows after the last one and commit them; return their numbers.
+
+        Args:
+            rows: a TensorDict [N], on any device, or one array [N, ...] for each
+                column by its key. The first rows of a new storage decide its schema.
+            record: a payload that becomes `record` with the same commit.
+            ids: of the trajectories of rows that have ``("collector", "traj_ids")``,
+                ``"step"`` and ``"lane"``. ``"check"`` refuses an id that is stored already,
+                unless its rows go on from that id's last row: same lane, next step, not
+                ended, and no other trajectory of the lane in between. Rows that are gone from
+                a ring do not count, nor those that a batch which fills it replaces.
+                ``"renumber"`` moves all ids of the call by one number, to above the largest
+                stored id: so append the rows of another storage, ``extend(other.get(...),
+                ids="renumber")``, in one call, because a trajectory whose rows come in two
+                calls becomes two. After a collector's run they are a run of their own.
+                ``"fresh"`` writes the ids as they are: the caller must have made them unique.
+
+        For rows that come unchanged from ``other[:]``, ``other.get(slice)`` or
+        ``other.in_order()``, the manifest records the other storage and the runs that made them
+        there: ``copied_from`` and ``runs`` of an entry. It does not know of values that the
+        caller wrote into them since.
+
+        Raises:
+            TrajectoryIdTaken: an id that is stored already, or rows that cannot be those of
+                one trajectory.
+            RunUnderWay: a collector is writing a run to this storage; not with ``"fresh"``.
+            ColumnsMissing: ``"renumber"`` of rows without ids.
+            WriteError: refused, with nothing written (its subclasses say why).
+        """
+        if ids not in _IDS:
+            raise ValueError(f"ids is one of {', '.join(map(repr, _IDS))}, got {ids!r}.")
+        writer = self.writer
+        span = writer.write(rows, record, None, ids)
+        if writer.tell is not None:
+            writer.tell(span)
+        return span
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Append ``data`` at ``cursor``, which must name the rows right after the last one.
+
+        More rows than a ring has are written piece by piece, so that the last ones stay.
+
+        Raises:
+            NotAnAppend: any other cursor.
+            TrajectoryIdTaken: as `extend`; to renumber, write with `extend`.
+            WriteError: as `extend`.
+        """
+        self.reader.require_open()
+        try:
+            if not set_cursor:
+                raise NotAnAppend(f"storage[i] = rows was asked for: {IN_PLACE}")
+            rows = consecutive(cursor, self.ring)
+            buffers.check_cursor(self, rows)
+            data = buffers.as_batch(data, single=isinstance(cursor, int))
+            if len(data) != len(rows):
+                raise NotAnAppend(f"{len(rows)} rows were announced and {len(data)} given.")
+            self.writer.write_items(data, buffers.writers_index(self))
+        except BaseException:
+            # TorchRL's writers count before they write.
+            buffers.seat_writers(self)
+            raise
+        if len(self._attached_entities_list) > 1:
+            buffers.seat_writers(self)
+
+    def attach(self, buffer: Any) -> None:
+        """Join a replay buffer: its writer goes on after the last row."""
+        super().attach(buffer)
+        self.writer.tell = partial(_tell_buffers, weakref.ref(self))
+        buffers.join(self, buffer)
+
+    def get(self, index: Any, keys: Keys | None = None) -> Any:
+        """Return rows as `RowStore.get` does; for a key as the index, all rows of that column.
+
+        Raises:
+            KeyError: no column has that key.
+        """
+        kind = type(index)
+        if kind is str or (kind is tuple and index and all(type(name) is str for name in index)):
+            only = [index] if as_key(index) in self.reader.keys else None
+            return self.reader.get(slice(None), only)[index]
+        return self.reader.get(index, keys)
+
+    def contains(self, item: Any) -> Any:
+        """Return whether a row of that number exists; for a tensor, one bool a number."""
+        if isinstance(item, torch.Tensor):
+            return (item >= -len(self)) & (item < len(self))
+        return -len(self) <= int(item) < len(self)
+
+    def dumps(self, path: Any) -> None:
+        """Write a checkpoint to ``path``, by the storage's checkpointer.
+
+        See `DiskStorageCheckpointer`, the default, for the errors. A checkpointer of TorchRL gets
+        the rows as one of TorchRL's storages.
+        """
+        if isinstance(self.checkpointer, DiskStorageCheckpointer):
+            self.checkpointer.dumps(self, path)
+        else:
+            foreign_checkpoints.dump(self.checkpointer, self, path)
+
+    def loads(self, path: Any) -> None:
+        """Get the rows of a checkpoint; with one of TorchRL's checkpointers only a new storage.
+
+        Raises:
+            StateMismatch: other rows are here.
+        """
+        if isinstance(self.checkpointer, DiskStorageCheckpointer):
+            self.checkpointer.loads(self, path)
+        else:
+            foreign_checkpoints.load(self.checkpointer, self, path)
+        buffers.seat_writers(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which rows these are. The rows themselves are on disk already."""
+        return {"path": str(self.path), "id": self.reader.id, "head": self.head}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that the rows of a state are here. Rows that came later stay.
+
+        Raises:
+            StateMismatch: they are not.
+        """
+        mine = self.state_dict()
+        if not mine.keys() <= state_dict.keys():
+            raise StateMismatch(
+                f"this state has {', '.join(map(repr, state_dict))}, which is none of a storage on "
+                "disk. Rows are not in its state: dump and load the buffer, or extend with them."
+            )
+        if state_dict["head"] and state_dict["id"] != mine["id"]:
+            raise StateMismatch(
+                f"this state belongs to the storage that was at {state_dict['path']}, and "
+                f"{self.path} is another one. Open that one."
+            )
+        if state_dict["head"] > mine["head"]:
+            raise StateMismatch(
+                f"this state has {state_dict['head']} rows and {self.path} has {mine['head']}. "
+                "Restore the storage from a copy that is as new as the state."
+            )
+
+    def _empty(self) -> None:
+        try:
+            if len(self) and not self.ring:
+                raise NotAnAppend(
+                    f"{self.path} keeps every row it got, {self.head} so far, and only a ring is "
+                    "emptied. Create one, MemmapStorage(path, max_size=...), or another storage."
+                )
+            if len(self):
+                self.writer.empty()
+        finally:
+            # TorchRL's writers count from 0 before they ask.
+            buffers.seat_writers(self)
+
+    @property
+    def _mutation_revision(self) -> int:
+        # TorchRL's samplers drop what they remember when this changes.
+        return self.reader.revision
+
+    @property
+    def last_index(self) -> int | None:
+        """The index of the newest row, None without any."""
+        if not len(self):
+            return None
+        return int(self.reader.index_of(np.array(self.reader.head - 1)))
+
+    # TorchRL's samplers ask where a ring begins.
+    _last_cursor_index = _last_cursor = last_index
+
+    def __getstate__(self) -> NoReturn:
+        raise NotPicklable(
+            f"{self.path} cannot be sent to another process or copied: the files would have two "
+            'owners. Open it there with tallyroll.storage.open_storage(path, mode="read").'
+        )
+
+
+def _tell_buffers(storage: weakref.ref[DiskStorage], rows: range) -> None:
+    if (found := storage()) is not None:
+        buffers.tell_buffers(found, rows)
+
+
+def _path_of(path: Any) -> Any:
+    if type(path) is int:
+        raise TypeError(
+            f"path is where the storage is, got {path}. For a temporary ring of so many rows give "
+            f"max_size={path}."
+        )
+    return path
