@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,13 +180,9 @@ class LocalDriver(Driver):
         """Go on after the signal's handler was called."""
         self.board[HALT] = 0
 
-    def _pause(self) -> None:
-        if not self.board[HALT]:
-            self.board[HALT] = PAUSE
-
     def interruptible(self) -> AbstractContextManager[None]:
         """Return a context in which an interrupt never counts an incomplete slot as ``used``."""
-        return pausable(self._pause)
+        return pausable(partial(_pause, self.board))
 
     # --- beginnings -------------------------------------------------------------------------------
 
@@ -274,3 +271,9 @@ class LocalDriver(Driver):
         if stop == start:
             return Account(0, 0, np.zeros((0, self.lanes), np.bool_))
         return self.stepped.account(start, stop, stepped)
+
+
+def _pause(board: memoryview) -> None:
+    """Let filling pause after the step under way, unless it ends there anyway."""
+    if not board[HALT]:
+        board[HALT] = PAUSE

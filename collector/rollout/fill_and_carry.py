@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
-from tallyroll.collector.counting.transitions import Mask, in_lanes
+from tallyroll.collector.counting.transitions import in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
@@ -216,21 +216,6 @@ class Rollout:
             return self.slab, at, driver.upcoming()
         return self.slab, at, ~driver.ended(at - 1, at)[0]
 
-    def last_slot(self, rewards: Sequence[Key]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return reward and end of every lane ``[lane]`` in the last slot that was filled."""
-        at = self.driver.used - 1
-        total = np.zeros(self.lanes)
-        for key in rewards:
-            reward = self.slab.columns[key][at].to(torch.float64).cpu()
-            total += reward.reshape(self.lanes, -1).sum(dim=1).numpy()
-        ended = self.driver.ended(at, at + 1)[0]
-        if self.slab.lane is None:
-            return total, ended
-        lane = self.slab.lane[at]
-        of_lanes = np.zeros(self.driver.run_lanes)
-        of_lanes[lane] = total
-        return of_lanes, in_lanes(ended[None], lane[None], self.driver.run_lanes)[0]
-
     def restart_lanes(self, ledger: Ledger) -> None:
         """Reset every lane before the next slot; no transition may be carried then."""
         assert not self.held
@@ -247,14 +232,17 @@ class Rollout:
         lanes = self.driver.run_lanes
         reward, ended = np.zeros(lanes), np.zeros(lanes, np.bool_)
         if self.held:
-            reward, ended = self.last_slot(rewards)
+            reward, ended = _last_slot(self.driver, rewards)
         discarded = self.discard_held()
         self._whole_blocks = {}  # their reference cycle would keep memory until a collection
         return Discarded(self._filling.take_entry(), discarded, reward, ended)
 
     def discard_held(self) -> NDArray[np.bool_]:
         """Discard and count the transitions that were not handed over; return their lanes."""
-        marks = self._waiting()
+        # All that is not handed over, after an error; else the last slot's surplus.
+        marks = self.slab.transitions[: self.driver.used]
+        if self._given:
+            marks = marks[:0] if self._held is None else self._held[None]
         at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
             drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
@@ -265,12 +253,6 @@ class Rollout:
         lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
         self._held, self._given, self._put_back = None, True, False
         return lanes
-
-    def _waiting(self) -> Mask:
-        """Return the marks ``[time, lane]`` of the last transitions, not handed over yet."""
-        if not self._given:  # an error came before
-            return self.slab.transitions[: self.driver.used]
-        return np.zeros((0, self.lanes), np.bool_) if self._held is None else self._held[None]
 
     def _take(self, want: int) -> Block:
         used = self.driver.used
@@ -289,3 +271,21 @@ class Rollout:
 def _stepped(count: int) -> LedgerEntry:
     """Return the counts of slots that are all transitions; one object for each count."""
     return LedgerEntry(slots=count, executed=count)
+
+
+def _last_slot(
+    driver: Driver, rewards: Sequence[Key]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return reward and end of every lane ``[lane]`` in the last slot that was filled."""
+    slab, at = driver.slab, driver.used - 1
+    total = np.zeros(slab.lanes)
+    for key in rewards:
+        reward = slab.columns[key][at].to(torch.float64).cpu()
+        total += reward.reshape(slab.lanes, -1).sum(dim=1).numpy()
+    ended = driver.ended(at, at + 1)[0]
+    if slab.lane is None:
+        return total, ended
+    lane = slab.lane[at]
+    of_lanes = np.zeros(driver.run_lanes)
+    of_lanes[lane] = total
+    return of_lanes, in_lanes(ended[None], lane[None], driver.run_lanes)[0]

@@ -70,10 +70,7 @@ class LockstepDriver(Driver):
     @property
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
-        return self._halted(STOP)
-
-    def _halted(self, how: int) -> bool:
-        return any(member.board[HALT] == how for member in self._worker_pool.members)
+        return _halted(self._worker_pool, STOP)
 
     def stop(self) -> None:
         """End after the step under way."""
@@ -82,7 +79,7 @@ class LockstepDriver(Driver):
     @property
     def paused(self) -> bool:
         """A signal's handler waits."""
-        return self._halted(PAUSE)
+        return _halted(self._worker_pool, PAUSE)
 
     def go_on(self) -> None:
         """None does."""
@@ -247,3 +244,7 @@ class LockstepDriver(Driver):
         """Lanes that had to be reset since this was last asked, or None."""
         cuts, self._cuts = self._cuts, None
         return cuts
+
+
+def _halted(pool: WorkerPool, how: int) -> bool:
+    return any(member.board[HALT] == how for member in pool.members)
