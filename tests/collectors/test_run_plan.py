@@ -294,7 +294,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "network": {"acts"},
         "in-turn": {"steps"},
         "lend": {"observations"},
-        "views": {"writes"} if KERNEL else set(),
+        "views": {"writes"},
         "whole": {"counts", "commits"},
         "slab": {"rows", "batches", "commits"},
         "one-call": {"commits"} if KERNEL else set(),
