@@ -95,9 +95,8 @@ class Delivery:
         """
         if self._finals.looks:
             self._finals.require_true(self._run.committed)
-        part, rest = self._parts[0], None
-        if len(self._parts) > 1:
-            part = merge(self._parts)  # type: ignore[arg-type]  # one of another kind is alone
+        part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
+        rest = None
         if part.count > most and isinstance(part, Part):  # a larger batch was parted
             part, rest = part.split(most)
         count, ledger, torchrl = part.count, self._run.ledger, self._laying_out.torchrl

@@ -263,7 +263,10 @@ class SystemEnv(EnvBase):
         return td
 
     def _set_flags(self, td: TensorDictBase) -> TensorDictBase:
-        return td.update(self.full_done_spec.zero())
+        # Leaf by leaf: for zeros of a whole spec tensordict imports pandas.
+        for key, spec in self.full_done_spec.items(True, True):
+            td.set(key, spec.zero())
+        return td
 
 
 def _given_finals(out: Step, ended: Mask) -> Mask:
