@@ -13,10 +13,10 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector.batches.resume import Resume
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.writer import StorageLike
+from tallyroll.collector.batches.stored.resume import Resume
+from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.envs.driven.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import (

@@ -9,12 +9,12 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector.batches.ranges import ranges_of
-from tallyroll.collector.batches.resume import Resume
-from tallyroll.collector.batches.rows_ahead import planned
+from tallyroll.collector.batches.checks.ranges import ranges_of
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.rows_ahead import planned
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.writer import StorageLike
+from tallyroll.collector.batches.stored.resume import Resume
+from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 
 from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.delivery import Delivery
-from tallyroll.collector.batches.final_observations import FinalsWatch
-from tallyroll.collector.batches.in_slab import InSlab
-from tallyroll.collector.batches.laying_out import LayingOut, Processing
+from tallyroll.collector.batches.layouts.laying_out import LayingOut, Processing
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.one_call import OneCall
-from tallyroll.collector.batches.ranges import Range
-from tallyroll.collector.batches.rows import RowSource
-from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.rows.in_slab import InSlab
+from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_state import RunState
-from tallyroll.collector.batches.storing_plan import StoringPlan, traits_of
-from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.value_checks import RangeChecks
+from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.source import TransitionSource
 

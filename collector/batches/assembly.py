@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.checked_blocks import CheckedBlocks
+from tallyroll.collector.batches.checks.checked_blocks import CheckedBlocks
+from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivery import Delivery
-from tallyroll.collector.batches.final_observations import FinalsWatch
 from tallyroll.collector.batches.one_call import OneCall
-from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_state import RunState
-from tallyroll.collector.batches.storing_plan import StoringPlan
-from tallyroll.collector.batches.value_checks import RangeChecks
+from tallyroll.collector.batches.stored.storing_plan import StoringPlan
 from tallyroll.collector.counting.ledger import LedgerEntry, post
 from tallyroll.collector.errors import LedgerError, SilentReset
 from tallyroll.collector.policies.acting import Acting

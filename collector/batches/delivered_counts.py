@@ -6,8 +6,8 @@ from math import prod
 import numpy as np
 import torch
 
-from tallyroll.collector.batches.rows import Part
-from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import Part
+from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options

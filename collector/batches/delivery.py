@@ -3,15 +3,15 @@
 import numpy as np
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.cut_items import CutItems
+from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
-from tallyroll.collector.batches.final_observations import FinalsWatch
-from tallyroll.collector.batches.in_slab import InSlab
-from tallyroll.collector.batches.laying_out import LayingOut
-from tallyroll.collector.batches.rows import Part, Rows, RowSource, merge
+from tallyroll.collector.batches.layouts.laying_out import LayingOut
+from tallyroll.collector.batches.layouts.torchrl_layout import NO_FLAGS, Flags
+from tallyroll.collector.batches.rows.in_slab import InSlab
+from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, merge
+from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.batches.run_state import RunState
-from tallyroll.collector.batches.slab_rows import SlabPart
-from tallyroll.collector.batches.torchrl_layout import NO_FLAGS, Flags
+from tallyroll.collector.batches.stored.cut_items import CutItems
 from tallyroll.collector.counting.ledger import NOTHING, post
 from tallyroll.collector.errors import ItemsDiffer
 from tallyroll.collector.rollout.source import Block, TransitionSource

@@ -1,12 +1,12 @@
 """Calls that collect one slot of all lanes, each stored by one call of the extension."""
 
-from tallyroll.collector.batches.compiled_rows import CompiledRows
+from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
-from tallyroll.collector.batches.final_observations import FinalsWatch
-from tallyroll.collector.batches.in_slab import InSlab
 from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
+from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.run_state import RunState
-from tallyroll.collector.batches.value_checks import RangeChecks
 from tallyroll.collector.counting.ledger import LedgerEntry, amounts
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.source import Block

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tallyroll.collector.batches.compiled_rows import CompiledRows
-from tallyroll.collector.batches.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.compat import set_gradients
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import COUNTS, LedgerEntry

@@ -14,15 +14,15 @@ from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.assembling import assemble
 from tallyroll.collector.batches.batch_iterator import BatchIterator
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.provenance import run_provenance
-from tallyroll.collector.batches.ranges import Range
-from tallyroll.collector.batches.resume import Resume
-from tallyroll.collector.batches.rows import RowSource
-from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_state import RunState
-from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.stored.resume import Resume
+from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import OWN_INSTANCE, Undivided, add_end_note
-from tallyroll.collector.batches.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tallyroll.collector.batches.writer import BatchWriter
+from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState

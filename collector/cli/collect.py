@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from tallyroll.collector.batches.resume import has_begun, last_run_of
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import cloudpickle
 
-from tallyroll.collector.batches.resume import opened_or_created
+from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, did_you_mean, pasteable
 from tallyroll.collector.options import MOST_LANES
 from tallyroll.collector.policies.policy import PolicyFn

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.buffer_items import extend_buffer, require_items
+from tallyroll.collector.batches.stored.buffer_items import extend_buffer, require_items
 from tallyroll.collector.errors import StateError
 from tallyroll.storage.rows.keys import MASK, NEXT, POLICY_VERSION, as_key, is_done
 from tallyroll.storage.storages import DiskStorage

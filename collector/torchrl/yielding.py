@@ -11,10 +11,10 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.ranges import Range
-from tallyroll.collector.batches.rows_ahead import RowsAhead
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.rollout.slab_plan import SlabPlan

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec
 
-from tallyroll.collector.batches.ranges import Range
+from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.options import Options

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tallyroll.collector.batches.ranges import Range
+from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError, WorkerHung
 from tallyroll.collector.slab.progress import FILLED

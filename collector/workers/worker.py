@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.batches.ranges import ranges_of
+from tallyroll.collector.batches.checks.ranges import ranges_of
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.driven.make import make_env

@@ -22,7 +22,7 @@ from torchrl.envs import EnvBase, SerialEnv
 from torchrl.objectives.value import GAE
 
 from tallyroll.collector import SyncCollector, split_trajectories
-from tallyroll.collector.batches.cuts import (
+from tallyroll.collector.batches.layouts.cuts import (
     own_flags,
     with_beginnings,
     with_cuts,

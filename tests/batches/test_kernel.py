@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tallyroll.collector.batches.compiled_rows import rows_of_slab
+from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order

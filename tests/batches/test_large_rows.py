@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, Unbounded
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.batches.rows.rows import Part
 from tallyroll.collector.errors import ArgumentError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import MemmapStorage, open_storage, verify

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import rows_ahead
-from tallyroll.collector.batches.rows_ahead import RowsAhead
-from tallyroll.collector.batches.value_checks import OutOfRangeWarning
+from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
+from tallyroll.collector.batches.rows import rows_ahead
+from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.errors import TransitionError
 from tallyroll.storage import MemmapStorage, open_storage, verify

@@ -19,7 +19,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.writer import ClosedFirstWarning
+from tallyroll.collector.batches.stored.writer import ClosedFirstWarning
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.errors import StorageClosed

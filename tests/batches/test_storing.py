@@ -269,7 +269,7 @@ def test_the_step_that_is_named_is_the_one_that_was_wrong(tmp_path: Any) -> None
 
 
 def test_values_outside_are_let_through_with_a_warning_or_silently() -> None:
-    from tallyroll.collector.batches.value_checks import OutOfRangeWarning
+    from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 
     kwargs: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 60}
     mode = AutoresetMode.DISABLED

@@ -14,7 +14,7 @@ import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.writer import BatchWriter
+from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, LedgerError

@@ -32,7 +32,7 @@ from torchrl.modules import GRUModule, IndependentNormal, LSTMModule, Probabilis
 from torchrl.objectives.value import GAE, TDLambdaEstimator, VTrace
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.batches.torchrl_layout import PaddedBatchWarning
+from tallyroll.collector.batches.layouts.torchrl_layout import PaddedBatchWarning
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage import MemmapStorage

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.collector.batches.ranges import Range
-from tallyroll.collector.batches.value_checks import RangeChecks
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab, SlabColumn

@@ -18,10 +18,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import delivery, writer
-from tallyroll.collector.batches.rows import Part
+from tallyroll.collector.batches import delivery
+from tallyroll.collector.batches.rows.rows import Part
+from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.batches.stored import writer
 from tallyroll.collector.errors import LedgerError, StateError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
 from tallyroll.collector.rollout.source import Block

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymWrapper, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.final_observations import FinalsWarning, FinalsWatch
+from tallyroll.collector.batches.checks.final_observations import FinalsWarning, FinalsWatch
 from tallyroll.collector.cli import main
 from tallyroll.collector.envs.probes import known_faults
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SilentReset

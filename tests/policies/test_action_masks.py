@@ -19,7 +19,7 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from tallyroll.collector import Info, MultiprocessCollector, SyncCollector
-from tallyroll.collector.batches.value_checks import OutOfRangeWarning
+from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.probes.probe import overwrites_itself, single_env
 from tallyroll.collector.envs.probes.reuse import leaves

@@ -20,7 +20,7 @@ from torchrl.envs import GymEnv, InitTracker, TransformedEnv
 from torchrl.modules import OrnsteinUhlenbeckProcessModule
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.value_checks import OutOfRangeWarning
+from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.errors import PolicyError, TransitionError
 
 from collect_kit import collect, joined

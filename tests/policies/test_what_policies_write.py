@@ -158,7 +158,9 @@ OURS = {("collector", name) for name in ("step", "policy_version", "lane")}
 ROOT = {("done",), ("terminated",), ("truncated",)}
 
 
-@pytest.mark.filterwarnings("ignore::tallyroll.collector.batches.value_checks.OutOfRangeWarning")
+@pytest.mark.filterwarnings(
+    "ignore::tallyroll.collector.batches.checks.value_checks.OutOfRangeWarning"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_columns_are_those_that_torchrl_keeps(case: str) -> None:
     make, policy_of = CASES[case]

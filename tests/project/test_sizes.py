@@ -33,7 +33,7 @@ LARGE_FOLDERS = {
 LARGE_CLASSES = {
     "collector/batches/assembly.py:Assembly": (744, 44),
     "collector/batches/run_loop.py:Collector": (460, 29),
-    "collector/batches/writer.py:BatchWriter": (450, 26),
+    "collector/batches/stored/writer.py:BatchWriter": (450, 26),
     "collector/envs/declared_env.py:DeclaredEnv": (188, 24),
     "collector/envs/gymnasium/infos.py:InfoColumns": (249, 21),
     "collector/envs/gymnasium/system.py:GymnasiumSystem": (359, 25),

@@ -28,9 +28,9 @@ from torchrl.envs.utils import exploration_type
 import tallyroll.storage
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches import undivided
+from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.value_checks import OutOfRangeWarning
 from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.errors import (
     LedgerError,

@@ -14,7 +14,7 @@ import pytest
 from tensordict import TensorDictBase
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 
-from tallyroll.collector.batches.buffer_items import CutItemWarning
+from tallyroll.collector.batches.stored.buffer_items import CutItemWarning
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.torchrl import Collector, MultiAsyncCollector
 

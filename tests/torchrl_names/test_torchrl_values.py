@@ -19,7 +19,7 @@ from torchrl.modules import AdditiveGaussianModule, RandomPolicy
 from torchrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
 from torchrl_kit import assert_batches_alike, both
 
-from tallyroll.collector.batches.torchrl_layout import PaddedBatchWarning
+from tallyroll.collector.batches.layouts.torchrl_layout import PaddedBatchWarning
 from tallyroll.collector.errors import ArgumentError, PolicyError, StateError
 from tallyroll.collector.torchrl import Collector
 from tallyroll.storage import MemmapStorage

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.objectives.value import GAE
 
-from tallyroll.collector.batches.value_checks import OutOfRangeWarning
+from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage, verify
 from tallyroll.storage.storages import H5Storage, ZarrStorage

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, TensorStorage
 
-from tallyroll.collector.batches.buffer_items import (
+from tallyroll.collector.batches.rows.rows import Rows, as_tensordict
+from tallyroll.collector.batches.stored.buffer_items import (
     BufferIds,
     extend_buffer,
     for_buffer,
@@ -17,9 +18,13 @@ from tallyroll.collector.batches.buffer_items import (
     require_takes,
     warn_of_cut_item,
 )
-from tallyroll.collector.batches.resume import Resume, checked_resume, has_begun, opened_target
-from tallyroll.collector.batches.rows import Rows, as_tensordict
-from tallyroll.collector.batches.stored_run import StoredRun
+from tallyroll.collector.batches.stored.resume import (
+    Resume,
+    checked_resume,
+    has_begun,
+    opened_target,
+)
+from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
 from tallyroll.collector.slab.names import require_storable

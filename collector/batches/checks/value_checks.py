@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.ranges import Range, values_of
-from tallyroll.collector.batches.slot_checks import SlotChecks
+from tallyroll.collector.batches.checks.ranges import Range, values_of
+from tallyroll.collector.batches.checks.slot_checks import SlotChecks
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.options import Validate

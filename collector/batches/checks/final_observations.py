@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.rows import Part
-from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import Part
+from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.errors import SilentReset
 from tallyroll.storage.rows.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
 from tallyroll.storage.verification.self_reset_detection import (

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tallyroll.collector.batches.buffer_items import BufferIds
-from tallyroll.collector.batches.resume import (
+from tallyroll.collector.batches.stored.buffer_items import BufferIds
+from tallyroll.collector.batches.stored.resume import (
     LastRun,
     last_run_of,
     newest_version,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
 from tallyroll.storage.engine.kernel import compiled, copy_table
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.rows.batch_dims import Shapes

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.cuts import last_rows
-from tallyroll.collector.batches.layouts import padded
-from tallyroll.collector.batches.rows import Part
-from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.batches.layouts.cuts import last_rows
+from tallyroll.collector.batches.layouts.layouts import padded
+from tallyroll.collector.batches.rows.rows import Part
+from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Self
 
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts, is_one_float
-from tallyroll.collector.batches.rows import RowSource
-from tallyroll.collector.batches.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.value_checks import RangeChecks
-from tallyroll.collector.batches.writer import BatchWriter
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import (

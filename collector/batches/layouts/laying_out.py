@@ -5,11 +5,16 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.cuts import own_flags, with_beginnings, with_cuts, without_cuts
-from tallyroll.collector.batches.layouts import by_lane, split_trajectories
-from tallyroll.collector.batches.rows import Part, Rows, RowSource, as_tensordict, behind_rows
-from tallyroll.collector.batches.torchrl_layout import Flags, TorchrlLayout
-from tallyroll.collector.batches.writer import BatchWriter, Columns
+from tallyroll.collector.batches.layouts.cuts import (
+    own_flags,
+    with_beginnings,
+    with_cuts,
+    without_cuts,
+)
+from tallyroll.collector.batches.layouts.layouts import by_lane, split_trajectories
+from tallyroll.collector.batches.layouts.torchrl_layout import Flags, TorchrlLayout
+from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, as_tensordict, behind_rows
+from tallyroll.collector.batches.stored.writer import BatchWriter, Columns
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.rollout.os_signals import later, pausable

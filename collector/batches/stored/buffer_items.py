@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, Storage, TensorStorage
 
-from tallyroll.collector.batches.rows import Rows, as_tensordict
+from tallyroll.collector.batches.rows.rows import Rows, as_tensordict
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.dtypes import SIGNED

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tallyroll.collector.batches.buffer_items import warn_of_cut_item
-from tallyroll.collector.batches.rows import Part
-from tallyroll.collector.batches.slab_rows import SlabPart
+from tallyroll.collector.batches.rows.rows import Part
+from tallyroll.collector.batches.rows.slab_rows import SlabPart
+from tallyroll.collector.batches.stored.buffer_items import warn_of_cut_item
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import ItemsDiffer

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from tallyroll.collector.batches.rows import Rows, RowSource
-from tallyroll.collector.batches.value_checks import RangeChecks
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
+from tallyroll.collector.batches.rows.rows import Rows, RowSource
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes
 from tallyroll.collector.rollout.slab_plan import SlabPlan

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
 from tallyroll.collector.counting.episode_log import EPISODE
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.rollout.slab_plan import SlabPlan

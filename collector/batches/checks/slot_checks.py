@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from tallyroll.collector.batches.ranges import Range
+from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.kernel import KINDS, compiled, table_of
 

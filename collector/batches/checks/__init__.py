@@ -1,0 +1,1 @@
+"""Checks of what blocks hold: values, ranges, final observations."""

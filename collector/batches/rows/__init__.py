@@ -1,0 +1,1 @@
+"""Rows of a batch: gathered from a slab, or numbered where they lie."""

@@ -1,0 +1,1 @@
+"""The storage or replay buffer that a run writes to."""
