@@ -3,7 +3,7 @@
 A number makes a configuration (`random_more.extended`), its lanes keep journals of what was truly
 done, and `random_judge.judge` compares every row with them. The whole campaign is::
 
-    TALLYROLL_CONFIGURATIONS=3000 pytest -n0 tests/collectors/test_random_configurations.py
+    TALLYROLL_CONFIGURATIONS=3000 pytest -n0 -k "random_configurations"
 
 ``TALLYROLL_CONFIGURATION=17`` runs the one of that number alone.
 """
@@ -25,7 +25,7 @@ from random_more import extended
 from random_verdicts import examined
 
 COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "80"))
-HERE = "tests/collectors/test_random_configurations.py"
+HERE = "tests/collector/collectors/test_random_configurations.py"
 ALONE = os.environ.get("TALLYROLL_CONFIGURATION")
 NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "support" / "storages" / "fuzzed_storages.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "storages" / "fuzzed_storages.py"
 COUNT = int(os.environ.get("TALLYROLL_FUZZED", "80"))
 PARTS = 2
 SECONDS_EACH = 5.0
