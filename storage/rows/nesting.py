@@ -169,9 +169,10 @@ class Nest:
     def of_tensors(self, tensors: Sequence[torch.Tensor], batch: tuple[int, ...]) -> TensorDict:
         """Return the same of tensors."""
         values: list[Any] = list(tensors)
+        rows = torch.Size(batch)
         for behind, names, places in self._levels:
-            source = dict(zip(names, map(values.__getitem__, places), strict=True))
-            size = torch.Size((*batch, *behind))
+            source = {name: values[place] for name, place in zip(names, places, strict=True)}
+            size = torch.Size((*rows, *behind)) if behind else rows
             values.append(new_tensordict(source=source, batch_size=size, nested=False))
         made: TensorDict = values[-1]
         return made
