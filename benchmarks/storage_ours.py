@@ -78,7 +78,7 @@ class Capacity(Ours):
         """
         engine = self.storage.reader.engine
         engine._header.head = engine._header.reserve = 0
-        engine._columns.warm = True
+        engine.space.columns.warm = True
 
 
 class Growing(Ours):
