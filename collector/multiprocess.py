@@ -40,7 +40,8 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.jobs import per_worker, pickled
-from tallyroll.collector.workers.leases import Leases
+from tallyroll.collector.workers.leases.budget import LeaseBudget
+from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.limits import require_guard
 from tallyroll.collector.workers.local.processes import Processes
 from tallyroll.collector.workers.local.threads import Threads
@@ -261,19 +262,17 @@ class MultiprocessCollector(Collector):
         if whole:
             slots = max(slots, ceil(frames / min(map(plan.columns, self._startup.lanes))))
         place, share = self._make_place(slots, _SEGMENTS)
-        return Leases(
-            self._worker_pool,
-            self._startup,
-            place,
-            share,
+        budget = LeaseBudget(
             plan,
+            self.ledger,
+            workers=self.num_workers,
             frames=frames,
             budget=self._budget,
             episodes=self._options.total_episodes,
-            exact=self._options.surplus == "never_step",
-            ledger=self.ledger,
             random_frames=self._random_frames,
+            exact=self._options.surplus == "never_step",
         )
+        return Leases(self._worker_pool, self._startup, place, share, budget)
 
     # --- workers, weights, seeds, state -----------------------------------------------------------
 

@@ -1,0 +1,191 @@
+"""The budget of a run whose workers never wait: what each may step, and what is left."""
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry
+from tallyroll.collector.rollout.lanes import ended_in
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.leases.segment import Segment
+from tallyroll.collector.workers.member import Member
+from tallyroll.storage.rows.keys import RANDOM_VERSION
+
+
+@dataclass
+class Tally:
+    """A worker's part of the budget."""
+
+    fresh: bool = False
+    """Its lanes are to be reset with the next lease."""
+    leased: deque[Segment] = field(default_factory=deque)
+    """Segments whose leases have not come back, in the order in which it fills them."""
+    tickets: int = 0
+    """Episodes that it may still complete."""
+    pending: NDArray[np.bool_] | None = None
+    """Lanes that ended in the last slot of its last lease."""
+
+
+class LeaseBudget:
+    """Makes leases of parts of the budget, and takes back what they did not use.
+
+    A lease is for transitions, and comes back with at least as many (a worker steps all its
+    lanes); with a budget of episodes it grants tickets to start them, so that those which started
+    first are those that count, however long they last.
+
+    Args:
+        plan: what a slab looks like.
+        ledger: what was delivered before, which is not budget any more.
+        workers: how many there are.
+        frames: transitions a lease.
+        budget: of transitions.
+        episodes: the budget of episodes, where there is one.
+        random_frames: that many transitions, those leased first, have random actions.
+        exact: leases bring no more transitions than they are for (``surplus="never_step"``).
+    """
+
+    def __init__(
+        self,
+        plan: SlabPlan,
+        ledger: Ledger,
+        *,
+        workers: int,
+        frames: int,
+        budget: Budget,
+        episodes: int | None,
+        random_frames: int,
+        exact: bool,
+    ) -> None:
+        self._exact = exact
+        self._whole = not (plan.reset_slots or plan.marked or plan.arrivals)
+        """Every lane of a slot is a transition."""
+        self._plan, self._workers = plan, workers
+        self._frames, self._budget, self._episodes = frames, budget, episodes
+        self.random_frames = random_frames
+        """Transitions with random actions that are not leased yet."""
+        self._opens = random_frames > 0
+        self._granted = 0
+        self.begin(ledger, fresh=False)
+
+    def begin(self, ledger: Ledger, fresh: bool) -> None:
+        """Lease what ``ledger`` leaves of the budget; ``fresh``: to lanes that are reset first."""
+        remaining = self._budget.remaining(ledger.stored)
+        self._unleased = sys.maxsize if remaining is None else remaining
+        episodes = self._episodes
+        self._tickets = 0 if episodes is None else episodes - ledger.episodes_complete
+        self._unfinished = self._tickets
+        self._tallies = [Tally(fresh) for _ in range(self._workers)]
+
+    @property
+    def complete(self) -> bool:
+        """Every episode of the budget has ended."""
+        return self._episodes is not None and self._unfinished <= 0
+
+    @property
+    def out(self) -> bool:
+        """Some leases have not come back."""
+        return any(tally.leased for tally in self._tallies)
+
+    @property
+    def _drawing(self) -> bool:
+        """Some leases with random actions have not come back."""
+        return any(part.random_frames for tally in self._tallies for part in tally.leased)
+
+    # --- leases that go out -----------------------------------------------------------------------
+
+    def lease(self, member: Member, segment: Segment) -> m.Lease | None:
+        """Lease a part of what is left, to be filled into ``segment``; None: there is none now."""
+        tally = self._tallies[member.index]
+        tickets, frames = 0, segment.slab.slots * segment.slab.lanes
+        surplus = 0 if self._exact else len(member.lanes) - 1
+        if self._episodes is not None:
+            # Fewer and fewer, so that no worker is left with many when the others are done.
+            share = self._tickets // (2 * self._workers)
+            tickets = min(self._tickets, max(len(member.lanes), share))
+            if not tickets and not (tally.tickets and not tally.leased):
+                return None
+        else:
+            if self._whole and min(self._frames, frames, self._unleased) % len(member.lanes) == 0:
+                surplus = 0
+            # So few that what comes with them is wanted as well. Only the very last ones, for
+            # which nothing else is under way, may bring too many.
+            wanted = self._unleased - surplus
+            if wanted <= 0 and not self.out:
+                wanted = self._unleased
+            frames = min(self._frames, frames, wanted)
+            if frames <= 0:
+                return None
+        # Those of its last step that are more than wanted are rows too.
+        reserved = min(frames + surplus, self._unleased)
+        drawn = min(self.random_frames, reserved)
+        if drawn < reserved and self._drawing:
+            # What those leave over comes first: no lane acts at random after its policy did.
+            return None
+        self._unleased -= reserved
+        self.random_frames -= drawn
+        self._tickets -= tickets
+        tally.tickets += tickets
+        self._granted += 1
+        fresh, tally.fresh = tally.fresh, False
+        segment.free, segment.lease = False, self._granted
+        segment.reserved, segment.random_frames = reserved, drawn
+        tally.leased.append(segment)
+        last = self._tickets == 0
+        return m.Lease(self._granted, segment.base, frames, drawn, tickets, last, fresh)
+
+    # --- leases that come back --------------------------------------------------------------------
+
+    def take_back(self, member: Member, filled: m.Filled) -> Segment:
+        """Take back what the oldest lease left over; its segment is free if nothing is in it."""
+        tally = self._tallies[member.index]
+        segment = tally.leased.popleft()
+        segment.used = filled.used
+        have = int(segment.transitions.sum())
+        self._unleased += segment.reserved - have
+        self.random_frames += filled.random_left
+        tally.tickets -= filled.completed
+        self._unfinished -= filled.completed
+        if self._plan.reset_slots and filled.used:
+            tally.pending = ended_in(segment.slab, filled.used - 1, filled.used)[0]
+        segment.free = not have
+        return segment
+
+    def take_back_random(self, segment: Segment) -> None:
+        """Let others have random actions in the place of those that no block took."""
+        if self._opens:
+            drawn = segment.slab.version[: segment.used] == RANDOM_VERSION
+            self.random_frames += int((segment.transitions & drawn).sum())
+
+    def lose(self, member: Member) -> LedgerEntry:
+        """Take the leases of a failed worker back; returns what it had executed, which is lost."""
+        tally, lost = self._tallies[member.index], NOTHING
+        self._tickets += tally.tickets
+        for segment in tally.leased:
+            segment.free = True
+            self.random_frames += segment.random_frames
+            self._unleased += segment.reserved
+        if tally.leased and member.board[LEASE] == tally.leased[0].lease:
+            lost = self._lost(member, tally)
+        self._tallies[member.index] = Tally()
+        return lost
+
+    def _lost(self, member: Member, tally: Tally) -> LedgerEntry:
+        """Count what a worker had executed of the lease that it had begun."""
+        segment, slab, plan = tally.leased[0], tally.leased[0].slab, self._plan
+        slots, executed = counted_in(member.board[COUNTED])
+        counted = min(max(0, slots - segment.base), slab.slots)
+        filled = min(max(0, member.board[FILLED] - segment.base), slab.slots)
+        pending = np.zeros(slab.lanes, np.bool_) if tally.pending is None else tally.pending
+        if counted and plan.reset_slots:
+            pending = ended_in(slab, counted - 1, counted)[0]
+        # What the worker counted may have been thinned out by an episode budget since.
+        executed += int(plan.executed(slab, counted, filled, pending).sum())
+        if self._exact:  # of the last slot it stepped only as many lanes as were missing
+            executed = min(executed, segment.reserved)
+        slots = filled * slab.lanes if plan.reset_slots or plan.marked else executed
+        return LedgerEntry(slots, executed, slots - executed, executed)

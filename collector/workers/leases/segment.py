@@ -1,0 +1,64 @@
+"""A part of a worker's slab, filled for one lease after the other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.slab.slab import Slab
+
+
+@dataclass(eq=False)
+class Segment:
+    """A part of a worker's slab. ``slab.transitions`` marks those that no block took yet."""
+
+    member: int
+    base: int
+    slab: Slab
+    used: int = 0
+    free: bool = True
+    lease: int = 0
+    """The number of the last lease that it was for."""
+    reserved: int = 0
+    """Transitions of the budget that are kept for it, those of its last step included."""
+    random_frames: int = 0
+    kept: bool = False
+    """Its rows are needed where they are; it is free after that."""
+
+    @property
+    def transitions(self) -> Mask:
+        """``[used, lane]``."""
+        return self.slab.transitions[: self.used]
+
+
+Emptied = Callable[[Segment, bool], None]
+"""Hears that all of a segment was taken, and whether its rows are kept where they are."""
+
+
+@dataclass(frozen=True)
+class SegmentGiver:
+    """Hears what becomes of a block of a segment.
+
+    A segment itself knows no leases: a collector that is dropped goes at once, with its workers.
+    """
+
+    segment: Segment
+    all_of_worker: Sequence[Segment]
+    """Segments of the same worker, this one included."""
+    emptied: Emptied
+
+    def keeps(self) -> bool:
+        """Return whether the segment can wait: its worker has another one."""
+        return sum(not each.kept for each in self.all_of_worker) > 1
+
+    def given(self, block: Block) -> None:
+        """The rows of ``block`` are the caller's; the segment is free once empty."""
+        segment = self.segment
+        segment.slab.transitions[: block.used] &= ~block.taken
+        if not segment.transitions.any():
+            self.emptied(segment, block.kept)
+
+    def released(self) -> None:
+        """Let the segment be filled again."""
+        if self.segment.kept:
+            self.emptied(self.segment, False)

@@ -1,0 +1,208 @@
+"""The source of a collector whose workers never wait for one another (``mode="async"``)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.errors import LedgerError
+from tallyroll.collector.rollout.os_signals import pausable, waits
+from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.run_plan import Decision
+from tallyroll.collector.slab.slab import Slab
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.leases.budget import LeaseBudget
+from tallyroll.collector.workers.leases.segment import Segment
+from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import Event, WorkerPool
+from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.transport import Place
+from tallyroll.storage.rows.keys import Key
+
+
+class _Woken(BaseException):
+    """A signal's handler waits; raised and caught around the wait for workers alone."""
+
+
+def _wake() -> None:
+    raise _Woken
+
+
+class Leases:
+    """Sends leases to workers, and gives what comes back in blocks.
+
+    Args:
+        pool: the workers.
+        startup: replaces one that failed.
+        place: where their segments lie.
+        share: who has which lanes.
+        budget: makes the leases.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        startup: WorkerStartup,
+        place: Place,
+        share: Share,
+        budget: LeaseBudget,
+    ) -> None:
+        self._worker_pool, self._startup, self._budget = pool, startup, budget
+        self._lanes = share.total
+        self._segments = [
+            [
+                Segment(worker, index * share.stride, place.segment(worker, index))
+                for index in range(share.segments)
+            ]
+            for worker in range(len(share.lanes))
+        ]
+        self._queue = SegmentQueue(self._segments, share.total)
+        self.slabs = [segment.slab for each in self._segments for segment in each]
+        self.counts = Decision("by lane", "workers fill the slots")
+        self._stopping = False
+
+    @property
+    def random_frames(self) -> int:
+        """Transitions with random actions that are not leased yet."""
+        return self._budget.random_frames
+
+    @random_frames.setter
+    def random_frames(self, count: int) -> None:
+        self._budget.random_frames = count
+
+    # --- leases -----------------------------------------------------------------------------------
+
+    def _grant(self) -> None:
+        """Give leases for all segments that are free, while there is a budget."""
+        if self._stopping or self._budget.complete:
+            return
+        for _ in self._segments[0]:  # one each, then another: no worker is left without
+            for member in self._worker_pool.members:
+                if not member.ready and member.failed is None:
+                    continue  # it comes in the place of another
+                free = [segment for segment in self._segments[member.index] if segment.free]
+                if free and (lease := self._budget.lease(member, free[0])) is not None:
+                    self._worker_pool.ask(member, lease)
+
+    @property
+    def _awaited(self) -> bool:
+        """Leases will come back, or there will be a worker to give one to."""
+        return self._budget.out or (
+            self._startup.replacements.under_way and not (self._stopping or self._budget.complete)
+        )
+
+    def _hear(self) -> None:
+        """Wait for leases to come back, and replace workers that failed."""
+        try:
+            events = self._worker_pool.events(during=pausable(_wake))
+        except _Woken:
+            return
+        others = [event for event in events if not self._startup.replacements.leads(event[0])]
+        failed = self._counted(others)
+        try:  # once all is counted: the first may be the end
+            for member, answer in events:
+                self._startup.replacements.hears(member, answer)
+            for member, error in failed:
+                allowed = self._startup.allowed(error)
+                self._queue.waiting.append(member.lanes)
+                # Else no worker is going to step any more.
+                if not (self._stopping or self._budget.complete):
+                    self._startup.replace(member, allowed, None)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _counted(self, events: Iterable[Event]) -> list[tuple[Member, Exception]]:
+        """Count what came back or is lost; returns workers that failed."""
+        failed = []
+        for member, answer in events:
+            if isinstance(answer, m.Filled):
+                self._queue.came(self._budget.take_back(member, answer), answer.entry)
+                if self._budget.complete:
+                    self._worker_pool.halt()
+            else:
+                self._queue.count(self._budget.lose(member))
+                failed.append((member, answer))
+        return failed
+
+    # --- blocks, as a collector takes them --------------------------------------------------------
+
+    def block(self, want: int) -> Block:
+        """At most ``want`` transitions of what came first; waits for some, if any will come."""
+        self._grant()
+        queue = self._queue
+        while not queue.waiting and self._awaited and not waits():
+            self._hear()
+            self._grant()
+        if not (queue.waiting or self._awaited or self.dry):
+            raise LedgerError("transitions are wanted, and no lease is left to bring them")
+        return queue.block(want, self._emptied)
+
+    def _emptied(self, segment: Segment, kept: bool) -> None:
+        """All of ``segment`` was taken; it may be filled again unless its rows are ``kept``."""
+        self._queue.drop(segment)
+        segment.kept, segment.free = kept, not kept
+        if not kept:
+            self._grant()
+
+    @property
+    def held(self) -> int:
+        """Transitions that came back and wait for the next block."""
+        return self._queue.held
+
+    @property
+    def dry(self) -> bool:
+        """No more will come: the run was stopped, or its episodes are complete."""
+        ends = self._stopping or self._budget.complete
+        return ends and not self._budget.out and not self._queue.waiting
+
+    def discard(self, rewards: Sequence[Key]) -> Discarded:
+        """Throw away all that no block gave. Lanes have no slot in common: nothing is summed up."""
+        self._settle()
+        for segment in self._queue.segments:
+            self._budget.take_back_random(segment)
+        lanes, none = self._queue.discard(), np.zeros(self._lanes)
+        return Discarded(self._queue.take_entry(), lanes, none, none.astype(np.bool_))
+
+    def restart_lanes(self, ledger: Ledger) -> None:
+        """Reset every lane before its next slot."""
+        self._queue.waiting.clear()
+        self._budget.begin(ledger, fresh=True)
+        if not self._stopping:
+            self._worker_pool.go_on()
+
+    def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
+        """After an error: all that came back, each worker's as far as it is ``sound``."""
+        self._stopping = True
+        self._settle()
+        yield from self._queue.salvage(sound, most, self._emptied)
+
+    def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
+        """Return None: it is not known whose lanes they were."""
+        return None
+
+    @property
+    def paused(self) -> bool:
+        """Return False: workers do not wait for each other."""
+        return False
+
+    def go_on(self) -> None:
+        """Do nothing: workers never paused."""
+
+    def stop(self) -> None:
+        """End after the steps under way. Safe to call from a signal handler."""
+        self._stopping = True
+        self._worker_pool.halt()
+
+    def _settle(self) -> None:
+        """Halt, and hear of all leases."""
+        if self._budget.out:
+            events = self._worker_pool.settle(patient=not self._stopping)
+            self._counted(
+                [event for event in events if not self._startup.replacements.leads(event[0])]
+            )
+            for event in events:
+                self._startup.replacements.hears_settled(*event)
