@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.counting.episode_log import Episode
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.envs.driven.make import CreateEnv
@@ -122,7 +123,7 @@ class _Evaluating(SyncCollector):
         self._given = _one_of(env_state)
         super().__init__(*args, **kwargs)
 
-    def _begin_run(self, lanes: int) -> None:
+    def _begin_run(self, lanes: int, envs: Environments) -> None:
         if self._given is not None:
             try:
                 load_frozen(self.env, self._given)
@@ -131,7 +132,7 @@ class _Evaluating(SyncCollector):
                     f"env_state: expected the state of this environment's transforms, got "
                     f"another's: {error}; make it with the same transforms and as many lanes"
                 ) from error
-        super()._begin_run(lanes)
+        super()._begin_run(lanes, envs)
 
 
 def _one_of(state: EnvState | None) -> Mapping[str, Any] | None:

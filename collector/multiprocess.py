@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any, Literal
 
-import cloudpickle
 import torch
 from gymnasium.vector import VectorEnv
 from torch import nn
@@ -14,7 +13,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.run_loop import Collector, random_frames_left
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.envs.driven.statistics import judge_apart
@@ -186,7 +185,7 @@ class MultiprocessCollector(Collector):
     def _prepare(self, policy: PolicyFn | None, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns)
         description = self._startup.made()
-        self._begin_run(sum(self._startup.lanes))
+        self._begin_run(sum(self._startup.lanes), self._startup)
         self._startup.ledger = self.ledger
         plan = self._startup.planned.plan
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
@@ -248,7 +247,7 @@ class MultiprocessCollector(Collector):
             plan,
             draws=draws,
             width=width_of(planned.actions.values(), self.lanes),
-            rng=self._rng,
+            rng=self._seeds.rng,
             startup=self._startup,
         )
         return self._rollout_of(driver, plan)
@@ -269,7 +268,7 @@ class MultiprocessCollector(Collector):
             frames=frames,
             budget=self._budget,
             episodes=self._options.total_episodes,
-            random_frames=self._random_frames,
+            random_frames=random_frames_left(self._options, self._policy, self.ledger),
             exact=self._options.surplus == "never_step",
         )
         return Leases(self._worker_pool, self._startup, place, share, budget)
@@ -317,19 +316,6 @@ class MultiprocessCollector(Collector):
     def _publish(self) -> None:
         if self._policy is not None:
             self._weights.publish(self._policy.module, self._policy.version)
-
-    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        return self._startup.seed(seed, incarnation, asked)
-
-    def _env_state(self) -> Any:
-        return [
-            None if member.state is None else cloudpickle.loads(member.state)
-            for member in self._worker_pool.members
-        ]
-
-    def _load_env_state(self, state: Any) -> None:
-        states = state if isinstance(state, list) else [state]
-        self._startup.load([None if not each else cloudpickle.dumps(each) for each in states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before iterating.

@@ -13,12 +13,14 @@ from tallyroll.collector.batches.checks.ranges import ranges_of
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows_ahead import planned
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
+from tallyroll.collector.batches.undivided import OWN_INSTANCE
 from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
-from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.errors import EnvironmentRefused, StateError
 from tallyroll.collector.options import (
     Finals,
     Layout,
@@ -187,12 +189,15 @@ class SyncCollector(Collector):
             self.shutdown()
             raise
 
+    def _environments(self, env: EnvBase) -> Environments:
+        return OwnEnvironment(env)
+
     def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
         self.env = prepare_env(self.env, policy, self._options)
         self._policy = None
         if policy is not None:
             self._policy = Policy(policy, self._options.policy_device, self.env.device)
-        self._begin_run(self.env.batch_size.numel())
+        self._begin_run(self.env.batch_size.numel(), self._environments(self.env))
         options = self._options
         take_over(self.env, made.instance, self._lost_env)
         first = first_reset(self.env)
@@ -207,7 +212,7 @@ class SyncCollector(Collector):
             self.lanes,
             device=None if plan.in_place else self.env.device,
         )
-        driver = make_driver(self.env, self._policy, plan, slab, self._rng, new_board())
+        driver = make_driver(self.env, self._policy, plan, slab, self._seeds.rng, new_board())
         driver.start_from(first)
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
         torchrl = None
@@ -232,13 +237,35 @@ class SyncCollector(Collector):
             with admitted():
                 self.env.close(raise_if_closed=False)
 
-    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        return seed_env(self.env, seed, incarnation, asked=asked)
+    def _lost_env(self) -> None:
+        """Note that another collector takes the environment over, and changes its lanes.
 
-    def _env_state(self) -> Any:
-        return deepcopy(self.env.state_dict())  # statistics are changed in place
+        Raises:
+            StateError: this one is stepping it.
+        """
+        if not hasattr(self, "_assembly"):
+            return
+        if self._run.busy and not self._run.lost:
+            raise StateError(f"a collector is stepping this environment; {OWN_INSTANCE}")
+        self._run.busy = self._run.lost = True
 
-    def _load_env_state(self, state: Any) -> None:
-        if isinstance(state, list):  # of workers' environments
+
+class OwnEnvironment:
+    """The environment that a collector steps itself, as its run seeds and saves it."""
+
+    def __init__(self, env: EnvBase) -> None:
+        self._env = env
+
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed its lanes; see `Environments`."""
+        return seed_env(self._env, seed, incarnation, asked=asked)
+
+    def state(self) -> Any:
+        """Return a copy of its state: statistics are changed in place."""
+        return deepcopy(self._env.state_dict())
+
+    def load(self, state: Any) -> None:
+        """Take over a state, of workers' environments the first one that there is."""
+        if isinstance(state, list):
             state = next((each for each in state if each), {})
-        self.env.load_state_dict(state)
+        self._env.load_state_dict(state)

@@ -14,7 +14,7 @@ from tallyroll.collector.batches.one_call import OneCall
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.source import TransitionSource

@@ -12,7 +12,7 @@ from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivery import Delivery
 from tallyroll.collector.batches.one_call import OneCall
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan
 from tallyroll.collector.counting.ledger import LedgerEntry, post
 from tallyroll.collector.errors import LedgerError, SilentReset

@@ -10,7 +10,7 @@ from tallyroll.collector.batches.layouts.torchrl_layout import NO_FLAGS, Flags
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, merge
 from tallyroll.collector.batches.rows.slab_rows import SlabPart
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.cut_items import CutItems
 from tallyroll.collector.counting.ledger import NOTHING, post
 from tallyroll.collector.errors import ItemsDiffer

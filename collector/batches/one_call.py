@@ -6,7 +6,7 @@ from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.batches.rows.in_slab import InSlab
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import LedgerEntry, amounts
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.source import Block

@@ -2,13 +2,12 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
@@ -16,34 +15,31 @@ from tallyroll.collector.batches.assembling import assemble
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.provenance import run_provenance
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.provenance import call_of, run_provenance
+from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.state.saved_state import saved_state, take_state_over
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
-from tallyroll.collector.batches.undivided import OWN_INSTANCE, Undivided, add_end_note
-from tallyroll.collector.compat import generator_states
+from tallyroll.collector.batches.undivided import Undivided, add_end_note
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
-from tallyroll.collector.counting.numbering import LaneState, driver_seed, lane_seed
+from tallyroll.collector.counting.numbering import LaneState, lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, StateError
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
-from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
-from tallyroll.collector.slab.names import spelled_rename
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import RANDOM_VERSION
-
-_STATE = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
 
 class Collector(ABC):
@@ -96,9 +92,9 @@ class Collector(ABC):
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
 
-    def _begin_run(self, lanes: int) -> None:
-        """Make a ledger, a gate and numbers for ``lanes`` lanes, and seed them."""
-        self.lanes = lanes
+    def _begin_run(self, lanes: int, envs: Environments) -> None:
+        """Make a ledger, a gate and seeds for ``lanes`` lanes of ``envs``, and seed them."""
+        self.lanes, self._envs = lanes, envs
         seed = self._options.seed
         self.ledger = self._writer.stored_run.resumed() or Ledger(seed=seed)
         if seed not in (None, self.ledger.seed):
@@ -115,15 +111,8 @@ class Collector(ABC):
         if self._options.total_episodes is not None:
             self._gate = EpisodeBudget(self._options.total_episodes, lanes)
             self._gate.restart(self.ledger.episodes_complete)
-        self._rng = SlotRng()
-        self._seed_everything(self.ledger.seed)
-
-    @property
-    def _random_frames(self) -> int:
-        """Transitions that are still to have random actions, where a policy has others."""
-        if self._policy is None:
-            return 0
-        return max(0, self._options.init_random_frames - self.ledger.random)
+        self._seeds = RunSeeds(self.ledger, envs)
+        self._seeds.seed(self.ledger.seed)
 
     def _rollout_of(self, driver: Driver, plan: SlabPlan) -> Rollout:
         """A source of blocks that ``driver`` fills."""
@@ -132,7 +121,7 @@ class Collector(ABC):
             self._policy,
             extra=plan.extra,
             surplus=self._options.surplus,
-            random_frames=self._random_frames,
+            random_frames=random_frames_left(self._options, self._policy, self.ledger),
             gate=self._gate,
         )
 
@@ -156,34 +145,22 @@ class Collector(ABC):
         fault = () if plan.fault is None else (f"collected as TorchRL does: {plan.fault}",)
         for note in (*plan.notes, *fault):
             warnings.warn(note, stacklevel=4)
-        options, source = self._options, RowSource(plan)
-        kept = {
-            "frames_per_batch": self.frames_per_batch,
-            "total_frames": options.total_frames,
-            "total_episodes": options.total_episodes,
-            "policy": None if self._policy is None else type(self._policy.source).__qualname__,
-            "surplus": options.surplus,
-            "frame_skip": self.frame_skip,
-            "finals": options.finals,
-            "info_keys": [str(info) for info in options.info_keys],
-            "rename": spelled_rename(options.rename),
-            **call,
-            "unobserved": [list(key) for key in source.unobserved],
-        }
+        source = RowSource(plan)
+        call["unobserved"] = [list(key) for key in source.unobserved]
         self._provenance = partial(
             run_provenance,
             description,
             self.ledger,
             lanes=self.lanes,
-            call={name: value for name, value in kept.items() if value != []},
+            call=call_of(self._options, self._policy, call),
         )
-        self._rollout, ledger = rollout, self.ledger
+        self._rollout = rollout
         self._run = RunState(
-            options,
+            self._options,
             self._writer,
-            ledger,
+            self.ledger,
             LaneState.fresh(self.lanes, self._writer.stored_run.next_id()),
-            self._provenance(self._lane_seeds, policy_version=self.policy_version),
+            self._provenance(self._seeds.of_lanes, policy_version=self.policy_version),
         )
         self._assembly = assemble(
             self._run,
@@ -226,27 +203,7 @@ class Collector(ABC):
         After an exception iterating goes on, or raises `StateError`, by the rule above: it never
         ends as if the budget were met.
         """
-        return BatchIterator(self._ready, self._make_ready)
-
-    def _make_ready(self) -> bool:
-        """Make the next batch ready, where there is one; False where the run is over."""
-        if self._run.over:
-            self._run.refuse_ended()
-            return False
-        self._ready_batch()
-        return True
-
-    def _ready_batch(self, size: int | None = None) -> None:
-        """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""
-        busy = self._run.busy
-        try:
-            with self._undivided:
-                batch = self._assembly.batch(size)
-                if batch is not None:
-                    self._ready.append(batch)
-        except BaseException as error:
-            self._undivided.leave(error, was_busy=busy)
-            raise
+        return BatchIterator(self._ready, self._undivided.make_ready)
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
@@ -362,18 +319,6 @@ class Collector(ABC):
     def _close_source(self) -> None:
         """Close the environments that were made here. Idempotent."""
 
-    def _lost_env(self) -> None:
-        """Note that another collector takes the environment over, and changes its lanes.
-
-        Raises:
-            StateError: this one is stepping it.
-        """
-        if not hasattr(self, "_assembly"):
-            return
-        if self._run.busy and not self._run.lost:
-            raise StateError(f"a collector is stepping this environment; {OWN_INSTANCE}")
-        self._run.busy = self._run.lost = True
-
     # --- the policy, and how it does --------------------------------------------------------------
 
     @property
@@ -414,53 +359,14 @@ class Collector(ABC):
 
     # --- seeds and state --------------------------------------------------------------------------
 
-    def _seed_everything(self, seed: int | None) -> None:
-        """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
-        incarnation, asked = self.ledger.incarnation, seed is not None
-        if seed is not None:
-            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
-        else:
-            seed = int(torch.randint(2**31 - 1, ()))
-        self.ledger.seed = seed
-        self._rng.seed(driver_seed(seed, incarnation))
-        self._lane_seeds = self._seed_lanes(seed, incarnation, asked)
-
-    @abstractmethod
-    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed the environments; return the seed of each lane, none if they chose it.
-
-        ``asked``: the caller wants this very seed.
-        """
-
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed everything and start new trajectories; return a seed for another collector.
 
         Transitions that wait for the next batch are discarded.
         """
         checked = or_none(not_negative)("seed", seed)
-        self._restart(partial(self._seed_everything, checked))
+        self._undivided.restart(partial(self._seeds.seed, checked))
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
-
-    def _restart(self, then: Callable[[], None] | None = None) -> None:
-        """Start new trajectories; transitions that wait for the next batch are discarded."""
-        busy = self._run.busy
-        try:
-            with self._undivided:
-                self._assembly.discard()
-                self._assembly.restart_lanes()
-                if then is not None:
-                    then()
-        except BaseException as error:
-            self._undivided.leave(error, was_busy=busy)
-            raise
-
-    @abstractmethod
-    def _env_state(self) -> Any:
-        """The environment's part of :meth:`state_dict`."""
-
-    @abstractmethod
-    def _load_env_state(self, state: Any) -> None:
-        """Take over a state that :meth:`_env_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later collector needs to go on: budget, ids, seeds, policy, generators.
@@ -468,18 +374,7 @@ class Collector(ABC):
         Environments cannot be saved: after loading, every lane starts a new trajectory, from a
         seed that was not used before. Transitions that wait for the next batch are discarded.
         """
-        return {
-            "ledger": self.ledger.counts(),
-            "seed": self.ledger.seed,
-            "next_id": self._run.lanes.next_id,
-            "open": int(self._run.lanes.open.sum()),
-            "policy": None if self._policy is None else self._policy.state_dict(),
-            "env": self._env_state(),
-            "generators": {
-                "torch": generator_states()[0],
-                "actions": self._rng.state,
-            },
-        }
+        return saved_state(self._run, self._seeds, self._policy, self._envs)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a result of :meth:`state_dict`; call it before iterating.
@@ -487,42 +382,20 @@ class Collector(ABC):
         Raises:
             StateError: this collector has collected already, or the state has other parts.
         """
-        if self.ledger.slots:
-            raise StateError("load_state_dict: this collector has collected already")
-        missing = sorted(_STATE - set(state))
-        if missing:
-            raise StateError(
-                "load_state_dict: expected what state_dict() returned, got a mapping without "
-                f"{missing}"
-            )
-        if (state["policy"] is None) != (self._policy is None):
-            saved = "without" if state["policy"] is None else "with"
-            raise StateError(
-                f"load_state_dict: the state was saved {saved} a policy, this collector is the "
-                "other way round"
-            )
-        ledger = self.ledger
-        ledger.load(state["ledger"])
-        ledger.incarnation += 1
-        ledger.discarded += ledger.carried
-        ledger.carried = 0
-        ledger.episodes_cut += state["open"]
-        ledger.check()
-        first_id = max(int(state["next_id"]), self._writer.stored_run.next_id())
-        self._run.lanes = LaneState.fresh(self.lanes, first_id)
-        self._seed_everything(int(state["seed"]))
-        self._load_env_state(state["env"])
-        if self._policy is not None:
-            self._policy.load_state_dict(state["policy"])
-        torch.set_rng_state(state["generators"]["torch"])
-        self._rng.state = state["generators"]["actions"]
-        self._rollout.random_frames = self._random_frames
+        ledger, parts = self.ledger, (self._run, self._seeds, self._policy, self._envs)
+        first_id = take_state_over(state, *parts)
+        self._rollout.random_frames = random_frames_left(self._options, self._policy, ledger)
         self._rollout.restart_lanes(ledger)
         self._run.provenance = self._provenance(
-            self._lane_seeds, policy_version=self.policy_version
+            self._seeds.of_lanes, policy_version=self.policy_version
         )
         self._writer.stored_run.goes_on_from(ledger, self._run.provenance, first_id)
         self._run.over = self._budget.remaining(ledger.stored) == 0
+
+
+def random_frames_left(options: Options, policy: Policy | None, ledger: Ledger) -> int:
+    """Return how many transitions still have random actions, where a policy has others."""
+    return 0 if policy is None else max(0, options.init_random_frames - ledger.random)
 
 
 def _mean(values: Sequence[float]) -> float:

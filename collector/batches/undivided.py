@@ -1,10 +1,11 @@
-"""The guard of calls that collect: all of one, or the run ends and nothing of it is stored."""
+"""Calls that collect: all of one, or the run ends and nothing of it is stored."""
 
+from collections.abc import Callable
 from threading import get_ident
 from types import TracebackType
 
 from tallyroll.collector.batches.assembly import Assembly
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
 
@@ -87,6 +88,39 @@ class Undivided(deferred):
             self.__exit__(type(error), error, error.__traceback__)
         elif not self.is_left:
             super().__exit__(type(error), error, error.__traceback__)
+
+    def make_ready(self) -> bool:
+        """Make the next batch ready, where there is one; False where the run is over."""
+        if self._run.over:
+            self._run.refuse_ended()
+            return False
+        self.ready_batch()
+        return True
+
+    def ready_batch(self, size: int | None = None) -> None:
+        """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""
+        busy = self._run.busy
+        try:
+            with self:
+                batch = self._assembly.batch(size)
+                if batch is not None:
+                    self._run.ready.append(batch)
+        except BaseException as error:
+            self.leave(error, was_busy=busy)
+            raise
+
+    def restart(self, then: Callable[[], None] | None = None) -> None:
+        """Start new trajectories; transitions that wait for the next batch are discarded."""
+        busy = self._run.busy
+        try:
+            with self:
+                self._assembly.discard()
+                self._assembly.restart_lanes()
+                if then is not None:
+                    then()
+        except BaseException as error:
+            self.leave(error, was_busy=busy)
+            raise
 
 
 def add_end_note(error: BaseException, again: Exception) -> None:

@@ -4,15 +4,17 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torchrl.envs import EnvBase
 from torchrl.modules import RandomPolicy
 
+from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.compat import service_backend
 from tallyroll.collector.envs.driven.make import Made
 from tallyroll.collector.envs.driven.traits import system_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import Mode, MultiprocessCollector
 from tallyroll.collector.policies.policy import PolicyFn
-from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.sync import OwnEnvironment, SyncCollector
 from tallyroll.collector.torchrl.arguments import REFUSED_OF_MANY, resolve, whole
 from tallyroll.collector.torchrl.factories import asked_for, compiled, many_envs, one_env, policy_of
 from tallyroll.collector.torchrl.names import TorchRLNames
@@ -86,15 +88,23 @@ class Collector(TorchRLNames, SyncCollector):
             self._given.set_action_spec_from_env(self.env)
         super()._prepare(policy, made)
 
-    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        if not asked and incarnation == 0 and system_of(self.env) is None:
-            return []  # an environment of TorchRL's begins with the seeds of its maker
-        return super()._seed_lanes(seed, incarnation, asked)
+    def _environments(self, env: EnvBase) -> Environments:
+        return SeededByMaker(env)
 
     def _close_source(self) -> None:
         if self._close_env is not None:  # what was not begun with is whose it was
             self._owns_env = self._close_env
         super()._close_source()
+
+
+class SeededByMaker(OwnEnvironment):
+    """The environment of TorchRL's names: one of TorchRL's keeps the seeds of its maker."""
+
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed its lanes, or leave them as they were made."""
+        if not asked and incarnation == 0 and system_of(self._env) is None:
+            return []
+        return super().seed(seed, incarnation, asked)
 
 
 class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]  # more forms

@@ -15,6 +15,7 @@ from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -45,9 +46,9 @@ class Yielding(Collector):
     _close_env: bool | None = None
     """Whether to close the environment; None: only if the collector made it."""
 
-    def _begin_run(self, lanes: int) -> None:
+    def _begin_run(self, lanes: int, envs: Environments) -> None:
         self._fill_rectangles(lanes)
-        super()._begin_run(lanes)
+        super()._begin_run(lanes, envs)
 
     def _fill_rectangles(self, lanes: int) -> None:
         """Enlarge batches until all ``lanes`` have the same length, as TorchRL does."""
@@ -223,7 +224,7 @@ class Yielding(Collector):
     def _raw(self, size: int | None = None) -> Any:
         """Return the next batch of the run, which stays ready; None if there is none."""
         if not self._ready:
-            self._ready_batch(size)
+            self._undivided.ready_batch(size)
         return self._ready[0] if self._ready else None
 
     def _step_by_step(self, buffer: ReplayBuffer) -> None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import cloudpickle
+
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import EnvironmentRefused, WorkerError, WorkerHung
@@ -112,8 +114,15 @@ class WorkerStartup:
         member.board, member.actions = place.board(member.index), place.actions(member.index)
         return m.Bind(share, member.index)
 
-    def load(self, states: Sequence[bytes | None]) -> None:
+    def state(self) -> Any:
+        """Return the state of each worker's environment, None where it has none."""
+        states = [member.state for member in self._worker_pool.members]
+        return [None if each is None else cloudpickle.loads(each) for each in states]
+
+    def load(self, state: Any) -> None:
         """Hand states to the environments' transforms, over again where they are fewer."""
+        given = state if isinstance(state, list) else [state]
+        states = [cloudpickle.dumps(each) if each else None for each in given]
         self.replacements.finish()
         for member in self._worker_pool.members if states else ():
             state = states[member.index % len(states)]

@@ -1,7 +1,7 @@
 """Blocks of transitions whose values are as declared, or the fault that says which one is not."""
 
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import post
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.rollout.actor import raised_by_policy

@@ -7,7 +7,7 @@ from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
-from tallyroll.collector.batches.run_state import RunState
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS

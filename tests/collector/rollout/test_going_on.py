@@ -68,7 +68,7 @@ GUARDED = [
     OneCall.collect,
     Assembly.batch,
     Assembly.collect,
-    Collector._ready_batch,
+    Undivided.ready_batch,
     Collector.collect,
 ]
 """The guards, and the functions that enter them."""
@@ -764,7 +764,7 @@ def test_rows_of_the_call_before_are_not_said_to_be_missing(
         def broken(*_: Any) -> Any:
             raise Interruption
 
-        monkeypatch.setattr(collector, "_seed_lanes", broken)
+        monkeypatch.setattr(collector._seeds, "seed", broken)
         with pytest.raises(Interruption):
             collector.set_seed(1)
         with pytest.raises(StateError, match="the run ended when Interruption") as caught:

@@ -301,6 +301,17 @@ class Tape:
         self.stopped = True
 
 
+class NoEnvironments:
+    """A tape has none to be seeded."""
+
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        return []
+
+    def state(self) -> None: ...
+
+    def load(self, state: Any) -> None: ...
+
+
 class TapeCollector(Collector):
     """Collects from a tape."""
 
@@ -310,7 +321,7 @@ class TapeCollector(Collector):
         options = Options.of(bound.arguments)
         super().__init__(options, replay_buffer=None, storage=storage, resume=False)
         self._policy = None
-        self._begin_run(tape.lanes)
+        self._begin_run(tape.lanes, NoEnvironments())
         plan = SlabPlan(
             LAYOUT, (), (), False, (REWARD,), False, (OBSERVATION,), (), {}, False, False, False
         )
@@ -321,13 +332,6 @@ class TapeCollector(Collector):
     def _stepping(self) -> dict[str, Decision]:
         played = Decision("tape")
         return dict.fromkeys(("acts", "steps", "observations", "writes", "ahead"), played)
-
-    def _seed_lanes(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        return []
-
-    def _env_state(self) -> None: ...
-
-    def _load_env_state(self, state: Any) -> None: ...
 
 
 @pytest.mark.parametrize("surplus", ["carry", "discard"])

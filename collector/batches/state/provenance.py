@@ -4,8 +4,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.options import Options
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.slab.names import spelled_rename
 
 MOST_SEEDS = 1024
+
+
+def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a collector's call is worth keeping, with ``more``; no empty lists."""
+    kept = {
+        "frames_per_batch": options.frames_per_batch,
+        "total_frames": options.total_frames,
+        "total_episodes": options.total_episodes,
+        "policy": None if policy is None else type(policy.source).__qualname__,
+        "surplus": options.surplus,
+        "frame_skip": options.frame_skip,
+        "finals": options.finals,
+        "info_keys": [str(info) for info in options.info_keys],
+        "rename": spelled_rename(options.rename),
+        **more,
+    }
+    return {name: value for name, value in kept.items() if value != []}
 
 
 def run_provenance(

@@ -1,0 +1,1 @@
+"""The state of a run: its counts and flags, seeds, provenance, and what is saved of it."""

@@ -1,0 +1,62 @@
+"""The seed of a run, and all that is seeded from it: generators, and the lanes."""
+
+from typing import Any, Protocol
+
+import torch
+
+from tallyroll.collector.compat import generator_states
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.policies.slot_rng import SlotRng
+
+
+class Environments(Protocol):
+    """The environments of a run, wherever they are, as their seeds and states are asked for."""
+
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed them; return the seed of each lane, none if they chose it.
+
+        ``asked``: the caller wants this very seed.
+        """
+
+    def state(self) -> Any:
+        """Return their part of a saved state."""
+
+    def load(self, state: Any) -> None:
+        """Take over a result of :meth:`state`, of these environments or of others."""
+
+
+class RunSeeds:
+    """The seeds of a run, by the seed and the incarnation of its ledger.
+
+    Args:
+        ledger: keeps the seed.
+        envs: whose lanes are seeded.
+    """
+
+    def __init__(self, ledger: Ledger, envs: Environments) -> None:
+        self._ledger, self._envs = ledger, envs
+        self.rng = SlotRng()
+        """Draws actions."""
+        self.of_lanes: list[int] = []
+        """Each lane's seed; none if the environments chose them."""
+
+    def seed(self, seed: int | None) -> None:
+        """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
+        incarnation, asked = self._ledger.incarnation, seed is not None
+        if seed is not None:
+            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
+        else:
+            seed = int(torch.randint(2**31 - 1, ()))
+        self._ledger.seed = seed
+        self.rng.seed(driver_seed(seed, incarnation))
+        self.of_lanes = self._envs.seed(seed, incarnation, asked)
+
+    def generators(self) -> dict[str, Any]:
+        """Return the states of the generators."""
+        return {"torch": generator_states()[0], "actions": self.rng.state}
+
+    def load_generators(self, states: dict[str, Any]) -> None:
+        """Take over a result of :meth:`generators`."""
+        torch.set_rng_state(states["torch"])
+        self.rng.state = states["actions"]

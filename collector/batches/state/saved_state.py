@@ -1,0 +1,78 @@
+"""The state of a run that a later collector goes on from: made, checked and taken over."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.errors import StateError
+from tallyroll.collector.policies.policy import Policy
+
+_ENTRIES = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
+
+
+def saved_state(
+    run: RunState, seeds: RunSeeds, policy: Policy | None, envs: Environments
+) -> dict[str, Any]:
+    """Return the state of ``run``, with copies of all that a later step would change."""
+    return {
+        "ledger": run.ledger.counts(),
+        "seed": run.ledger.seed,
+        "next_id": run.lanes.next_id,
+        "open": int(run.lanes.open.sum()),
+        "policy": None if policy is None else policy.state_dict(),
+        "env": envs.state(),
+        "generators": seeds.generators(),
+    }
+
+
+def take_state_over(
+    state: Mapping[str, Any],
+    run: RunState,
+    seeds: RunSeeds,
+    policy: Policy | None,
+    envs: Environments,
+) -> int:
+    """Give ``run`` and its parts the ``state`` of an earlier run; return its first id.
+
+    Raises:
+        StateError: the run has begun, or the state has other parts.
+    """
+    _require_fit(state, run.ledger, policy)
+    _go_on_counting(run.ledger, state)
+    first_id = max(int(state["next_id"]), run.writer.stored_run.next_id())
+    run.lanes = LaneState.fresh(run.lanes.lanes, first_id)
+    seeds.seed(int(state["seed"]))
+    envs.load(state["env"])
+    if policy is not None:
+        policy.load_state_dict(state["policy"])
+    seeds.load_generators(state["generators"])
+    return first_id
+
+
+def _require_fit(state: Mapping[str, Any], ledger: Ledger, policy: Policy | None) -> None:
+    if ledger.slots:
+        raise StateError("load_state_dict: this collector has collected already")
+    missing = sorted(_ENTRIES - set(state))
+    if missing:
+        raise StateError(
+            f"load_state_dict: expected what state_dict() returned, got a mapping without {missing}"
+        )
+    if (state["policy"] is None) != (policy is None):
+        saved = "without" if state["policy"] is None else "with"
+        raise StateError(
+            f"load_state_dict: the state was saved {saved} a policy, this collector is the "
+            "other way round"
+        )
+
+
+def _go_on_counting(ledger: Ledger, state: Mapping[str, Any]) -> None:
+    """Take the counts over, as of a run that was restarted: what waited is discarded."""
+    ledger.load(state["ledger"])
+    ledger.incarnation += 1
+    ledger.discarded += ledger.carried
+    ledger.carried = 0
+    ledger.episodes_cut += state["open"]
+    ledger.check()
