@@ -36,7 +36,7 @@ moved_modules(
         "policy": "tallyroll.collector.policies.policy",
         "random_actions": "tallyroll.collector.policies.random_actions",
         "sink": "tallyroll.collector.batches.stored.writer",
-        "trajectories": "tallyroll.collector.batches.layouts.layouts",
+        "trajectories": "tallyroll.collector.batches.layouts.trajectories",
     },
 )
 

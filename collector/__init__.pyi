@@ -1,6 +1,8 @@
 """Public names, stated here alone (`storage/package/public_names.py`). Every error is one."""
 
-from tallyroll.collector.batches.layouts.layouts import split_trajectories as split_trajectories
+from tallyroll.collector.batches.layouts.trajectories import (
+    split_trajectories as split_trajectories,
+)
 from tallyroll.collector.counting.episode_log import Episode as Episode
 from tallyroll.collector.counting.ledger import Ledger as Ledger
 from tallyroll.collector.envs.fixed_width import FixedWidth as FixedWidth

@@ -262,8 +262,8 @@ def batching(run: StoringTraits, placed: Decision) -> Decision:
         (run.yields_large, "rows of 4 KiB and more are yielded; yield_large=False spares that"),
         (
             run.slots_of_batch > FEW_SLOTS,
-            f"a batch is {run.slots_of_batch:,} slots, and more than {FEW_SLOTS} take less time "
-            "at once",
+            f"a batch has {run.slots_of_batch:,} slots; above {FEW_SLOTS}, copying all of them "
+            "together is faster",
         ),
         way="small",
     )
@@ -313,7 +313,7 @@ def copying_ahead(
     return choose(
         "ahead",
         "after",
-        (not waits, "the environment leaves no time for it within a step"),
+        (not waits, "the environment leaves no idle time within a step, to copy rows in"),
         (not whole, "a batch is not whole slots"),
         (slots <= FEW_SLOTS, "a batch is few slots"),
         (slots > most, "a batch is more than a slab"),

@@ -1,4 +1,4 @@
-"""The loop of a run: blocks of transitions are taken, counted, committed, cut and ended."""
+"""The loop of a run: takes blocks of transitions, counts and commits them, and makes batches."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Calls that collect one slot of all lanes, each stored by one call of the extension."""
+"""``collect(n)`` of one slot of all lanes, which one call of the extension stores."""
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.layouts.layouts import padded, split_trajectories
+from tallyroll.collector.batches.layouts.trajectories import padded, split_trajectories
 from tallyroll.storage.rows.keys import CUT, as_key, is_done
 
 

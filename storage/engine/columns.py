@@ -1,4 +1,4 @@
-"""Columns in memory maps: which rows go through the map, which through the file, and how."""
+"""Columns in memory maps: when rows are copied into the map, and when written to the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as they are stored, and as the batch that is yielded of them."""
+"""Rows as they are stored, and the batch that is yielded of them."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from tallyroll.collector.batches.layouts.cuts import (
     with_cuts,
     without_cuts,
 )
-from tallyroll.collector.batches.layouts.layouts import by_lane, split_trajectories
+from tallyroll.collector.batches.layouts.trajectories import by_lane, split_trajectories
 from tallyroll.collector.batches.layouts.torchrl_layout import Flags, TorchrlLayout
 from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, as_tensordict, behind_rows
 from tallyroll.collector.batches.stored.writer import BatchWriter, Columns

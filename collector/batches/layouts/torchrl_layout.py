@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.layouts.cuts import last_rows
-from tallyroll.collector.batches.layouts.layouts import padded
+from tallyroll.collector.batches.layouts.trajectories import padded
 from tallyroll.collector.batches.rows.rows import Part
 from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer

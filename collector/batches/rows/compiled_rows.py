@@ -1,4 +1,4 @@
-"""Rows in the memory of a slab that the extension numbers."""
+"""Rows that lie in a slab, and that the extension numbers."""
 
 from typing import Any
 

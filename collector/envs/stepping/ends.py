@@ -7,6 +7,8 @@ as follows; "slot after" is the slot after that of the end.
     "final"         f, which a step gives    o, by a reset here       the first step's
     "reset_slot"    f, which a step gives    f                        o; it is no transition
     "first"         f, from `Step.final`     o, which a step gives    the first step's
+
+Of Gymnasium's autoreset modes DISABLED is "final", NEXT_STEP "reset_slot" and SAME_STEP "first".
 """
 
 from collections.abc import Callable, Sequence
