@@ -11,8 +11,8 @@ from tallyroll.collector.batches.layouts.cuts import (
     with_cuts,
     without_cuts,
 )
-from tallyroll.collector.batches.layouts.trajectories import by_lane, split_trajectories
 from tallyroll.collector.batches.layouts.torchrl_layout import Flags, TorchrlLayout
+from tallyroll.collector.batches.layouts.trajectories import by_lane, split_trajectories
 from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, as_tensordict, behind_rows
 from tallyroll.collector.batches.stored.writer import BatchWriter, Columns
 from tallyroll.collector.errors import ArgumentError
