@@ -101,6 +101,7 @@ class Delivery:
             part, rest = part.split(most)
         count, ledger, torchrl = part.count, self._run.ledger, self._laying_out.torchrl
         entry, batch, before = self._counts.of(part, count), None, ledger.stored
+        head = self._run.writer.stored_run.head
         flags = NO_FLAGS if torchrl is None else torchrl.root_flags(part)
         try:
             post(ledger, entry)
@@ -114,7 +115,7 @@ class Delivery:
                 raise
             self._discard(part, error)
         except BaseException:
-            committed = self._run.writer.stored_run.committed_after(before)
+            committed = self._run.writer.stored_run.head - head
             if committed < count:  # else it was raised after the commit
                 if ledger.stored != before:  # else it was raised before that was counted
                     post(ledger, entry.undone())

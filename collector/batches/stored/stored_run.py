@@ -223,11 +223,6 @@ class StoredRun:
             return f"No rows of this run are committed in {path}"
         return f"Rows {first:,} to {head - 1:,} of {path} are committed, of this run"
 
-    def committed_after(self, stored: int) -> int:
-        """Return how many rows are committed beyond the first ``stored`` ones of the run."""
-        rows = self.rows_of(stored, stored)
-        return 0 if rows is None else self.head - rows.start
-
     def require_open(self) -> None:
         """Raise `StorageClosed` where the storage was closed under the run's feet."""
         if self._reader is not None and self._reader.closed:

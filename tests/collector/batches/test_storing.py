@@ -24,7 +24,7 @@ from torchrl.data import (
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.errors import RowsMismatch, StorageFull
 from tallyroll.storage.rows.keys import as_key
 
 from collect_kit import LENGTHS, ByObservation, assert_same, balanced, collect, joined
@@ -489,3 +489,24 @@ def test_a_batch_that_is_not_flat_is_refused(tmp_path: Path, layout: str, first:
         if not first:
             storage.extend(flat)
         assert len(storage) == 30
+
+
+@pytest.mark.parametrize("way", ["iterate", "collect"])
+def test_rows_from_elsewhere_are_not_counted_where_a_write_fails(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise StorageFull("no space")
+
+    with MemmapStorage(tmp_path / "s") as storage:
+        options = {"frames_per_batch": 12, "total_frames": 60, "seed": 0, "storage": storage}
+        with SyncCollector(vec(), None, **options) as collector:
+            batches = iter(collector)
+            next(batches)
+            storage.extend(storage.get(slice(None)), ids="fresh")  # as many as a batch has
+            monkeypatch.setattr(storage.reader.engine, "append", full)
+            with pytest.raises(StorageFull):
+                next(batches) if way == "iterate" else collector.collect(12)
+            monkeypatch.undo()
+            assert collector.ledger.stored == 12
+            assert balanced(collector.ledger)
