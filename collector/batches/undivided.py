@@ -20,6 +20,7 @@ class Undivided(deferred):
     def __init__(self, run: RunState, assembly: Assembly) -> None:
         self._run, self._assembly = run, assembly
         self._one_call, self._kept = assembly.one_call, False
+        self._inner = self._outer = False
         self._thread: int | None = None
         """The thread that is inside."""
 

@@ -121,6 +121,13 @@ class SegmentQueue:
         self.waiting.clear()
         return lanes
 
+    def discard_from(self, place: int) -> None:
+        """Throw away what waits from ``place`` on, because something before it was missed."""
+        while len(self.waiting) > place:
+            each = self.waiting.pop()
+            if isinstance(each, Segment):
+                self._discard(each, 0)
+
     def _discard(self, segment: Segment, start: int) -> None:
         """Count the transitions from slot ``start`` on that no block took, and forget them."""
         rest = segment.transitions[start:]

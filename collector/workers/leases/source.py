@@ -63,6 +63,8 @@ class Leases:
         self.slabs = [segment.slab for each in self._segments for segment in each]
         self.counts = Decision("by lane", "workers fill the slots")
         self._stopping = False
+        self._missed = False
+        """True if an exception came between an answer and its count: what follows has a gap."""
 
     @property
     def random_frames(self) -> int:
@@ -98,10 +100,13 @@ class Leases:
         """Wait for leases to come back, and replace workers that failed."""
         try:
             events = self._worker_pool.events(during=pausable(_wake))
+            others = [event for event in events if not self._startup.replacements.leads(event[0])]
+            failed = self._counted(others)
         except _Woken:
             return
-        others = [event for event in events if not self._startup.replacements.leads(event[0])]
-        failed = self._counted(others)
+        except BaseException:
+            self._missed = True
+            raise
         try:  # once all is counted: the first may be the end
             for member, answer in events:
                 self._startup.replacements.hears(member, answer)
@@ -177,7 +182,10 @@ class Leases:
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """After an error: all that came back, each worker's as far as it is ``sound``."""
         self._stopping = True
+        before = len(self._queue.waiting)
         self._settle()
+        if self._missed:
+            self._queue.discard_from(before)
         yield from self._queue.salvage(sound, most, self._emptied)
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
