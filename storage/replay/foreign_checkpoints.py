@@ -108,7 +108,7 @@ def _append(
             "Make it larger."
         )
     with writer.turn:
-        writer.write(rows)
+        writer.write(rows, ids="fresh")
         if reader.ring == len(rows) and 0 < next_index < len(rows):
             # The first rows are the newest: written again, they get the same slots.
-            writer.write(rows[:next_index])
+            writer.write(rows[:next_index], ids="fresh")

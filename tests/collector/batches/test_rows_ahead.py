@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModule
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
-from tallyroll.collector.batches.rows.rows import rows_ahead
+from tallyroll.collector.batches.rows import rows_ahead
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.errors import TransitionError

@@ -726,7 +726,7 @@ def test_a_traceback_has_our_frames_where_the_error_is_ours() -> None:
     options: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 2}
     theirs = traceback_of(lambda: SyncCollector("CartPole-v1", policy, **options), LookupError)
     assert "of its own" in theirs
-    folder = f"{os.sep}collector{os.sep}"
+    folder = f"{os.sep}tallyroll{os.sep}collector{os.sep}"
     assert (f"{folder}cli{os.sep}output.py" in ours, folder in theirs) == (True, False)
 
 

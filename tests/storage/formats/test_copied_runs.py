@@ -120,7 +120,7 @@ def test_pieces_of_one_storage_are_one_entry(
     with make(tmp_path / name) as storage, open_storage(source) as other:
         write = storage.writer.runs.write
         monkeypatch.setattr(
-            storage.writer, "write_runs", lambda runs: (written.append(len(runs)), write(runs))
+            storage.writer.runs, "write", lambda runs: (written.append(len(runs)), write(runs))
         )
         for piece in range(70):
             storage.extend(other[piece : piece + 1])
