@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import TransitionError
+from tallyroll.storage import open_storage, ways
 
+from collect_kit import assert_same
 from counting_kit import LANES, SLOTS, WIDE, Counting
 
 
@@ -54,3 +59,23 @@ def test_a_value_outside_is_found_wherever_it_is(bad: float, high: float) -> Non
             collector(at, bad, high, batches=2) as made,
         ):
             list(made)
+
+
+@pytest.mark.parametrize("off", [(), ("small",), ("kernel",), ("kernel", "small"), ("slab",)])
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 5])
+def test_a_batch_that_is_written_to_changes_no_later_row(
+    slots: int, off: tuple[str, ...], tmp_path: Path
+) -> None:
+    stored = []
+    for writes in (False, True):
+        path = tmp_path / str(writes)
+        options: dict[str, Any] = {"frames_per_batch": 4 * slots, "total_frames": 24 * slots}
+        with ways.switched_off(*off):
+            made = SyncCollector("CartPole-v1", num_envs=4, seed=0, storage=path, **options)
+            with made:
+                for batch in made:
+                    for leaf in batch.values(True, True) if writes else ():
+                        leaf.zero_()
+        with open_storage(path) as storage:
+            stored.append(storage.get(slice(None)).clone())
+    assert_same(*stored)
