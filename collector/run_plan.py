@@ -8,9 +8,10 @@ change while it runs are asked where they change; they are few:
 * someone replaces the step of a vector environment (`LanesInTurn.are_alone`);
 * a value outside its space was let pass, so that bounds are others (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.curious`);
-* a call asks for other than one slot of all lanes (`Rollout.block`, `OneCall.collect`);
+* a call asks for more than few slots, or for other than whole ones (`OneCall.collect`);
+* random actions at the beginning of a run are over (`Rollout.make_ready`);
 * the budget ends, the run was stopped, or the storage was closed (`OneCall.collect`);
-* the extension finds other arrays than it knows, a full file or a lost lock (`store_slot`).
+* the extension finds other arrays than it knows, a full file or a lost lock (`store_slots`).
 """
 
 from __future__ import annotations
@@ -180,22 +181,24 @@ def writing(
     )
 
 
-def counting(*, workers: bool, transitions: bool, episodes: bool) -> Decision:
-    """Choose how slots are counted where a call wants one of all lanes: ``whole``, ``by lane``.
+def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: bool) -> Decision:
+    """Choose how the transitions of slots are counted: ``whole``, ``by ends``, ``by lane``.
 
     Args:
         workers: workers fill them.
         transitions: each slot is one of every lane, and no lane is ever cut.
+        ends_tell: else the slot after an end is none, and all others are.
         episodes: the budget is one of episodes.
     """
-    return choose(
-        "whole",
-        "by lane",
+    for stands, why in (
         (workers, "workers fill the slots"),
-        (not transitions, "some slots are no transitions, as reset slots"),
         (episodes, "total_episodes= wants those of its episodes alone"),
-        way="whole",
-    )
+        (not ends_tell, "the environment says of each slot whether it is a transition"),
+    ):
+        if stands:
+            return Decision("by lane", why)
+    resets = "the slot after an end is a reset, and no transition"
+    return choose("whole", "by ends", (not transitions, resets), way="whole")
 
 
 # --- where rows are, and how they are stored ------------------------------------------------------
@@ -223,8 +226,8 @@ class StoringTraits:
     """The extension was built."""
     one_float_reward: bool
     """A lane's reward is one float32 or float64."""
-    draws: bool
-    """Some first actions are drawn, and counted."""
+    surplus: str
+    """What happens to transitions that a call does not want; empty: they open the next one."""
     masked_agents: bool
     """Masks say which agents of a group are there."""
     counts_ticks: bool
@@ -270,7 +273,7 @@ def batching(run: StoringTraits, placed: Decision) -> Decision:
 
 
 def committing(run: StoringTraits, placed: Decision) -> Decision:
-    """Choose how ``collect(n)`` of one slot of all lanes is stored.
+    """Choose how ``collect(n)`` of few slots is stored.
 
     In ``one call``, or as ``rows``; to a ``buffer``, or nowhere (``none``).
     """
@@ -287,7 +290,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (not run.has_engine, f"a {run.storage} does not read files of its own"),
         (run.waits_for_disk, 'durability="power" waits for the disk'),
         (not run.one_float_reward, "a lane's reward is not one float32 or float64"),
-        (run.draws, "init_random_frames= are counted"),
+        (bool(run.surplus), run.surplus),
         (run.masked_agents, "masks of agents are counted"),
         (run.counts_ticks, "frame_skip= is a column"),
         (run.follows_flags, "TorchRL's layout follows flags below the root"),
@@ -345,7 +348,7 @@ class RunPlan:
     writes: Decision
     """Writing of a step to its slot: ``views``, ``columns``, ``tensors``."""
     counts: Decision
-    """Counting of a slot of all lanes: ``whole``, ``by lane``."""
+    """Counting of the transitions of slots: ``whole``, ``by ends``, ``by lane``."""
     rows: Decision
     """The source of stored rows: ``slab``, ``gathered``."""
     batches: Decision
@@ -353,7 +356,7 @@ class RunPlan:
     ahead: Decision
     """The time at which wide columns enter a batch: ``ahead``, ``after``."""
     commits: Decision
-    """Storing of a ``collect`` of one slot: ``one call``, ``rows``, ``buffer``, ``none``."""
+    """Storing of a ``collect`` of few slots: ``one call``, ``rows``, ``buffer``, ``none``."""
     extension: Decision
     """Use of functions compiled in C: ``yes``, ``no``."""
 

@@ -26,7 +26,7 @@ WAYS: Final = {
     "views": "a step of one small column of each kind is copied to views of its slot",
     "whole": "a slot of all lanes is filled at once, and not counted lane by lane",
     "slab": "rows are stored from where they lie in the slab",
-    "one-call": "one slot of all lanes is stored in one call of the extension",
+    "one-call": "the rows of few slots are stored in one call of the extension",
     "small": "batches of few slots are laid out from the columns that they were stored from",
     "ahead": "rows enter a batch while the system computes its next step",
     "address": "TensorDicts of one layout are copied to a storage by address",

@@ -17,6 +17,7 @@ from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
 
 
@@ -62,7 +63,8 @@ def assemble(
     if plan.rows.way == "slab":
         in_slab = InSlab(source, run, laying_out, batches=plan.batches.way == "slab")
         if plan.commits.way == "one call":
-            one_call = OneCall(run, in_slab, counts, checks, finals, acting)
+            assert isinstance(rollout, Rollout)  # others count lane by lane
+            one_call = OneCall(run, rollout, in_slab, counts, checks, finals, acting)
     return Assembly(
         run,
         plan,

@@ -34,7 +34,7 @@ class Assembly:
         checks: of values.
         finals: watches final observations.
         hand: numbers rows, stores them and lays them out.
-        one_call: stores single slots at once; None: nothing does.
+        one_call: stores the rows of few slots at once; None: nothing does.
         acting: the context of steps.
         ahead: copies wide rows of a batch while its slots are filled; None: nothing does.
         apart: whether a batch is of one worker.
@@ -116,6 +116,8 @@ class Assembly:
             if hand.count:
                 hand.deliver(min(most, goal - ledger.stored))
         self._end(short=ledger.stored < goal)
+        if self.one_call is not None and not self._run.over:
+            self.one_call.prepare()
 
     def leave(self) -> None:
         """Let gradients and exploration be as they were, if an exception left them."""
@@ -197,11 +199,8 @@ class Assembly:
             if one_call is None:
                 block = self._blocks.take(want)
             else:
-                one_call.ready = None
                 raised = None if one_call.raised is None else one_call.take_raised()
                 block = self._blocks.take(want, raised)
-                if block.again is not None and size == 0 and one_call.store(block):
-                    return
             self._blocks.check(block)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self._rescue(error)

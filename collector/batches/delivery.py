@@ -61,11 +61,11 @@ class Delivery:
         for before delivery.
         """
         if count:
-            alone, table = not (more or self._parts), None
-            if alone and self._in_slab is not None:
-                table = self._in_slab.table_of(block, yields=self.lays_out)
+            alone, in_slab = not (more or self._parts), self._in_slab
+            stays = alone and in_slab is not None and in_slab.takes(block, yields=self.lays_out)
             part: Part | SlabPart
-            if table is not None and block.keep(more):
+            if in_slab is not None and stays and block.keep(more):
+                table = in_slab.table_of(block.slab)
                 part = table.part(block, self._run.lanes, by_lane=self.lays_out)
             else:
                 part = self._source.part(block, self._run.lanes, copied, alone=alone)

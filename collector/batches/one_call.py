@@ -1,4 +1,8 @@
-"""``collect(n)`` of one slot of all lanes, which one call of the extension stores."""
+"""``collect(n)`` of few slots, whose rows one call of the extension stores."""
+
+from collections.abc import Callable
+from functools import cache
+from threading import get_ident
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
@@ -7,9 +11,10 @@ from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.counting.ledger import LedgerEntry, amounts
+from tallyroll.collector.counting.ledger import amounts
 from tallyroll.collector.policies.acting import Acting
-from tallyroll.collector.rollout.source import Block
+from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
@@ -17,23 +22,25 @@ from tallyroll.storage.stores.row_writer import RowWriter
 
 
 class OneCall:
-    """Collects one plain slot after another one; whatever else comes up is left to the run's loop.
+    """Collects the rows of few slots at a time; whatever else comes up is left to the run's loop.
 
-    A slot that was filled and not stored, or an exception that was raised meanwhile, waits here
-    until the loop takes it over.
+    Slots that were filled and not stored, or an exception that was raised meanwhile, wait here
+    until the loop takes them over.
 
     Args:
         run: its state.
+        rollout: fills slots.
         in_slab: has the rows.
-        counts: what the delivery of a slot changes in the ledger.
+        counts: what the delivery of rows changes in the ledger.
         checks: of values.
-        finals: must see a slot in which an episode begins or ends, until they are judged.
+        finals: must see rows in which an episode begins or ends, until they are judged.
         acting: the context of steps.
     """
 
     def __init__(
         self,
         run: RunState,
+        rollout: Rollout,
         in_slab: InSlab,
         counts: DeliveredCounts,
         checks: RangeChecks,
@@ -41,50 +48,62 @@ class OneCall:
         acting: Acting,
     ) -> None:
         self._run, self._ledger, self._total = run, run.ledger, run.budget.total
-        self._in_slab, self._counts = in_slab, counts
+        self._rollout, self._in_slab, self._counts = rollout, in_slab, counts
         self._checks, self._finals, self._acting = checks, finals, acting
-        self._plain: dict[Slab, PlainSlots] = {}
+        self._lanes = rollout.lanes
+        self._only = rollout.lanes if run.options.surplus != "carry" else 0
+        """The only number of rows that leaves no surplus; 0 where a surplus is carried."""
+        self._made: PlainSlots | None = None
         self.ready: PlainSlots | None = None
-        """The plain slot that the last call stored, if the next call may store one at once."""
+        """The plain slots of the last call, if the next call may store some at once."""
         self._left: PlainSlots | None = None
-        """The plain slot that was filled and may not be stored yet."""
+        """Plain slots that were filled and may not be stored yet."""
         self.raised: BaseException | None = None
-        """The exception raised while it was filled or stored."""
+        """The exception raised while they were filled or stored."""
         self._by_store = False
         """True if that exception came after all lanes were stepped."""
+        self._thread: int | None = None
+        """The thread that was here last."""
 
     def collect(self, want: int) -> bool:
-        """Collect one plain slot after another one; return False if the loop has to do it.
+        """Collect ``want`` rows of few slots; return False if the loop has to do it.
 
-        A signal's handler may raise anywhere here: before the one call that stores the slot,
-        :meth:`settle` keeps the slot for the next block; after that call everything is done.
+        A signal's handler may raise anywhere here: before the one call that stores the rows,
+        :meth:`settle` keeps the slots for the next block; after that call everything is done.
         """
         plain, total, run = self.ready, self._total, self._run
-        if plain is None or want != plain.slot.count or run.busy:
+        if plain is None or run.busy or want > FEW_SLOTS * self._lanes:
             return False
         if total is not None and self._ledger.stored + want >= total:
             return False
-        if run.stopped or plain.reader.engine is None:
+        if run.stopped or plain.reader.engine is None or (self._only and want != self._only):
             return False
+        self._thread = get_ident()
         try:
-            run.busy, self._by_store = True, False
-            plain.fill()
+            run.busy, self._by_store, self._left = True, False, plain
+            plain.fill(want)
             self._by_store = True
-            if plain.store(self._finals):
+            if plain.store(want, self._finals):
+                self._left = None  # before that it would find nothing to count
                 return not run.stopped
         except BaseException as error:  # noqa: BLE001  raised by the loop
             self.raised = error
         finally:
             run.busy = False
-        self._left, self.ready = plain, None
+        self.ready = None
         return False
 
+    def leave(self) -> None:
+        """End a call that an exception left at any instruction, in this thread."""
+        if self._thread == get_ident():
+            self._run.busy = False
+
     def settle(self) -> None:
-        """Count the slot that :meth:`collect` left unstored; it is the next block."""
+        """Count the slots that :meth:`collect` left unstored; they are the next block."""
         self.ready = None
         left, self._left = self._left, None
         if left is not None:
-            left.again.put_back()
+            self._rollout.put_back()
             left.log()
 
     def take_raised(self) -> BaseException | None:
@@ -94,56 +113,56 @@ class OneCall:
             raise error
         return error
 
-    def store(self, block: Block) -> bool:
-        """Store one slot of all lanes at once, as the loop would.
+    def prepare(self) -> None:
+        """Get ready for the next call, if it has nothing else to do than to fill and to store."""
+        slab = self._rollout.slab
+        if not self._finals.curious and self._rollout.make_ready():
+            self.ready = self._plain_of(slab)
 
-        Return False, with nothing done, if the loop has more to do.
-        """
-        plain = self._plain_of(block)
-        if plain is None or self._finals.curious or not plain.store(self._finals):
-            return False
-        if block.giver is not None:
-            block.giver.given(block)
-        self.ready = plain
-        return True
-
-    def _plain_of(self, block: Block) -> PlainSlots | None:
-        """Return what all plain blocks of a slab share; None if its slots are not plain."""
-        plain, checks, seed = self._plain.get(block.slab), self._checks, self._ledger.seed
-        writer, state = self._run.writer, self._run.lanes
-        if plain is not None and plain.was_made_for(block.entry, state, checks.eased, seed):
+    def _plain_of(self, slab: Slab) -> PlainSlots | None:
+        """Return what all plain slots share; None if slots are not plain."""
+        plain, checks, seed = self._made, self._checks, self._ledger.seed
+        writer, state, few = self._run.writer, self._run.lanes, self._rollout.few
+        if plain is not None and plain.was_made_for(state, checks.eased, seed):
             return plain
-        table, storage = self._in_slab.table_of(block, yields=False), writer.direct
-        count, bounds = len(block), checks.table(block.slab)
-        if bounds is None or block.again is None:
+        table, storage = self._in_slab.table_of(slab), writer.direct
+        bounds = checks.table(slab)
+        if bounds is None or few is None:
             return None
         assert isinstance(table, CompiledRows)  # as the plan says
         assert isinstance(storage, DiskStorage)
         assert isinstance(storage.reader, FileReader)
         assert isinstance(storage.writer, RowWriter)
-        if block.entry != LedgerEntry(slots=count, executed=count):
-            return None
-        slot = writer.slot(
+        rows = writer.slots(
             table.fixed(storage.schema),
-            count,
             self._ledger,
             numbering=table.numbering(state),
             checks=bounds,
-            carry=block.again.carry,
-            amounts=amounts(block.entry.plus(self._counts.of_rows(count))).tobytes(),
+            slab=few.table(),
+            held=few.held.counts,
+            amounts=amounts(self._counts.of_rows(1)).tobytes(),
         )
-        self._plain[block.slab] = plain = PlainSlots(
+        self._made = plain = PlainSlots(
             table,
-            slot,
-            block.again,
+            rows,
+            few,
             storage.writer,
             storage.reader,
             self._run.episodes,
             self._acting,
-            block.entry,
             state,
             checks.eased,
             seed,
-            checks.masks_of(block.slab, 1),
+            _by_slots(checks, slab),
         )
         return plain
+
+
+def _by_slots(checks: RangeChecks, slab: Slab) -> Callable[[int], bool] | None:
+    """Return a check of the masks in the first slots, by their number; None: none is checked."""
+
+    @cache
+    def look(used: int) -> Callable[[], bool]:
+        return checks.masks_of(slab, used) or (lambda: True)
+
+    return None if checks.masks_of(slab, 1) is None else lambda used: look(used)()

@@ -49,8 +49,8 @@ class Collector(ABC):
     the end of the step under way, loses nothing, and the next call goes on as if it had not been;
     whatever else is raised within a call ends the run, when what was complete is stored, and every
     later call raises `StateError`, which says what of it was not yielded, and how to go on. In the
-    middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of a single
-    step, and those of SIGALRM, by which code limits its own time.
+    middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of few
+    steps, and those of SIGALRM, by which code limits its own time.
 
     Its batches are put together of the blocks of a source by an `Assembly`. A subclass makes
     the source, in three steps: :meth:`__init__` opens what is stored to,

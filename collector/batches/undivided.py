@@ -85,6 +85,8 @@ class Undivided(deferred):
         """
         if was_busy:
             return
+        if self._one_call is not None:
+            self._one_call.leave()
         if self._thread == get_ident():
             self.__exit__(type(error), error, error.__traceback__)
         elif not self.is_left:

@@ -38,6 +38,8 @@ class Driver(ABC):
     """Words of progress that this process alone writes; None: others do."""
     used_at = 0
     """The address of ``used``; 0 if it is no word of this process."""
+    ends_tell = False
+    """True if ends of episodes alone tell which slots are transitions, in this process."""
 
     @property
     @abstractmethod
@@ -140,7 +142,8 @@ class LocalDriver(Driver):
     ) -> None:
         self.stepped, self.policy, self.slab = lanes, policy, lanes.slab
         self.lanes = self.slab.lanes
-        self.all_are_transitions = lanes.all_are_transitions
+        self.all_are_transitions, self.pending = lanes.all_are_transitions, lanes.pending
+        self.ends_tell = lanes.all_are_transitions or lanes.pending is not None
         self.run_lanes = lanes.env.batch_size.numel()
         self.board = board
         self.used_at = np.frombuffer(board, np.int64)[FILLED:].ctypes.data

@@ -16,13 +16,13 @@ from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
 from tallyroll.collector.counting.transitions import in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.driver import Driver, LocalDriver
+from tallyroll.collector.rollout.few_slots import FewSlots, HeldRows
 from tallyroll.collector.rollout.filling import Filling
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.run_plan import FEW_SLOTS, counting
 from tallyroll.collector.slab.progress import FILLED, HALT, STOP
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
@@ -53,12 +53,13 @@ class Rollout:
         self._filling = Filling(
             driver, policy, extra=extra, surplus=surplus, random_frames=random_frames, gate=gate
         )
-        self._held: NDArray[np.bool_] | None = None
+        self._held = HeldRows(self.lanes)
         self._given = True
         """True if all transitions in the slab, apart from held ones, were handed over."""
         self.counts = counting(
             workers=driver.in_workers,
             transitions=driver.all_are_transitions,
+            ends_tell=driver.ends_tell,
             episodes=gate is not None,
         )
         self._board = driver.board if self.counts.way == "whole" else None
@@ -67,9 +68,9 @@ class Rollout:
         """Blocks of few whole slots, used again for each: the one before is over by then."""
         self._put_back = False
         """True if the transitions in the slab are the next block."""
-        self.version = RANDOM_VERSION
-        """The policy's version when the one slot was filled."""
-        self.carry = table_of((driver.used_at, *self.slab.carry_words))
+        self.few: FewSlots | None = None
+        if isinstance(driver, LocalDriver):
+            self.few = FewSlots(driver, policy, self._held)
 
     @property
     def random_frames(self) -> int:
@@ -90,13 +91,13 @@ class Rollout:
         if self._put_back:
             self._put_back = False
             return self._take(want)
-        if self._held is None and self._board is not None and not want % self.lanes:
+        if not self.held and self._board is not None and not want % self.lanes:
             block = self._whole(self._board, want // self.lanes)
             if block is not None:
                 return block
         driver, filling, most = self.driver, self._filling, self.slab.slots
-        self.slab.keep_last(driver.used, self._held)
-        driver.used = 0 if self._held is None else 1
+        self.slab.keep_last(driver.used, self._held.lanes)
+        driver.used = 1 if self.held else 0
         self._given = False
         if filling.restarting and not filling.over:
             filling.begin()
@@ -120,21 +121,15 @@ class Rollout:
             return None
         try:
             with filling.interruptible:
-                if slots == 1:
-                    self.fill()
-                elif policy is None:
+                if policy is None:
                     slab.version[:slots] = RANDOM_VERSION
                     driver.random_steps(0, slots)
                 else:
                     slab.version[:slots] = policy.version
                     driver.policy_steps(0, slots)
         except BaseException:
-            if slots == 1:
-                slab.version[0] = self.version
             filling.count(0, driver.used, self.lanes)
             raise
-        if slots == 1:
-            slab.version[0] = self.version
         return self._whole_block(board[FILLED])
 
     def _whole_block(self, slots: int) -> Block:
@@ -143,33 +138,28 @@ class Rollout:
         block, entry = self._whole_blocks.get(slots), _stepped(count)
         if block is None:
             block = Block.of(self.slab, self.slab.transitions[:slots], count)
-            block.giver, block.again = self, self if slots == 1 else None
+            block.giver = self
             if slots <= FEW_SLOTS:
                 self._whole_blocks[slots] = block
         filling = self._filling
         block.entry = entry if filling.entry is NOTHING else filling.take_entry().plus(entry)
         return block
 
-    def fill(self) -> None:
-        """Step all lanes once, into the first slot."""
-        policy, self._given = self.policy, False
-        if policy is None:
-            self.driver.random_steps(0, 1)
-            return
-        self.version = policy.version
-        if not policy.refreshes:
-            self.driver.policy_steps(0, 1)
-            return
-        self.slab.version[0] = self.version
-        self.driver.policy_steps(0, 1)  # newer weights write their version
-        self.version = int(self.slab.version[0, 0])
-
     def put_back(self) -> None:
-        """Make the filled slot the next block; after an error `salvage` returns it."""
-        if self.policy is None or not self.policy.refreshes:
-            self.slab.version[0] = self.version
-        self._filling.count(0, self.driver.used, self.lanes)
-        self._put_back = True
+        """Make the slots that `few` filled the next block; after an error `salvage` returns it."""
+        assert self.few is not None
+        self.few.write_version()
+        self._filling.count(self.few.first, self.driver.used, self.lanes)
+        self._put_back, self._given = True, False
+
+    def make_ready(self) -> bool:
+        """Let `few` go on after the last block; return False if more has to be done before."""
+        filling = self._filling
+        more = self._put_back or not self._given or filling.restarting or filling.over
+        draws = self.policy is not None and filling.random_frames > 0
+        if more or draws or self.few is None or self.paused:
+            return False
+        return self.few.make_ready()
 
     def given(self, block: Block) -> None:
         """Leave the last block's transitions to the caller, which counts them from here on."""
@@ -178,12 +168,12 @@ class Rollout:
     @property
     def held(self) -> int:
         """Number of transitions that wait for the next block."""
-        return 0 if self._held is None else int(np.count_nonzero(self._held))
+        return self._held.counts.rows
 
     @property
     def dry(self) -> bool:
         """True if no more blocks will come: the run was stopped, or its episodes are complete."""
-        return self._held is None and not self._put_back and self._filling.over
+        return not (self.held or self._put_back) and self._filling.over
 
     @property
     def paused(self) -> bool:
@@ -242,7 +232,7 @@ class Rollout:
         # All that is not handed over, after an error; else the last slot's surplus.
         marks = self.slab.transitions[: self.driver.used]
         if self._given:
-            marks = marks[:0] if self._held is None else self._held[None]
+            marks = marks[:0] if self._held.lanes is None else self._held.lanes[None]
         at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
             drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
@@ -251,17 +241,17 @@ class Rollout:
         if self.slab.lane is not None:
             marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)
         lanes: NDArray[np.bool_] = np.logical_or.reduce(marks, axis=0)
-        self._held, self._given, self._put_back = None, True, False
+        self._held.hold(None)
+        self._given, self._put_back = True, False
         return lanes
 
     def _take(self, want: int) -> Block:
         used = self.driver.used
         transitions = self.slab.transitions[:used]
         block = Block.of(self.slab, transitions, want)
-        self._held = None
+        self._held.hold(None)
         if block.taken is not transitions and used:
-            left = transitions[-1] & ~block.taken[-1]
-            self._held = left if left.any() else None
+            self._held.hold(transitions[-1] & ~block.taken[-1])
         filling = self._filling
         block.giver, block.entry, block.cuts = self, filling.take_entry(), filling.cuts
         return block

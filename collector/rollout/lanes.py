@@ -53,6 +53,8 @@ class Lanes(ABC):
 
     fills_slab = False
     """True if the environment writes to the slab, which has all observations and actions."""
+    pending: NDArray[np.bool_] | None = None
+    """``[lane]``, lanes whose next slot is a reset; None if none ever is, or ends do not tell."""
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -144,7 +146,8 @@ class SystemLanes(Lanes):
         """A function for each slot that was stepped with views of it."""
         self._tds: list[TensorDictBase] = []
         self.all_are_transitions = not stepper.declares.has_reset_slots
-        self._pending = np.zeros(self.lanes, np.bool_)
+        if not self.all_are_transitions:
+            self.pending = np.zeros(self.lanes, np.bool_)
 
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
@@ -155,7 +158,8 @@ class SystemLanes(Lanes):
     def begin(self, at: int, first: TensorDictBase) -> None:
         """Begin every lane's trajectory in slot ``at``."""
         self.slab.set_root(at, first)
-        self._pending[:] = False
+        if self.pending is not None:
+            self.pending[:] = False
 
     def seen(self, at: int) -> TensorDictBase:
         """Return views of the slab."""
@@ -204,7 +208,7 @@ class SystemLanes(Lanes):
 
     def upcoming(self) -> NDArray[np.bool_]:
         """Lanes whose next slot will be a transition."""
-        return ~self._pending
+        return super().upcoming() if self.pending is None else ~self.pending
 
     def ended(self, start: int, stop: int) -> Mask:
         """``[time, lane]``, the environment reported an end in this slot."""
@@ -214,11 +218,11 @@ class SystemLanes(Lanes):
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
         """Mark all slots apart from reset slots."""
-        if not self.stepper.declares.has_reset_slots:
+        if self.pending is None:
             return np.ones((stop - start, self.lanes), np.bool_)
         ended = self.ended(start, stop)
-        transitions = next_step_transitions(ended, self._pending)
-        self._pending[:stepped] = ended[-1, :stepped]
+        transitions = next_step_transitions(ended, self.pending)
+        self.pending[:stepped] = ended[-1, :stepped]
         return transitions
 
 

@@ -52,21 +52,6 @@ class Keeper(Protocol):
         """Take the slots back: the kept rows of the block are no longer needed."""
 
 
-class Again(Protocol):
-    """A filler of one slot of all lanes, time after time, while nothing else has to be counted."""
-
-    version: int
-    """The policy's version when the slot was filled."""
-    carry: bytes
-    """Copies to be made after the slot was stored; see `SlotRows.carry`."""
-
-    def fill(self) -> None:
-        """Step all lanes; raise the exceptions that they raise."""
-
-    def put_back(self) -> None:
-        """Make the filled slot the next block; after an error `salvage` returns it."""
-
-
 @dataclass(eq=False, slots=True)
 class Block:
     """The transitions of a slab that enter the batch. Rows are in order of lanes."""
@@ -89,8 +74,6 @@ class Block:
     keeper: Keeper | None = None
     """The owner, if it can leave the slots as they are when the next block is asked for."""
     kept: bool = False
-    again: "Again | None" = None
-    """The filler of a block of one slot, which the next fill overwrites; None in other blocks."""
 
     @classmethod
     def of(cls, slab: Slab, transitions: Mask, count: int) -> "Block":

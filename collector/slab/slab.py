@@ -224,12 +224,17 @@ class Slab:
 
     @property
     def carry_words(self) -> list[int]:
-        """The copies of :meth:`keep_last` after one slot of which nothing is left, as a table."""
-        return [
-            word
-            for memory in self._flow.values()
-            for word in (memory[0].data_ptr(), memory[1].data_ptr(), memory[0].nbytes)
-        ]
+        """The pieces of memory that :meth:`keep_last` moves: addresses, and bytes of a slot.
+
+        Those that flow come first; all are contiguous if every column is in ``flat``.
+        """
+        flowing = [(memory.data_ptr(), memory[0].nbytes) for memory in self._flow.values()]
+        others = [(array.ctypes.data, array[0].nbytes) for array in (*self._own, self.version)]
+        return [word for piece in flowing + others for word in piece]
+
+    @property
+    def _own(self) -> list[Array]:
+        return [column for column in self._carried if isinstance(column, np.ndarray)]
 
     def carry_root(self, used: int, to: int) -> None:
         """Let slot ``to`` begin with the observations after the first ``used`` slots."""

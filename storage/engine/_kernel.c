@@ -17,10 +17,11 @@
      the header              Header.addresses         Header._map, the map of its file
      number_slots            SlabRows._table          SlabRows (columns, outputs), LaneState (state)
      are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
-     carry, in store_slot    SlotRows.carry           the slab (rows), its driver's board (a number)
-     store_slot              SlotRows.plan: a tuple   as the tables in the plan, listed above
-     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger;
-                                                      SlotRows refers to all three
+     SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver's board
+                                                      (used), Rollout (held, marks), lanes (pending)
+     store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
+     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger,
+                                                      Rollout (held); SlotRows refers to all four
      put_step                a step of a Stepper      the slab, whose slot the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane) */
 
@@ -142,6 +143,28 @@ static void copy_columns(const Table *table, int64_t slot, int64_t first, int64_
         PyEval_RestoreThread(others);
 }
 
+/* Copy the rows that are marked, of the first `cells`, one after the other to slots from `slot` on;
+   there are `count` of them. */
+static void copy_marked(const Table *table, int64_t slot, const char *marks, int64_t cells,
+                        int64_t count)
+{
+    PyThreadState *others = let_others_run(table, count);
+    const int64_t *column = table->words, *end = column + table->count;
+    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS) {
+        const int64_t size = column[ROW_NBYTES];
+        const char *source = at(column[SOURCE]);
+        char *target = at(column[TARGET]) + slot * size;
+        for (int64_t first = 0, stop; first < cells; first = stop + 1) {
+            for (stop = first; stop < cells && marks[stop];)
+                stop++;
+            memcpy(target, source + first * size, (size_t)((stop - first) * size));
+            target += (stop - first) * size;
+        }
+    }
+    if (others)
+        PyEval_RestoreThread(others);
+}
+
 /* copy_rows(table, slot, first, count) */
 static PyObject *copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
@@ -217,9 +240,11 @@ static int can_commit(const Commit *known)
 }
 
 /* Commit rows: store `reserve`, copy the rows, write the record, and store `head`; then count them.
-   The record's sequence, the first word of its seal, is written last. */
-static void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
-                   const int64_t *header, Commit *known, const char *record, size_t length)
+   The record's sequence, the first word of its seal, is written last. The rows are `count` ones from
+   `first` on; with marks, the marked ones of the first `cells`. */
+static void commit(const Table *table, int64_t slot, int64_t first, int64_t count, const char *marks,
+                   int64_t cells, const int64_t *header, Commit *known, const char *record,
+                   size_t length)
 {
     Commit after = *known;
     after.reserve = after.head += count;
@@ -233,7 +258,10 @@ static void commit(const Table *table, int64_t slot, int64_t first, int64_t coun
     uint64_t sequence;
     const uint64_t word = word_of(after.head);
     publish(at(header[RESERVE_WORD]), word);
-    copy_columns(table, slot, first, count);
+    if (marks)
+        copy_marked(table, slot, marks, cells, count);
+    else
+        copy_columns(table, slot, first, count);
     memcpy(to + SEAL_NBYTES, record, length);
     memcpy(to + sizeof sequence, seal + sizeof sequence, SEAL_NBYTES - sizeof sequence);
     memcpy(&sequence, seal, sizeof sequence);
@@ -263,7 +291,7 @@ static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         goto record_failed;
     const int can = can_commit((const Commit *)at(known));
     if (can)
-        commit(&table, slot, first, count, header.words, (Commit *)at(known),
+        commit(&table, slot, first, count, NULL, 0, header.words, (Commit *)at(known),
                (const char *)record.buf, (size_t)record.len);
     PyBuffer_Release(&record);
     PyBuffer_Release(&header.buffer);
@@ -509,34 +537,49 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
     return (size_t)(to - begin);
 }
 
-/* The counts that a slot changes beside those of COMMIT: a block of words of the BatchWriter's run,
-   and one of the Ledger. Python reads and sets the same words by name. */
+/* The counts that slots change beside those of COMMIT: blocks of words of the BatchWriter's run, of
+   the Ledger, and of the Rollout, which holds rows of the last slot that are not stored yet, and
+   lanes whose next slot is a reset. Python reads and sets the same words by name. */
 #define RUN(WORD) WORD(next_id) WORD(ended)
 #define LEDGER(WORD)                                                                               \
     WORD(slots) WORD(executed) WORD(reset_slots) WORD(stored) WORD(discarded) WORD(carried)        \
     WORD(lost) WORD(random) WORD(policy_calls_on_reset_slots) WORD(ticks) WORD(reset_ticks)        \
     WORD(episodes_complete) WORD(episodes_cut) WORD(incarnation) WORD(respawned)                   \
     WORD(agent_transitions)
+#define HELD(WORD) WORD(rows) WORD(resets)
 typedef struct { RUN(MEMBER) } Run;
 typedef struct { LEDGER(MEMBER) } Ledger;
+typedef struct { HELD(MEMBER) } Held;
 
 enum { LEDGER_WORDS = sizeof(Ledger) / sizeof(int64_t) };
 #define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger ones might not fit */
 /* The numbers of a record: the incarnation, the ledger, open trajectories, and the next id. */
 enum { RECORD_NUMBERS = 1 + LEDGER_WORDS + 2 };
 
-enum { P_NUMBERING, P_CHECKS, P_CARRY, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
+/* The table of a slab. `used` is the address of the number of complete slots; `marks` of the lanes
+   held in slot 0, `transitions` of a mark for each lane of each slot, `pending` of the lanes whose
+   next slot is a reset, or 0 if no slot is one. `by_policy` says whether a policy chose the actions.
+   Then come an address and the bytes of a slot for each piece of memory: `flowing` ones, in which a
+   slot's observations are followed by the next ones, and those of all other columns. */
+#define SLAB(WORD)                                                                                 \
+    WORD(used) WORD(marks) WORD(transitions) WORD(pending) WORD(by_policy) WORD(flowing)
+typedef struct { SLAB(MEMBER) } Slab;
+enum { SLAB_WORDS = sizeof(Slab) / sizeof(int64_t) };
+
+enum { P_NUMBERING, P_CHECKS, P_SLAB, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
        P_RECORD = P_TABLES, P_RING, P_PARTS };
-enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, BLOCKS };
+enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, HELD_BLOCK, BLOCKS };
 
 /* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
 typedef struct {
     Table tables[P_TABLES];
     int opened;
     const Numbering *numbering;
+    const Slab *slab;
     Commit *commit;
     Run *run;
     Ledger *ledger;
+    Held *held;
     const char *record;
     Py_ssize_t length;
     int64_t ring;
@@ -551,7 +594,7 @@ static void close_plan(Plan *plan)
 /* Open a plan, which the caller must close. */
 static int open_plan(PyObject *parts, Plan *plan)
 {
-    static const Py_ssize_t least[] = {NUMBERING_WORDS, 0,            1,     COLUMN_WORDS,
+    static const Py_ssize_t least[] = {NUMBERING_WORDS, 0,            SLAB_WORDS, COLUMN_WORDS,
                                        HEADER_WORDS,    LEDGER_WORDS, BLOCKS};
     plan->opened = 0;
     if (!PyTuple_Check(parts) || PyTuple_Size(parts) != P_PARTS) {
@@ -565,9 +608,11 @@ static int open_plan(PyObject *parts, Plan *plan)
     }
     const int64_t *blocks = plan->tables[P_BLOCKS].words;
     plan->numbering = (const Numbering *)plan->tables[P_NUMBERING].words;
+    plan->slab = (const Slab *)plan->tables[P_SLAB].words;
     plan->commit = (Commit *)at(blocks[COMMIT_BLOCK]);
     plan->run = (Run *)at(blocks[RUN_BLOCK]);
     plan->ledger = (Ledger *)at(blocks[LEDGER_BLOCK]);
+    plan->held = (Held *)at(blocks[HELD_BLOCK]);
     plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_RING));
     char *record = NULL;
     if (PyErr_Occurred() ||
@@ -583,42 +628,142 @@ failed:
     return -1;
 }
 
-/* Return whether a trajectory begins or ends in the first slot. */
-static int is_eventful(const Numbering *t)
+/* The slots of a call. Of the first `used` ones of the slab those from `first` on are new; slot 0 has
+   the held rows if `first` is 1. `made` transitions are new, `count` rows are to be stored, and
+   `left` ones of the last slot are held. `whole`: all lanes of the one slot are rows. */
+typedef struct {
+    int64_t used, first, made, count, left;
+    int whole;
+} Slots;
+
+/* Return whether the next slot of a lane is a reset, after the slot before `slot`. */
+static int is_pending(const Plan *plan, int64_t slot, int64_t lane)
+{
+    const Numbering *t = plan->numbering;
+    const int64_t i = (slot - 1) * t->lanes + lane;
+    if (!plan->slab->pending)
+        return 0;
+    return slot ? at(t->terminated)[i] || at(t->truncated)[i] : at(plan->slab->pending)[lane];
+}
+
+static int is_row(const Plan *plan, int64_t slot, int64_t lane)
+{
+    if (slot == 0 && plan->held->rows)
+        return at(plan->slab->marks)[lane];
+    return !is_pending(plan, slot, lane);
+}
+
+/* Find the slots of a call that stores `count` rows; return 0 if they are too few, or are more than
+   the last slot can hold. */
+static int find(const Plan *plan, int64_t used, int64_t count, Slots *slots)
+{
+    const int64_t lanes = plan->numbering->lanes, held = plan->held->rows;
+    int64_t last = held;
+    *slots = (Slots){.used = used, .first = held != 0, .count = count};
+    if (used < slots->first || used < 1 || count < 1)
+        return 0;
+    if (!held && used == 1 && count == lanes && !plan->held->resets) {
+        slots->made = lanes;
+        slots->whole = 1;
+        return 1;
+    }
+    for (int64_t slot = slots->first; slot < used; slot++) {
+        last = 0;
+        for (int64_t lane = 0; lane < lanes; lane++)
+            last += is_row(plan, slot, lane);
+        slots->made += last;
+    }
+    slots->left = held + slots->made - count;
+    return 0 <= slots->left && slots->left <= last;
+}
+
+/* Mark the rows of the slots in the slab's transitions, and those that are left in its marks. */
+static void mark(const Plan *plan, const Slots *slots)
+{
+    const int64_t lanes = plan->numbering->lanes;
+    char *rows = at(plan->slab->transitions), *marks = at(plan->slab->marks);
+    for (int64_t slot = 0; slot < slots->used; slot++)
+        for (int64_t lane = 0; lane < lanes; lane++)
+            rows[slot * lanes + lane] = (char)is_row(plan, slot, lane);
+    char *last = rows + (slots->used - 1) * lanes;
+    int64_t over = slots->left;
+    for (int64_t lane = lanes - 1; lane >= 0; lane--) {
+        const int is_left = over > 0 && last[lane];
+        marks[lane] = (char)is_left;
+        over -= is_left;
+        if (is_left)
+            last[lane] = 0;
+    }
+}
+
+/* Return whether a trajectory begins or ends in the first slots, or may do so. */
+static int are_eventful(const Numbering *t, int64_t slots)
 {
     const char *terminated = at(t->terminated), *truncated = at(t->truncated), *done = at(t->done);
     const int64_t *step = (const int64_t *)at(t->state_step);
     int found = 0;
     for (int64_t lane = 0; lane < t->lanes; lane++)
-        found |= (t->makes_done ? terminated[lane] | truncated[lane] : done[lane]) | !step[lane];
+        found |= !step[lane];
+    for (int64_t i = 0; i < slots * t->lanes; i++)
+        found |= t->makes_done ? terminated[i] | truncated[i] : done[i];
     return found;
 }
 
-/* Add the counts of a slot to a ledger; return whether it balances then and none is negative. */
-static int add_to(Ledger *ledger, const int64_t *amounts)
+/* Add the counts of slots to a ledger; return whether it balances then and none is negative.
+   `amounts` are those of a row that is stored. */
+static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
 {
+    const int64_t *amounts = plan->tables[P_AMOUNTS].words;
+    const int64_t stepped = (slots->used - slots->first) * plan->numbering->lanes;
+    const int64_t resets = stepped - slots->made;
     int64_t *count = (int64_t *)ledger;
+    ledger->slots += stepped;
+    ledger->executed += slots->made;
+    ledger->reset_slots += resets;
+    if (plan->slab->by_policy)
+        ledger->policy_calls_on_reset_slots += resets;
     for (int i = 0; i < LEDGER_WORDS; i++) {
-        if (count[i] > LARGEST_COUNT)
+        if (count[i] > LARGEST_COUNT || amounts[i] > LARGEST_COUNT / slots->count)
             return 0;
-        count[i] += amounts[i];
+        count[i] += amounts[i] * slots->count;
         if (count[i] < 0)
             return 0;
     }
-    ledger->carried = 0;
+    ledger->carried = slots->left;
     return ledger->slots == ledger->executed + ledger->reset_slots &&
            ledger->executed ==
                ledger->stored + ledger->discarded + ledger->carried + ledger->lost;
 }
 
-/* Copy the last observations to the beginning of the next slot, and set the number of complete
-   slots to 0. The slab owns the rows; its driver owns the number, at the first address. */
-static void carry(const Table *table)
+/* Let the last observations, and the whole last slot if rows of it are left, begin the slab, and say
+   which lanes are reset next. The slab owns the rows; its driver owns the number at `used`. */
+static void carry(const Plan *plan, const Slots *slots)
 {
-    const int64_t *column = table->words + 1, *end = table->words + table->count;
-    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
-        memcpy(at(column[TARGET]), at(column[SOURCE]), (size_t)column[ROW_NBYTES]);
-    *(int64_t *)at(table->words[0]) = 0;
+    const Table *table = &plan->tables[P_SLAB];
+    const Numbering *t = plan->numbering;
+    const int64_t *memory = table->words + SLAB_WORDS, *end = table->words + table->count;
+    const int64_t last = slots->used - 1;
+    char *pending = at(plan->slab->pending);
+    if (slots->used > slots->first && pending) {
+        plan->held->resets = 0;
+        for (int64_t lane = 0; lane < t->lanes; lane++)
+            plan->held->resets += pending[lane] = (char)is_pending(plan, slots->used, lane);
+    }
+    for (int64_t piece = 0; memory + 2 <= end; memory += 2, piece++) {
+        const size_t size = (size_t)memory[1];
+        char *begin = at(memory[0]);
+        if (slots->left && last) {
+            memcpy(begin, begin + (size_t)last * size, size);
+            if (piece < plan->slab->flowing)
+                memcpy(begin + size, begin + (size_t)slots->used * size, size);
+        } else if (!slots->left && piece < plan->slab->flowing) {
+            memcpy(begin, begin + (size_t)slots->used * size, size);
+        }
+    }
+    if (slots->left)
+        memcpy(at(plan->slab->transitions), at(plan->slab->marks), (size_t)t->lanes);
+    plan->held->rows = slots->left;
+    *(int64_t *)at(plan->slab->used) = slots->left != 0;
 }
 
 static int64_t slot_of(const Plan *plan)
@@ -627,14 +772,15 @@ static int64_t slot_of(const Plan *plan)
     return plan->ring ? head % plan->ring : head;
 }
 
-/* Return whether the slot needs nothing more than `store`, but for the ledger: there is room for it
-   and its record, its values are within their bounds, and the caller need not see it before. */
-static int is_plain(const Plan *plan, int64_t room, int watched)
+/* Return whether the slots need nothing more than `store`, but for the ledger: there is room for the
+   rows and a record, values are within their bounds, and the caller need not see them before. */
+static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int watched)
 {
     return can_commit(plan->commit) &&
-           slot_of(plan) + plan->numbering->lanes <= room &&
+           slot_of(plan) + slots->count <= room &&
            plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
-           !(watched && is_eventful(plan->numbering)) && inside(&plan->tables[P_CHECKS], 1);
+           !(watched && are_eventful(plan->numbering, slots->used)) &&
+           inside(&plan->tables[P_CHECKS], slots->used);
 }
 
 /* Write the record of a commit, in which the counts are those after it; return its length. */
@@ -651,43 +797,50 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
     return spell(record, plan->record, plan->length, numbers);
 }
 
-/* Number, commit and count the slot, and return how many episodes ended. Nothing fails here, and no
-   handler of a signal runs. `ledger` has the slot's counts, but for episodes. */
-static int64_t store(const Plan *plan, Ledger *ledger, int64_t version)
+/* Number, commit and count the rows, and return how many episodes ended. Nothing fails here, and no
+   handler of a signal runs. `ledger` has the counts after it, but for episodes. */
+static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64_t version)
 {
     const Numbering *t = plan->numbering;
+    const int64_t cells = slots->used * t->lanes;
+    const char *rows = slots->whole ? NULL : at(plan->slab->transitions);
     char record[RECORD_NBYTES];
-    for (int64_t lane = 0; lane < t->lanes; lane++)
-        ((int64_t *)at(t->version))[lane] = version;
-    const int64_t ended = number(t, 1, NULL) & 0xFFFFFFFF, largest = *(int64_t *)at(t->largest);
+    for (int64_t i = cells - t->lanes; slots->used > slots->first && i < cells; i++)
+        ((int64_t *)at(t->version))[i] = version;
+    if (rows)
+        mark(plan, slots);
+    const int64_t ended = number(t, slots->used, rows) & 0xFFFFFFFF;
+    const int64_t largest = *(int64_t *)at(t->largest);
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
     ledger->episodes_complete += ended;
     const size_t length = write_record(plan, ledger, next_id, record);
-    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, t->lanes, plan->tables[P_HEADER].words,
-           plan->commit, record, length);
-    carry(&plan->tables[P_CARRY]);
+    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, slots->count, rows, cells,
+           plan->tables[P_HEADER].words, plan->commit, record, length);
+    carry(plan, slots);
     *plan->ledger = *ledger;
     plan->run->next_id = next_id;
     plan->run->ended += ended;
     return ended;
 }
 
-/* store_slot(plan, room, version, watched) */
-static PyObject *store_slot(PyObject *self, PyObject *const *args, Py_ssize_t given)
+/* store_slots(plan, used, count, room, version, watched) */
+static PyObject *store_slots(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
     Plan plan;
-    if (want(given, 4) < 0)
+    Slots slots;
+    if (want(given, 6) < 0)
         return NULL;
-    int64_t room = PyLong_AsLongLong(args[1]), version = PyLong_AsLongLong(args[2]);
-    int watched = PyObject_IsTrue(args[3]);
+    int64_t used = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]);
+    int64_t room = PyLong_AsLongLong(args[3]), version = PyLong_AsLongLong(args[4]);
+    int watched = PyObject_IsTrue(args[5]);
     if (PyErr_Occurred() || open_plan(args[0], &plan) < 0)
         return NULL;
     int64_t ended = -1;
-    if (is_plain(&plan, room, watched)) {
+    if (find(&plan, used, count, &slots) && are_plain(&plan, &slots, room, watched)) {
         Ledger ledger = *plan.ledger;
-        if (add_to(&ledger, plan.tables[P_AMOUNTS].words))
-            ended = store(&plan, &ledger, version);
+        if (add_to(&ledger, &plan, &slots))
+            ended = store(&plan, &slots, &ledger, version);
     }
     close_plan(&plan);
     return PyLong_FromLongLong(ended);
@@ -1029,7 +1182,7 @@ static PyMethodDef functions[] = {
     {"gather_rows", (PyCFunction)(void (*)(void))gather_rows, METH_FASTCALL, NULL},
     {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
-    {"store_slot", (PyCFunction)(void (*)(void))store_slot, METH_FASTCALL, NULL},
+    {"store_slots", (PyCFunction)(void (*)(void))store_slots, METH_FASTCALL, NULL},
     {"put_step", (PyCFunction)(void (*)(void))put_step, METH_FASTCALL, NULL},
     {"step_lanes", (PyCFunction)(void (*)(void))step_lanes, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
@@ -1041,7 +1194,9 @@ static int name_words(PyObject *module)
 {
     if (PyModule_AddStringConstant(module, "NUMBERING", NUMBERING(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0)
+        PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));
 }

@@ -66,17 +66,29 @@ class Kernel(Protocol):
         many there are in a slot, and the addresses of the low and the high bounds of a slot.
         """
 
-    def store_slot(self, plan: tuple[Any, ...], room: int, version: int, watched: bool, /) -> int:
-        """Check, number, count and commit the first slot of a slab, of which all lanes are rows.
+    def store_slots(
+        self,
+        plan: tuple[Any, ...],
+        used: int,
+        count: int,
+        room: int,
+        version: int,
+        watched: bool,
+        /,
+    ) -> int:
+        """Check, number, count and commit ``count`` rows of the first ``used`` slots of a slab.
 
-        The call does the work of `are_inside`, `number_slots`, `Ledger`, `RunRecord` and
-        `commit_rows`, and makes the slab ready for the next slot. No handler of a signal runs in
-        between. ``plan`` is that of `SlotRows`, ``room`` the number of rows that there is space
-        for, and ``version`` the policy's. With ``watched`` the caller must see a slot before it
-        is stored, if an episode begins or ends in it.
+        The rows are the held ones, in slot 0, and the transitions of the other slots, in slot
+        order; those of the last slot that are left are held for the next call. The call does the
+        work of `are_inside`, `number_slots`, `Ledger`, `RunRecord` and `commit_rows`, and makes the
+        slab ready for the next slot. No handler of a signal runs in between.
+
+        ``plan`` is that of `SlotRows`, ``room`` the number of rows that there is space for, and
+        ``version`` the policy's in the last slot. With ``watched`` the caller must see rows before
+        they are stored, if an episode begins or ends in them.
 
         Returns:
-            How many episodes ended; -1, with nothing done, if the caller must store the slot
+            How many episodes ended; -1, with nothing done, if the caller must store the slots
             step by step.
         """
 

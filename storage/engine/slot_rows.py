@@ -1,4 +1,4 @@
-"""Rows of one slot of a slab, which one compiled call stores: see `Kernel.store_slot`."""
+"""Rows of few slots of a slab, which one compiled call stores: see `Kernel.store_slots`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ RunCounts = counts_of("next_id", "ended")
 that the collector has not logged yet.
 """
 require_names("RUN", RunCounts.names)
+HeldCounts = counts_of("rows", "resets")
+"""Rows in slot 0 that an earlier call left, and lanes whose next slot is a reset."""
+require_names("HELD", HeldCounts.names)
 
 
 @dataclass(eq=False)
 class SlotRows(NewRows):
     """The first rows of fixed memory, and the counts and the record that go with them.
 
-    One call numbers, counts and commits them, and makes the slab ready for the next slot. What
-    takes more calls is left to the collector, which has the same rows as `IndexedRows` then.
+    One call finds, numbers, counts and commits them, and makes the slab ready for the next slots.
+    What takes more calls is left to the collector, which has the same rows as `IndexedRows` then.
 
     It keeps the tables and the blocks of the plan, and the arrays of ``rows``, alive. The arrays of
     the other tables belong to the collector's slab, and to its state of the lanes.
     """
 
     rows: FixedRows
-    count: int
-    """The number of rows."""
     numbering: bytes
     """The table of `Kernel.number_slots`."""
     checks: bytes
     """The table of `Kernel.are_inside`."""
-    carry: bytes
-    """The address of the number of complete slots, which becomes 0; then a table of `copy_rows`
-    that copies the values with which the next slot begins."""
+    slab: bytes
+    """The address of the number of complete slots; those of the marks of held rows [lane], of
+    transitions [slot, lane] and of lanes that are reset next [lane], or 0 if none ever is; whether
+    a policy chose the actions; the number of columns in which a slot's observations are followed
+    by the next ones; then the address and the bytes of a slot of these, and of all others."""
     record: bytes
     """The record with ``%d`` for each number that the kernel writes: the incarnation, every count
     of the ledger, the number of open trajectories, and ``next_id``."""
@@ -49,35 +52,43 @@ class SlotRows(NewRows):
     """A block of `RunCounts`."""
     ledger: Counts
     """The block of the ledger's counts."""
+    held: Counts
+    """A block of `HeldCounts`."""
     amounts: bytes
-    """The number that the slot adds to each count of the ledger, int64; episodes are counted by the
-    kernel, and the count of carried rows becomes 0."""
+    """The number that a row adds to each count of the ledger, int64; slots, resets, episodes and
+    carried rows are counted by the kernel."""
+    count: int = 0
+    """The number of rows."""
+    used: int = 1
+    """The number of complete slots."""
     version: int = 0
-    """The version of the policy that chose the actions."""
+    """The version of the policy that chose the actions of the last slot."""
     watched: bool = True
-    """True if the collector must see the slot first, if an episode begins or ends in it."""
+    """True if the collector must see the rows first, if an episode begins or ends in them."""
     in_one_call = only_in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
     _known: Counts | None = None
     """The block of the storage's counts, which the plan refers to."""
     _plan: tuple[Any, ...] = ()
-    """The plan of `Kernel.store_slot`. No storage keeps it, because it refers to the collector."""
+    """The plan of `Kernel.store_slots`. No storage keeps it, because it refers to the collector."""
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
-        """Number, count and commit the slot with its own record; see `Kernel.store_slot`."""
+        """Number, count and commit the rows with their own record; see `Kernel.store_slots`."""
         if self._columns is not columns:
             self._make_plan(columns, header)
         # No handler of a signal, which might close the storage, runs between these two lines.
         kernel = columns.one_call
-        return kernel is not None and (
-            kernel.store_slot(self._plan, columns.room, self.version, self.watched) >= 0
-        )
+        if kernel is None:
+            return False
+        plan, slots = self._plan, (self.used, self.count)
+        return kernel.store_slots(plan, *slots, columns.room, self.version, self.watched) >= 0
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
-        blocks = table_of(block.address for block in (header.known, self.run, self.ledger))
-        tables = self.numbering, self.checks, self.carry, columns.table_of(self.rows)
-        places = header.addresses, self.amounts, blocks
+        blocks = header.known, self.run, self.ledger, self.held
+        addresses = table_of(block.address for block in blocks)
+        tables = self.numbering, self.checks, self.slab, columns.table_of(self.rows)
+        places = header.addresses, self.amounts, addresses
         self._plan = (*tables, *places, self.record, header.ring)
         self._known, self._columns = header.known, columns
 

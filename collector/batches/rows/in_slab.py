@@ -40,13 +40,15 @@ class InSlab:
         """The row table of each slab."""
         self._small: dict[SlabRows, SmallBatches] = {}
 
-    def table_of(self, block: Block, *, yields: bool) -> SlabRows | None:
-        """Return the row table of the block's slab; None if its rows are gathered first."""
-        if yields and block.used > self._most_slots:
-            return None
-        table = self._tables.get(block.slab)
+    def takes(self, block: Block, *, yields: bool) -> bool:
+        """Return whether the rows of ``block`` stay in their slab, and are not gathered first."""
+        return not yields or block.used <= self._most_slots
+
+    def table_of(self, slab: Slab) -> SlabRows:
+        """Return the row table of ``slab``."""
+        table = self._tables.get(slab)
         if table is None:
-            table = self._tables[block.slab] = rows_of_slab(block.slab, self._source.plan)
+            table = self._tables[slab] = rows_of_slab(slab, self._source.plan)
         return table
 
     def store(self, part: SlabPart, ledger: Ledger, open_lanes: int) -> None:

@@ -58,11 +58,11 @@ def traits_of(
         has_engine=storage is not None and isinstance(storage.reader, FileReader),
         waits_for_disk=storage is not None and storage.writer.durability == "power",
         elsewhere=[key for key in plan.layout if key not in slab.flat],
-        by_lane="" if rollout.counts.way == "whole" else rollout.counts.because,
+        by_lane=rollout.counts.because if rollout.counts.way == "by lane" else "",
         arrivals=slab.lane is not None,
         extension=is_built(),
         one_float_reward=is_one_float(plan),
-        draws=counts.draws,
+        surplus=_surplus(options, rollout),
         masked_agents=bool(counts.masks),
         counts_ticks=counts.column is not None,
         follows_flags=torchrl is not None and torchrl.follows,
@@ -71,3 +71,10 @@ def traits_of(
         slots_of_batch=ceil(options.largest_batch / slab.lanes),
         yields_large=bool(source.large) and options.yield_large,
     )
+
+
+def _surplus(options: Options, rollout: TransitionSource) -> str:
+    """Say what happens to a surplus that one call of the extension cannot leave for the next."""
+    if options.surplus == "carry" or rollout.counts.way == "whole":
+        return ""
+    return f'slots have other numbers of transitions than lanes, and surplus="{options.surplus}"'

@@ -229,15 +229,14 @@ class BatchWriter:
         if len(written) != len(index):
             _require("the storage", len(written), len(index))
 
-    def slot(self, rows: FixedRows, count: int, ledger: Ledger, **tables: Any) -> SlotRows:
-        """The first ``count`` of ``rows``, for a storage. ``tables`` are those of `SlotRows`."""
+    def slots(self, rows: FixedRows, ledger: Ledger, **parts: Any) -> SlotRows:
+        """The first of ``rows``, for a storage. ``parts`` are the others of `SlotRows`."""
         return SlotRows(
             rows,
-            count,
             record=self.stored_run.record_template(ledger),
             run=self.stored_run.counts,
             ledger=ledger.block,
-            **tables,
+            **parts,
         )
 
     def finish(self, ledger: Ledger, left: int) -> None:

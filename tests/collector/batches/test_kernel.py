@@ -25,7 +25,7 @@ from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
-from tallyroll.storage.engine.slot_rows import RunCounts
+from tallyroll.storage.engine.slot_rows import HeldCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
@@ -319,7 +319,7 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         anything.put_step(bytes(48), b"d", *[np.zeros(1)] * 4)
     for plan in ((), [0] * 9, (0,) * 9):
         with pytest.raises(TypeError):
-            anything.store_slot(plan, 1, 0, False)
+            anything.store_slots(plan, 1, 1, 1, 0, False)
     for wrong in ([0, 4], [-1, 0], [2**62, 1]):
         with pytest.raises(IndexError):
             anything.gather_rows(bytes(24), 0, np.array(wrong), 4)
@@ -328,13 +328,13 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
 def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
     lanes = np.zeros(64, np.int64)
     numbering = table_of([1, 1, *[lanes.ctypes.data] * 20])
-    commit, run, ledger = CommitCounts(), RunCounts(), LedgerCounts()
-    blocks = table_of(block.address for block in (commit, run, ledger))
+    counts = CommitCounts(), RunCounts(), LedgerCounts(), HeldCounts()
+    blocks = table_of(block.address for block in counts)
     whole = b"%d" * (len(COUNTS) + 3)
 
     def stored(record: bytes = whole, counts: int = len(COUNTS), given: bytes = blocks) -> int:
-        tables = numbering, b"", bytes(8), bytes(24), bytes(32), bytes(8 * counts), given
-        return kernel.store_slot((*tables, record, 0), 0, 0, False)
+        tables = numbering, b"", bytes(48), bytes(24), bytes(32), bytes(8 * counts), given
+        return kernel.store_slots((*tables, record, 0), 1, 1, 0, 0, False)
 
     assert stored() == stored(whole + b" " * 4000) == -1
     for wrong in (

@@ -50,7 +50,7 @@ RUN = StoringTraits(
     arrivals=False,
     extension=True,
     one_float_reward=True,
-    draws=False,
+    surplus="",
     masked_agents=False,
     counts_ticks=False,
     follows_flags=False,
@@ -59,7 +59,7 @@ RUN = StoringTraits(
     slots_of_batch=1,
     yields_large=False,
 )
-NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "draws"}
+NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "surplus"}
 NO_COMMIT_IN_ONE |= {"masked_agents", "counts_ticks", "follows_flags", "resets_batches"}
 NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension", "one_float_reward"}
 
@@ -170,7 +170,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "copies": ({"env": partial(vector, copy=True)}, {"observations": "copied"}),
     "reset slots": (
         {"env": partial(vector, "NEXT_STEP")},
-        {"counts": "by lane", "commits": "rows"},
+        {"counts": "by ends"},
+    ),
+    "reset slots, no surplus": (
+        {"env": partial(vector, "NEXT_STEP"), "surplus": "discard"},
+        {"counts": "by ends", "commits": "rows"},
     ),
     "episodes": (
         {"total_frames": None, "total_episodes": 90},
@@ -186,7 +190,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"postproc": lambda td: td},
         {"rows": "gathered", "batches": "gathered", "commits": "rows"},
     ),
-    "opening": ({"init_random_frames": 5}, {"commits": "rows"}),
+    "opening": ({"init_random_frames": 5}, {}),
     "resets": ({"reset_at_each_iter": True}, {"commits": "rows"}),
     "many slots": ({"frames_per_batch": 60}, {"batches": "gathered"}),
 }
@@ -216,7 +220,7 @@ def test_a_run_goes_as_its_plan_says(
     stored: list[bool] = []
     original = PlainSlots.store
     monkeypatch.setattr(
-        PlainSlots, "store", lambda self, finals: stored.append(True) or original(self, finals)
+        PlainSlots, "store", lambda self, *given: stored.append(True) or original(self, *given)
     )
     base: dict[str, Any] = {"frames_per_batch": want, "total_frames": -1}
     with SyncCollector(env, policy, storage=tmp_path / "rows", **(base | options)) as collector:
@@ -295,7 +299,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "in-turn": {"steps"},
         "lend": {"observations"},
         "views": {"writes"},
-        "whole": {"counts", "commits"},
+        "whole": {"counts"},
         "slab": {"rows", "batches", "commits"},
         "one-call": {"commits"} if KERNEL else set(),
         "small": {"batches"},

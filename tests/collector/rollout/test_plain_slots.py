@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from tallyroll.collector.errors import (
     StateError,
     TransitionError,
 )
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 from tallyroll.storage.engine import right_to_write
 from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import StorageClosed, StorageLocked
@@ -51,7 +51,16 @@ from oracles import check_rows
 from random_runs import flat
 from self_reset_kit import vector
 from traced_code import Interruption, traced
-from worker_kit import DISABLED, LANES, LENGTHS, SAME, RecordingPolicy, in_threads, sync_collector
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    SAME,
+    RecordingPolicy,
+    in_threads,
+    sync_collector,
+)
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiler")
 
@@ -81,7 +90,13 @@ RUNS: dict[str, Callable[..., Collector]] = {
     "policy": partial(sync_collector, DISABLED, RecordingPolicy(), finals="kept"),
     "module": partial(sync_collector, SAME, module(), finals="kept"),
     "torch": partial(sync_collector, "torch", RecordingPolicy(), finals="kept"),
+    "resets": partial(sync_collector, NEXT, finals="kept"),
+    "resets, policy": partial(sync_collector, NEXT, RecordingPolicy(), finals="kept"),
+    "resets, watched": partial(sync_collector, NEXT, module()),
+    "resets, one lane": partial(sync_collector, NEXT, RecordingPolicy(), 1, finals="kept"),
+    "opening": partial(sync_collector, NEXT, RecordingPolicy(), init_random_frames=33),
 }
+CALLS = {"lanes": [LANES], "odd": [1, LANES, 2 * LANES + 1, 3, LANES - 1, 4 * LANES, LANES]}
 
 
 @contextmanager
@@ -108,14 +123,16 @@ def finish(collector: Collector, n: int = LANES) -> None:
 
 
 @pytest.mark.parametrize("ring", [None, 23, 40])
+@pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_stored_is_the_same(
-    name: str, ring: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, calls: str, ring: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for way in ("at once", "longer"):
-        with monkeypatch.context() as patched:
-            if way == "longer":
+    for way in ("at once", "refused", "longer"):
+        off = ("one-call",) if way == "longer" else ()
+        with monkeypatch.context() as patched, ways.switched_off(*off):
+            if way == "refused":
                 patched.setattr(PlainSlots, "store", lambda *_: False)
             storage = MemmapStorage(tmp_path / way, max_size=ring)
             with (
@@ -125,20 +142,24 @@ def test_what_is_stored_is_the_same(
                     frames_per_batch=LANES, total_frames=203, storage=storage, seed=1
                 ) as collector,
             ):
-                versions = iter(range(10_000))
-                while collector.collect(LANES) == LANES:
+                few = 4 * collector.lanes
+                versions, wants = count(), cycle(min(n, few) for n in CALLS[calls])
+                while collector.collect(want := next(wants)) == want:
                     if name != "random" and next(versions) % 3 == 0 and collector._policy:
                         collector.update_policy_weights_()
-                assert (counts[0] > 15) is (way == "at once"), counts
+                at_once = way == "at once"
+                if ring != 23:  # in this one most calls have to be parted
+                    assert (counts[0] > (15 if calls == "lanes" else 9)) is at_once, counts
                 slots = storage.slots_of(np.array(storage.span, np.int64))
                 rows = flat(storage.get(torch.from_numpy(slots)).clone())
                 found.append((rows, storage.record, collector.ledger.counts(), collector.episodes))
         assert verify(tmp_path / way).sound
-    (rows, record, ledger, episodes), other = found
-    assert_same(rows, other[0])
-    assert (record, ledger) == other[1:3]
+    (rows, record, ledger, episodes), *others = found
     assert ledger["stored"] == 203
-    assert [*episodes] == [*other[3]]
+    for other in others:
+        assert_same(rows, other[0])
+        assert (record, ledger) == other[1:3]
+        assert [*episodes] == [*other[3]]
 
 
 @pytest.mark.parametrize("suffix", ["h5", "zarr"])
@@ -239,7 +260,7 @@ def interrupted(name: str, path: Path, number: int, calls: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["random", "module"])
+@pytest.mark.parametrize("name", ["random", "module", "resets", "resets, policy"])
 def test_interrupted_anywhere_no_row_is_lost_or_doubled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +328,37 @@ def test_what_an_environment_raises_ends_the_run(name: str, tmp_path: Path) -> N
         assert collector.last_rows == range(10 * LANES, 10 * LANES)
         assert collector.ledger.executed == collector.ledger.stored == 10 * LANES
     assert verify(path).sound
+
+
+@pytest.mark.parametrize("failing_step", [1, 2])
+def test_held_rows_and_whole_slots_are_stored_before_an_error(
+    failing_step: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows"
+    with RUNS["resets, policy"](frames_per_batch=LANES, total_frames=-1, storage=path) as run:
+        while run.collect(LANES - 2):
+            if run.ledger.carried > 1 and run._one_call and run._one_call.ready:
+                break
+        stored, carried = run.ledger.stored, run.ledger.carried
+        system, calls = run.env.system, count(1)  # type: ignore[attr-defined]
+        step = system.step
+
+        def failing(*given: Any, **more: Any) -> Any:
+            if next(calls) == failing_step:
+                raise RuntimeError("broken")
+            return step(*given, **more)
+
+        system.step = failing
+        with pytest.raises(RuntimeError, match="broken"):
+            run.collect(4 * LANES)
+        ledger = run.ledger
+        more = ledger.executed - stored - carried  # of the step before the one that failed
+        assert (more > 0) is (failing_step == 2)
+        assert ledger.stored == stored + carried + more
+        assert ledger.discarded == ledger.carried == 0
+    assert verify(path).sound
+    with open_storage(path) as storage:
+        check_rows(storage.get(slice(None)), LENGTHS, ends="mixed", from_start=True)
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -484,11 +536,11 @@ def test_what_was_dropped_is_gone_at_once(tmp_path: Path) -> None:
     run.shutdown()
     columns = weakref.ref(storage.writer.reader.engine.space.columns)  # type: ignore[union-attr]
     storage.close()
-    slot = weakref.ref(next(iter(run._one_call._plain.values())).slot)
+    slot = weakref.ref(run._one_call._made.rows)
     gc.collect()
     gc.disable()
     try:
-        run._one_call._plain.clear()
+        run._one_call._made = None
         assert slot() is None
         del storage, run
         gc.collect(0)

@@ -1,0 +1,134 @@
+"""Few slots at a time, filled for one call of the extension that stores their rows."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.slab.progress import HALT
+from tallyroll.storage.engine.kernel import require_names, table_of
+from tallyroll.storage.engine.slot_rows import HeldCounts
+from tallyroll.storage.rows.keys import RANDOM_VERSION
+
+SLAB = ("used", "marks", "transitions", "pending", "by_policy", "flowing")
+"""The words with which the table of a slab begins; see `SlotRows.slab`."""
+require_names("SLAB", SLAB)
+
+
+class HeldRows:
+    """The rows of the last slot that open the next block.
+
+    The extension and Python code both change them: see `Kernel.store_slots`.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.counts = HeldCounts()
+        self.marks: NDArray[np.bool_] = np.zeros(lanes, np.bool_)
+
+    @property
+    def lanes(self) -> NDArray[np.bool_] | None:
+        """Lanes that have one ``[lane]``; None if there is no row."""
+        return self.marks if self.counts.rows else None
+
+    def hold(self, lanes: NDArray[np.bool_] | None) -> None:
+        """Hold rows of ``lanes`` from here on; None: of no lane."""
+        self.counts.rows = 0 if lanes is None else int(np.count_nonzero(lanes))
+        if lanes is not None:
+            self.marks[:] = lanes
+
+
+class FewSlots:
+    """Fills slots after the held rows, and leaves it to the caller to count and store them.
+
+    Args:
+        driver: fills them.
+        policy: None draws random actions.
+        held: the held rows; they are in slot 0.
+    """
+
+    def __init__(self, driver: LocalDriver, policy: Policy | None, held: HeldRows) -> None:
+        self._driver, self._policy, self.held = driver, policy, held
+        self._slab, self._lanes, self.board = driver.slab, driver.lanes, driver.board
+        self.version = RANDOM_VERSION
+        """The policy's version when the last slot was filled."""
+        self._at: int | None = None
+        """The slot that the last call filled last; None if it filled none."""
+
+    @property
+    def first(self) -> int:
+        """The first slot that no caller counted."""
+        return 1 if self.held.counts.rows else 0
+
+    def table(self) -> bytes:
+        """Return the table of the slab: see `SlotRows.slab`. Its arrays are there as long as it."""
+        slab, pending = self._slab, self._driver.pending
+        words = {
+            "used": self._driver.used_at,
+            "marks": self.held.marks.ctypes.data,
+            "transitions": slab.transitions.ctypes.data,
+            "pending": 0 if pending is None else pending.ctypes.data,
+            "by_policy": self._policy is not None,
+            "flowing": len(slab.flowing),
+        }
+        return table_of([*(words[name] for name in SLAB), *slab.carry_words])
+
+    def fill(self, want: int) -> None:
+        """Step all lanes until ``want`` rows are there, the slab is full, or the run stops.
+
+        The version of the last slot is :attr:`version`, and not yet in the slab.
+        """
+        driver, policy, counts = self._driver, self._policy, self.held.counts
+        have, resets, self._at = counts.rows, counts.resets, None
+        at = 1 if have else 0
+        while have < want:
+            self._at = at
+            if policy is None:
+                driver.random_steps(at, at + 1)
+            elif policy.refreshes:
+                self._refresh(at)
+            else:
+                self.version = policy.version
+                driver.policy_steps(at, at + 1)
+            have += self._lanes - resets
+            at += 1
+            if have < want:
+                if at == self._slab.slots or self.board[HALT]:
+                    break
+                self.write_version()
+                resets = self._resets_after(at)
+
+    def _refresh(self, at: int) -> None:
+        """Step all lanes once, into slot ``at``, by a policy that may get newer weights."""
+        assert self._policy is not None
+        self.version = self._policy.version
+        self._slab.version[at] = self.version
+        self._driver.policy_steps(at, at + 1)  # newer weights write their version
+        self.version = int(self._slab.version[at, 0])
+
+    def write_version(self) -> None:
+        """Write the version of the last slot to the slab, if it is not there."""
+        if self._at is not None and (self._policy is None or not self._policy.refreshes):
+            self._slab.version[self._at] = self.version
+
+    def make_ready(self) -> bool:
+        """Let the slab begin with the held rows, and count the lanes that are reset next.
+
+        The other rows were handed over. Return False, with nothing done, if a policy's run holds
+        rows with random actions, which have to be counted.
+        """
+        driver, lanes, slab = self._driver, self.held.lanes, self._slab
+        if lanes is not None and self._policy is not None:
+            last = slab.version[driver.used - 1]
+            if np.any(last[lanes] == RANDOM_VERSION):
+                return False
+        slab.keep_last(driver.used, lanes)
+        driver.used = self.first
+        pending = driver.pending
+        self.held.counts.resets = 0 if pending is None else int(np.count_nonzero(pending))
+        return True
+
+    def _resets_after(self, slots: int) -> int:
+        """Return how many lanes are reset in the slot after the first ``slots``."""
+        if self._driver.pending is None:
+            return 0
+        return int(np.count_nonzero(self._driver.ended(slots - 1, slots)))
