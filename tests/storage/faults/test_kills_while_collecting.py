@@ -195,10 +195,11 @@ class Fatal:
         done: bool = kernel.commit_rows(table, *args[:3], header, *args[4:])
         return done
 
-    def store_slot(self, plan: tuple[Any, ...], *args: Any) -> int:
-        columns, header = self._spoilt("store_slot", *plan[3:5])
+    def store_slots(self, plan: tuple[Any, ...], *args: Any) -> int:
+        columns, header = self._spoilt("store_slots", *plan[3:5])
         kernel: Any = compiled()
-        return kernel.store_slot((*plan[:3], columns, header, *plan[5:]), *args)
+        stored: int = kernel.store_slots((*plan[:3], columns, header, *plan[5:]), *args)
+        return stored
 
     def _spoilt(self, way: str, columns: bytes, header: bytes) -> tuple[bytes, bytes]:
         self._left -= way == self._way
@@ -215,21 +216,23 @@ class Fatal:
 
 def killed_within_one_call(folder: str) -> int:
     trials = 0
-    for way, place in product(("commit_rows", "store_slot"), PLACES):
-        for calls in (1, 5, 23):
+    for way, place in product(("commit_rows", "store_slots"), PLACES):
+        for calls, mode in ((1, "NEXT_STEP"), (5, "DISABLED"), (23, "NEXT_STEP")):
             path, told, fatal = Path(folder, str(trials)), Told(), Fatal(way, place, calls)
             trials += 1
 
-            def act(path: Path = path, told: Told = told, fatal: Fatal = fatal) -> None:
+            def act(
+                path: Path = path, told: Told = told, fatal: Fatal = fatal, mode: str = mode
+            ) -> None:
                 faulthandler.disable()
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 with patch.object(columns, "compiled", lambda: fatal):
-                    collect_for_ever(path, RING, 4, "DISABLED", told)
+                    collect_for_ever(path, RING, 4, mode, told)
 
             _, status = os.waitpid(forked(act), 0)
             assert os.WIFSIGNALED(status), (way, place, calls)
             assert os.WTERMSIG(status) == signal.SIGSEGV, (place, calls)
-            judge(path, 4, "DISABLED", told.head)
+            judge(path, 4, mode, told.head)
     return trials
 
 
