@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.run_loop import Collector, random_frames_left
+from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.envs.driven.statistics import judge_apart
@@ -247,10 +247,10 @@ class MultiprocessCollector(Collector):
             plan,
             draws=draws,
             width=width_of(planned.actions.values(), self.lanes),
-            rng=self._seeds.rng,
+            rng=self._beginning.seeds.rng,
             startup=self._startup,
         )
-        return self._rollout_of(driver, plan)
+        return self._beginning.rollout(driver, plan)
 
     def _leases(self) -> TransitionSource:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
@@ -268,7 +268,7 @@ class MultiprocessCollector(Collector):
             frames=frames,
             budget=self._budget,
             episodes=self._options.total_episodes,
-            random_frames=random_frames_left(self._options, self._policy, self.ledger),
+            random_frames=self._beginning.random_frames,
             exact=self._options.surplus == "never_step",
         )
         return Leases(self._worker_pool, self._startup, place, share, budget)

@@ -251,7 +251,14 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
             'set_truncated marks cuts as TorchRL does, in layout="torchrl" alone, got layout='
             f'"{given["layout"]}", which has ("collector", "cut") for them'
         )
-    if given["postproc"] is not None and not given["yield_large"]:
+    if given["yield_large"]:
+        return
+    if given["storage"] is None or given["replay_buffer"] is not None:
+        raise ArgumentError(
+            "yield_large=False wants a storage (storage=), which alone gets large columns; a "
+            "replay buffer gets what is yielded"
+        )
+    if given["postproc"] is not None:
         raise ArgumentError(
             "yield_large=False leaves out columns that postproc may want; drop one of them"
         )

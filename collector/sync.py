@@ -212,7 +212,8 @@ class SyncCollector(Collector):
             self.lanes,
             device=None if plan.in_place else self.env.device,
         )
-        driver = make_driver(self.env, self._policy, plan, slab, self._seeds.rng, new_board())
+        rng = self._beginning.seeds.rng
+        driver = make_driver(self.env, self._policy, plan, slab, rng, new_board())
         driver.start_from(first)
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
         torchrl = None
@@ -221,7 +222,7 @@ class SyncCollector(Collector):
         self._driver = driver
         self._rows_ahead, ahead = planned(driver.stepped, driver.board, plan, options)
         self._drive(
-            self._rollout_of(driver, plan),
+            self._beginning.rollout(driver, plan),
             plan,
             ranges,
             made.description,

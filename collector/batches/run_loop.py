@@ -17,28 +17,23 @@ from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
-from tallyroll.collector.batches.state.provenance import call_of, run_provenance
-from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
-from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.state.beginning import Beginning
+from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.state.saved_state import saved_state, take_state_over
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
-from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
-from tallyroll.collector.counting.numbering import LaneState, lane_seed
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, StateError
+from tallyroll.collector.counting.numbering import lane_seed
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options, not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
-from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
 from tallyroll.storage.errors import StorageClosed
-from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
@@ -83,47 +78,15 @@ class Collector(ABC):
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
         self._budget = Budget(options.total_frames)
-        if not options.yield_large and (storage is None or replay_buffer is not None):
-            raise ArgumentError(
-                "yield_large=False wants a storage (storage=), which alone gets large columns; a "
-                "replay buffer gets what is yielded"
-            )
         self._writer = BatchWriter(
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
 
     def _begin_run(self, lanes: int, envs: Environments) -> None:
-        """Make a ledger, a gate and seeds for ``lanes`` lanes of ``envs``, and seed them."""
-        self.lanes, self._envs = lanes, envs
-        seed = self._options.seed
-        self.ledger = self._writer.stored_run.resumed() or Ledger(seed=seed)
-        if seed not in (None, self.ledger.seed):
-            raise StateError(
-                f"the run to be continued has the seed {self.ledger.seed}, got {seed}; leave it out"
-            )
-        self.ledger.versions = versions()
-        if self._policy is not None:
-            # Weights that a run goes on with may be others than those it ended with.
-            self._policy.version = max(
-                self._policy.version, self._writer.stored_run.last_version() + 1
-            )
-        self._gate = None
-        if self._options.total_episodes is not None:
-            self._gate = EpisodeBudget(self._options.total_episodes, lanes)
-            self._gate.restart(self.ledger.episodes_complete)
-        self._seeds = RunSeeds(self.ledger, envs)
-        self._seeds.seed(self.ledger.seed)
-
-    def _rollout_of(self, driver: Driver, plan: SlabPlan) -> Rollout:
-        """A source of blocks that ``driver`` fills."""
-        return Rollout(
-            driver,
-            self._policy,
-            extra=plan.extra,
-            surplus=self._options.surplus,
-            random_frames=random_frames_left(self._options, self._policy, self.ledger),
-            gate=self._gate,
-        )
+        """Give the run its ledger, and seed ``lanes`` lanes of ``envs``."""
+        self.lanes = lanes
+        self._beginning = Beginning(self._options, self._policy, self._writer, lanes, envs)
+        self.ledger = self._beginning.ledger
 
     def _drive(
         self,
@@ -140,28 +103,17 @@ class Collector(ABC):
         ``torchrl`` lays batches out, where TorchRL's layout is wanted; ``ahead`` copies rows of
         ``rollout``'s slab while its slots are filled.
         """
-        if plan.fault is not None and self._writer.storage is not None:
-            raise EnvironmentRefused(plan.fault)
-        fault = () if plan.fault is None else (f"collected as TorchRL does: {plan.fault}",)
-        for note in (*plan.notes, *fault):
+        notes = plan.notes
+        if plan.fault is not None:
+            if self._writer.storage is not None:
+                raise EnvironmentRefused(plan.fault)
+            notes = (*notes, f"collected as TorchRL does: {plan.fault}")
+        for note in notes:
             warnings.warn(note, stacklevel=4)
         source = RowSource(plan)
         call["unobserved"] = [list(key) for key in source.unobserved]
-        self._provenance = partial(
-            run_provenance,
-            description,
-            self.ledger,
-            lanes=self.lanes,
-            call=call_of(self._options, self._policy, call),
-        )
         self._rollout = rollout
-        self._run = RunState(
-            self._options,
-            self._writer,
-            self.ledger,
-            LaneState.fresh(self.lanes, self._writer.stored_run.next_id()),
-            self._provenance(self._seeds.of_lanes, policy_version=self.policy_version),
-        )
+        self._run = self._beginning.state(description, call)
         self._assembly = assemble(
             self._run,
             source,
@@ -365,7 +317,7 @@ class Collector(ABC):
         Transitions that wait for the next batch are discarded.
         """
         checked = or_none(not_negative)("seed", seed)
-        self._undivided.restart(partial(self._seeds.seed, checked))
+        self._undivided.restart(partial(self._beginning.seeds.seed, checked))
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,7 +326,7 @@ class Collector(ABC):
         Environments cannot be saved: after loading, every lane starts a new trajectory, from a
         seed that was not used before. Transitions that wait for the next batch are discarded.
         """
-        return saved_state(self._run, self._seeds, self._policy, self._envs)
+        return saved_state(self._run, self._beginning)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a result of :meth:`state_dict`; call it before iterating.
@@ -382,20 +334,7 @@ class Collector(ABC):
         Raises:
             StateError: this collector has collected already, or the state has other parts.
         """
-        ledger, parts = self.ledger, (self._run, self._seeds, self._policy, self._envs)
-        first_id = take_state_over(state, *parts)
-        self._rollout.random_frames = random_frames_left(self._options, self._policy, ledger)
-        self._rollout.restart_lanes(ledger)
-        self._run.provenance = self._provenance(
-            self._seeds.of_lanes, policy_version=self.policy_version
-        )
-        self._writer.stored_run.goes_on_from(ledger, self._run.provenance, first_id)
-        self._run.over = self._budget.remaining(ledger.stored) == 0
-
-
-def random_frames_left(options: Options, policy: Policy | None, ledger: Ledger) -> int:
-    """Return how many transitions still have random actions, where a policy has others."""
-    return 0 if policy is None else max(0, options.init_random_frames - ledger.random)
+        take_state_over(state, self._run, self._beginning, self._rollout)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,53 +3,54 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
+from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.source import TransitionSource
 
 _ENTRIES = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
 
-def saved_state(
-    run: RunState, seeds: RunSeeds, policy: Policy | None, envs: Environments
-) -> dict[str, Any]:
+def saved_state(run: RunState, beginning: Beginning) -> dict[str, Any]:
     """Return the state of ``run``, with copies of all that a later step would change."""
+    policy = beginning.policy
     return {
         "ledger": run.ledger.counts(),
         "seed": run.ledger.seed,
         "next_id": run.lanes.next_id,
         "open": int(run.lanes.open.sum()),
         "policy": None if policy is None else policy.state_dict(),
-        "env": envs.state(),
-        "generators": seeds.generators(),
+        "env": beginning.envs.state(),
+        "generators": beginning.seeds.generators(),
     }
 
 
 def take_state_over(
-    state: Mapping[str, Any],
-    run: RunState,
-    seeds: RunSeeds,
-    policy: Policy | None,
-    envs: Environments,
-) -> int:
-    """Give ``run`` and its parts the ``state`` of an earlier run; return its first id.
+    state: Mapping[str, Any], run: RunState, beginning: Beginning, rollout: TransitionSource
+) -> None:
+    """Let ``run``, which begins, and its ``rollout`` go on from the ``state`` of an earlier run.
 
     Raises:
         StateError: the run has begun, or the state has other parts.
     """
-    _require_fit(state, run.ledger, policy)
-    _go_on_counting(run.ledger, state)
-    first_id = max(int(state["next_id"]), run.writer.stored_run.next_id())
+    policy, ledger, stored_run = beginning.policy, run.ledger, run.writer.stored_run
+    _require_fit(state, ledger, policy)
+    _go_on_counting(ledger, state)
+    first_id = max(int(state["next_id"]), stored_run.next_id())
     run.lanes = LaneState.fresh(run.lanes.lanes, first_id)
-    seeds.seed(int(state["seed"]))
-    envs.load(state["env"])
+    beginning.seeds.seed(int(state["seed"]))
+    beginning.envs.load(state["env"])
     if policy is not None:
         policy.load_state_dict(state["policy"])
-    seeds.load_generators(state["generators"])
-    return first_id
+    beginning.seeds.load_generators(state["generators"])
+    rollout.random_frames = beginning.random_frames
+    rollout.restart_lanes(ledger)
+    run.provenance = beginning.provenance()
+    stored_run.goes_on_from(ledger, run.provenance, first_id)
+    run.over = run.met
 
 
 def _require_fit(state: Mapping[str, Any], ledger: Ledger, policy: Policy | None) -> None:

@@ -775,7 +775,7 @@ def test_rows_of_the_call_before_are_not_said_to_be_missing(
         def broken(*_: Any) -> Any:
             raise Interruption
 
-        monkeypatch.setattr(collector._seeds, "seed", broken)
+        monkeypatch.setattr(collector._beginning.seeds, "seed", broken)
         with pytest.raises(Interruption):
             collector.set_seed(1)
         with pytest.raises(StateError, match="the run ended when Interruption") as caught:

@@ -1,0 +1,97 @@
+"""What a run begins with, or goes on from: its ledger, its seeds, and its entry in the manifest."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tallyroll.collector.batches.state.provenance import call_of, run_provenance
+from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.stored.writer import BatchWriter
+from tallyroll.collector.counting.episode_budget import EpisodeBudget
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.errors import StateError
+from tallyroll.collector.options import Options
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.storage.package.versions import versions
+from tallyroll.storage.rows.keys import RANDOM_VERSION
+
+
+class Beginning:
+    """Give a run its ledger, a version to its policy's weights, and seeds to its lanes.
+
+    Args:
+        options: of the run.
+        policy: chooses actions; None: they are random.
+        writer: of the storage that may have a run to be continued.
+        lanes: how many there are.
+        envs: has them, and seeds them.
+
+    Raises:
+        StateError: the run to be continued has another seed.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        policy: Policy | None,
+        writer: BatchWriter,
+        lanes: int,
+        envs: Environments,
+    ) -> None:
+        self._options, self._writer, self._lanes = options, writer, lanes
+        self.policy, self.envs = policy, envs
+        self.ledger = writer.stored_run.resumed() or Ledger(seed=options.seed)
+        if options.seed not in (None, self.ledger.seed):
+            raise StateError(
+                f"the run to be continued has the seed {self.ledger.seed}, got {options.seed}; "
+                "leave it out"
+            )
+        self.ledger.versions = versions()
+        if policy is not None:
+            # Weights that a run goes on with may be others than those it ended with.
+            policy.version = max(policy.version, writer.stored_run.last_version() + 1)
+        self.seeds = RunSeeds(self.ledger, envs)
+        self.seeds.seed(self.ledger.seed)
+
+    @property
+    def random_frames(self) -> int:
+        """Transitions that still have random actions, where a policy has others."""
+        if self.policy is None:
+            return 0
+        return max(0, self._options.init_random_frames - self.ledger.random)
+
+    def rollout(self, driver: Driver, plan: SlabPlan) -> Rollout:
+        """Make a source of blocks that ``driver`` fills."""
+        gate, episodes = None, self._options.total_episodes
+        if episodes is not None:
+            gate = EpisodeBudget(episodes, self._lanes)
+            gate.restart(self.ledger.episodes_complete)
+        return Rollout(
+            driver,
+            self.policy,
+            extra=plan.extra,
+            surplus=self._options.surplus,
+            random_frames=self.random_frames,
+            gate=gate,
+        )
+
+    def state(self, environment: Mapping[str, Any], more: Mapping[str, Any]) -> RunState:
+        """Return the state that the run begins in. ``more`` of its call is kept as provenance."""
+        self._environment, self._call = environment, call_of(self._options, self.policy, more)
+        lanes = LaneState.fresh(self._lanes, self._writer.stored_run.next_id())
+        return RunState(self._options, self._writer, self.ledger, lanes, self.provenance())
+
+    def provenance(self) -> dict[str, Any]:
+        """Return the run's entry in the manifest, as of the seeds and weights that it has now."""
+        return run_provenance(
+            self._environment,
+            self.ledger,
+            self.seeds.of_lanes,
+            lanes=self._lanes,
+            call=self._call,
+            policy_version=RANDOM_VERSION if self.policy is None else self.policy.version,
+        )
