@@ -8,8 +8,8 @@ import threading
 import numpy as np
 
 from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.ring import in_use
-from tallyroll.storage.errors import BatchTooLong, StorageFull
+from tallyroll.storage.engine.ring import in_use, require_slots
+from tallyroll.storage.errors import StorageFull
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.mapping import Access
 from tallyroll.storage.formats.base import Format
@@ -76,12 +76,7 @@ class MappedSpace:
             BatchTooLong: the ring has fewer slots.
             StorageFull: there is no space.
         """
-        if self.ring and count > self.ring:
-            raise BatchTooLong(
-                f"{self._format.path} is a ring of {self.ring} rows and got {count} at once, so "
-                "that the first of them would be lost. Nothing was written; write fewer at a time, "
-                f"or the last {self.ring} of them."
-            )
+        require_slots(self._format.path, self.ring, count)
         rows, room = in_use(stop, self.ring), self.columns.room
         if rows <= room:
             return

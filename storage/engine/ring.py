@@ -14,9 +14,12 @@ row r has index ``(r - floor) % size``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+
+from tallyroll.storage.errors import BatchTooLong
 
 Rows = TypeVar("Rows", int, np.ndarray)
 
@@ -29,6 +32,16 @@ def first_valid(reserve: int, size: int) -> int:
 def slots_of(rows: Rows, size: int) -> Rows:
     """Return the slots in which rows lie."""
     return rows % size if size else rows
+
+
+def require_slots(path: Path, size: int, count: int) -> None:
+    """Raise `BatchTooLong` where a ring at ``path`` has fewer slots than ``count`` new rows."""
+    if 0 < size < count:
+        raise BatchTooLong(
+            f"{path} is a ring of {size} rows and got {count} at once, so that the first of them "
+            f"would be lost. Nothing was written; write fewer at a time, or the last {size} of "
+            "them."
+        )
 
 
 def in_use(rows: int, size: int) -> int:

@@ -29,44 +29,45 @@ def is_tensordict(rows: Any) -> bool:
     return kind is TensorDict or (kind is not dict and isinstance(rows, TensorDictBase))
 
 
-class GivenRows:
-    """Makes `NewRows` of TensorDicts and mappings of arrays, for one storage.
+def schema_of(rows: Any, without: Key | None = None, *, items: bool = False) -> Schema:
+    """Return the schema of a storage whose first rows these are.
 
-    ``without`` is a column that rows may have, and which is left out.
+    ``without`` is a column that they may have, and which is left out. With ``items`` each may be
+    several transitions.
+
+    Raises:
+        InvalidSchema: a storage cannot hold them.
+        RowsMismatch: they are no rows.
     """
+    if not is_tensordict(rows):
+        _require_mapping(rows)
+        schema = Schema.of(rows)
+        require_rows(rows, len(next(iter(rows.values()))))
+        require_flat(rows)
+        return schema
+    found = _leaves_of(rows, without)
+    if not items:
+        require_flat(found)
+    return Schema.of_leaves(found, batch_dims_of(rows))
 
-    def __init__(self, reader: FileReader) -> None:
-        self._reader = reader
 
-    def schema(self, rows: Any, without: Key | None = None, *, items: bool = False) -> Schema:
-        """Return the schema of a storage whose first rows these are.
+class GivenRows:
+    """Makes `NewRows` of TensorDicts and mappings of arrays, for one storage of ``schema``."""
 
-        With ``items`` each may be several transitions.
-
-        Raises:
-            InvalidSchema: a storage cannot hold them.
-            RowsMismatch: they are no rows.
-        """
-        if not is_tensordict(rows):
-            self._require_mapping(rows)
-            schema = Schema.of(rows)
-            require_rows(rows, len(next(iter(rows.values()))))
-            require_flat(rows)
-            return schema
-        found = _leaves_of(rows, without)
-        if not items:
-            require_flat(found)
-        return Schema.of_leaves(found, batch_dims_of(rows))
+    def __init__(self, reader: FileReader, schema: Schema) -> None:
+        self._path, self._schema = reader.path, schema
+        self._check = BatchCheck(schema, reader.format.path)
+        self._by_address = ways.is_on("address")
 
     def checked(self, rows: Any, without: Key | None = None) -> ArrayRows | TensorRows:
-        """Return the rows, if they fit the storage.
+        """Return the rows, but ``without`` this column, if they fit the storage.
 
         Raises:
             RowsMismatch: they do not.
         """
         check, kind = self._check, type(rows)
         if kind is not TensorDict and (kind is dict or not isinstance(rows, TensorDictBase)):
-            self._require_mapping(rows)
+            _require_mapping(rows)
             return ArrayRows(check.arrays(rows))
         tensors = check.leaves(rows, without)
         if tensors is not None:
@@ -78,35 +79,29 @@ class GivenRows:
                 return ArrayRows(arrays)
         return ArrayRows(check.arrays(self._converted(rows, without)))
 
-    @cached_property
-    def _check(self) -> BatchCheck:
-        self._by_address = ways.is_on("address")
-        return BatchCheck(self._reader.schema, self._reader.format.path)
-
     def _converted(self, rows: TensorDictBase, without: Key | None) -> dict[Key, np.ndarray]:
         try:
             found = _leaves_of(rows, without)
             arrays = {key: array_of(key, leaf) for key, leaf in found.items()}
         except InvalidSchema as error:
-            raise RowsMismatch(f"these rows do not fit {self._reader.path}: {error}") from error
+            raise RowsMismatch(f"these rows do not fit {self._path}: {error}") from error
         # bfloat16 and uint16 are the same array: tell them apart while they are tensors.
         for column in self._sixteen_bits:
             if column.key in found and (got := found[column.key].dtype) != column.dtype:
                 raise RowsMismatch(
-                    f"these rows do not fit {self._reader.path}: {spell(column.key)} has {got}, "
+                    f"these rows do not fit {self._path}: {spell(column.key)} has {got}, "
                     f"expected {column.dtype}. Nothing was written."
                 )
         return arrays
 
     @cached_property
     def _sixteen_bits(self) -> list[Column]:
-        return [column for column in self._reader.schema.columns if column.numpy_dtype == np.uint16]
+        return [column for column in self._schema.columns if column.numpy_dtype == np.uint16]
 
-    def _require_mapping(self, rows: Any) -> None:
-        if not isinstance(rows, Mapping):
-            raise RowsMismatch(
-                f"rows are a TensorDict or arrays by key, got {type(rows).__name__}."
-            )
+
+def _require_mapping(rows: Any) -> None:
+    if not isinstance(rows, Mapping):
+        raise RowsMismatch(f"rows are a TensorDict or arrays by key, got {type(rows).__name__}.")
 
 
 def _leaves_of(rows: TensorDictBase, without: Key | None) -> dict[Key, torch.Tensor]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
+from tallyroll.storage.engine.ring import in_use
 from tallyroll.storage.errors import SchemaMismatch
 from tallyroll.storage.files.paths import told
+from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.schema import Schema
 
@@ -73,6 +75,18 @@ class OpenedFiles:
         reader = self.reader
         made = create_new(reader.format, schema, runs, id=id, ring=reader.ring, **self._options)
         reader.use(*made)
+
+    def require_room(self, schema: Schema, rows: int) -> None:
+        """Refuse to make files that have no room for so many rows, or for the capacity.
+
+        Raises:
+            InvalidSchema: the format cannot hold these columns.
+            StorageFull: says what is missing.
+        """
+        reader = self.reader
+        reader.format.check(schema)
+        rows = in_use(max(rows, self._capacity), reader.ring)
+        require_room(reader.format, schema, rows)
 
     def require_schema(self, schema: Schema) -> None:
         """Raise `SchemaMismatch` unless rows of ``schema`` fit."""

@@ -27,12 +27,12 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Told, origin_of
 from tallyroll.storage.rows.origin import came_from as came_from_rows
 from tallyroll.storage.rows.slot_order import oldest_first
+from tallyroll.storage.stores.first_rows import FirstRows
 from tallyroll.storage.stores.given_rows import GivenRows, with_new_ids
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.run_claim import RunClaim
 from tallyroll.storage.stores.run_entries import RunEntries
 from tallyroll.storage.trajectories.id_checks import IdChecks, Ids
-from tallyroll.storage.trajectories.index import says_whose
 
 
 class RowWriter:
@@ -66,7 +66,6 @@ class RowWriter:
         self.grows = reader.format.grows
         """True if space for more rows can be added while the storage is open."""
         self.runs, self.claim = RunEntries(opened), RunClaim(opened)
-        self.given = GivenRows(reader)
         self.temporary = False
         """True for a storage that ends with its process, and that users need not close."""
         self.tell: Callable[[range], None] | None = None
@@ -154,7 +153,10 @@ class RowWriter:
             return
         came_from, rows = origin_of(rows), oldest_first(rows)
         with self.opened.turn:
-            self._checked(rows, without, ids, came_from, True)
+            if self.reader.engine is None:
+                self._begin(FirstRows(self.opened, rows, without, ids, items=True), came_from)
+            else:
+                self._checked(rows, without, ids)
             for start in range(0, len(rows), ring):
                 piece = rows[start : start + ring]
                 if came_from is not None:
@@ -188,7 +190,12 @@ class RowWriter:
             rows = with_new_ids(rows, reader, checks)
         if reader.ring and reader.trajectory_index.counted is not None:
             reader.trajectory_index.make_way(reader, rows)
-        checked = self._checked(rows, without, ids, came_from, items)
+        if reader.engine is None:
+            first = FirstRows(self.opened, rows, without, ids, items=items)
+            first.require_at_once(record)
+            checked = self._begin(first, came_from)
+        else:
+            checked = self._checked(rows, without, ids)
         assert reader.engine is not None
         span = reader.engine.append(checked, record)
         if ids != "fresh" and (watch := self._id_checks) is not None:
@@ -196,15 +203,17 @@ class RowWriter:
         self._staged = None
         return span
 
-    def _checked(
-        self, rows: Any, without: Key | None, ids: Ids, came_from: Told, items: bool
-    ) -> ArrayRows | TensorRows:
-        """Return rows that can be written with these ids; a new storage gets its files first."""
-        if (engine := self.reader.engine) is None:
-            self.reader.require_open()
-            schema = self.given.schema(rows, without, items=items)
-            self.runs.begin(schema, self.runs.copied.first_entry(came_from))
-        elif not engine.right.look_at:
+    def _begin(self, first: FirstRows, came_from: Told) -> ArrayRows | TensorRows:
+        """Make the files of a new storage for its first rows, and return these."""
+        self.runs.begin(first.schema, self.runs.copied.first_entry(came_from))
+        self.given, self._id_checks = first.given, first.id_checks
+        return first.checked
+
+    def _checked(self, rows: Any, without: Key | None, ids: Ids) -> ArrayRows | TensorRows:
+        """Return rows that can be written with these ids."""
+        engine = self.reader.engine
+        assert engine is not None
+        if not engine.right.look_at:
             engine.right.require()
         checked = self.given.checked(rows, without)
         if ids != "fresh" and (watch := self._id_checks) is not None:
@@ -212,9 +221,14 @@ class RowWriter:
         return checked
 
     @cached_property
+    def given(self) -> GivenRows:
+        """What makes `NewRows` of the rows that callers give."""
+        return GivenRows(self.reader, self.reader.schema)
+
+    @cached_property
     def _id_checks(self) -> IdChecks | None:
         """The checks of ids that callers write; None if rows have no ids."""
-        return IdChecks(self.reader) if says_whose(self.reader.schema) else None
+        return IdChecks.of(self.reader, self.reader.schema)
 
     def replace(self, source: RowReader) -> None:
         """Take over all rows of a ring of the same size and schema, and their numbers."""

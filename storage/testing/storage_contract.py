@@ -62,6 +62,7 @@ from tallyroll.storage.errors import (
     RecordTooLarge,
     StateMismatch,
     StorageClosed,
+    TrajectoryIdTaken,
     WriterForked,
 )
 from tallyroll.storage.files.commit_header import Header
@@ -785,6 +786,22 @@ class StorageContract:
                 with pytest.raises(RecordTooLarge, match=r"may have 65536 bytes and .* has 65537"):
                     write()
             assert_rows(storage, 5)
+
+    def test_first_rows_that_are_refused_make_no_files(self, path: Path) -> None:
+        steps = {"traj_ids": torch.zeros(2).long(), "step": torch.tensor([0, 2])}
+        gap = TensorDict({"collector": {**steps, "lane": torch.zeros(2).int()}}, [2])
+        with self.make(path) as storage:
+            with pytest.raises(RecordTooLarge):
+                storage.extend(rows(0, 1), record=bytes(RECORD_LIMIT + 1))
+            with pytest.raises(TrajectoryIdTaken, match="step 2 follows step 0"):
+                storage.extend(gap)
+            with pytest.raises(TrajectoryIdTaken, match="step 2 follows step 0"):
+                storage.extend(gap, ids="renumber")
+            with pytest.raises(TrajectoryIdTaken, match="step 2 follows step 0"):
+                ReplayBuffer(storage=storage).extend(gap)
+            assert list(path.parent.iterdir()) == []
+            storage.extend(rows(0, 2))
+            assert_rows(storage, 2)
 
     @pytest.mark.parametrize("step", ["rows", "record", "commit", "head"])
     @pytest.mark.parametrize("reopened", [False, True])

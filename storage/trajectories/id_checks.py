@@ -16,6 +16,7 @@ import torch
 
 from tallyroll.storage.errors import TrajectoryIdTaken
 from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
+from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.by_lane import (
     MOST_LANES,
     NOBODY,
@@ -25,7 +26,7 @@ from tallyroll.storage.trajectories.by_lane import (
 )
 from tallyroll.storage.trajectories.columns import RowOrder, flags_of, numbers_of, unread
 from tallyroll.storage.trajectories.episodes import Episodes
-from tallyroll.storage.trajectories.index import Indexed
+from tallyroll.storage.trajectories.index import Indexed, says_whose
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
@@ -33,14 +34,14 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class IdChecks:
-    """Checks of the ids of a batch against those of a storage.
+    """Checks of the ids of a batch against those of a storage, which has ``schema`` or gets it.
 
     Most batches take one comparison: all ids are larger than any stored one, or each lane goes on
     with its last trajectory.
     """
 
-    def __init__(self, reader: Indexed) -> None:
-        keys = reader.keys
+    def __init__(self, reader: Indexed, schema: Schema) -> None:
+        keys = schema.keys
         self._reader, self._path = reader, reader.path
         self._places = tuple(keys.index(key) for key in (TRAJ_IDS, STEP, LANE))
         ends = [key for key in (TERMINATED, TRUNCATED) if key in keys]
@@ -50,7 +51,7 @@ class IdChecks:
         # Done alone may also mean that a batch was cut there. A flag without done is no end either:
         # TorchRL's trainers set truncated in every row that they store.
         self._done = [keys.index(DONE)] if DONE in keys else []
-        self._order = RowOrder(reader.schema)
+        self._order = RowOrder(schema)
         self.seen = 0
         """The number of rows whose ids are known."""
         self._largest: int = NOBODY
@@ -63,6 +64,11 @@ class IdChecks:
         self._admitted: tuple[int, Any, Any, Any] | None = None
         self._replaces_all = False
         """True if the batch fills the ring, so that no stored row stays."""
+
+    @classmethod
+    def of(cls, reader: Indexed, schema: Schema) -> IdChecks | None:
+        """Return the checks for rows of ``schema``; None if they have no ids."""
+        return cls(reader, schema) if says_whose(schema) else None
 
     def largest(self) -> int:
         """Return the largest id of the stored rows, `NOBODY` without any."""
@@ -211,10 +217,10 @@ class IdChecks:
 
         It is ``row`` of the batch, and ``opens`` its lane there.
         """
+        if self._replaces_all or not self._reader.head:
+            return
         episodes = self._counted()
         last, current = episodes.last_row(id), episodes.last_id(lane)
-        if self._replaces_all:
-            return
         if last is None or last < self._reader.span.start:
             if opens:
                 self._require_later(id, lane, current, row)

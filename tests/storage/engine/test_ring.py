@@ -145,6 +145,15 @@ def test_more_rows_at_once_than_slots_are_refused(path: Path) -> None:
         assert_holds(storage, range(7, 17))
 
 
+def test_too_many_first_rows_make_no_files(path: Path) -> None:
+    with MemmapStorage(path, max_size=10) as storage:
+        with pytest.raises(BatchTooLong, match="a ring of 10 rows and got 11 at once"):
+            storage.extend(rows(0, 11))
+        assert not path.exists()
+        storage.set(range(11), rows(0, 11))  # of which the last stay
+        assert_holds(storage, range(1, 11))
+
+
 def test_a_ring_is_opened_as_the_ring_that_it_is(path: Path) -> None:
     MemmapStorage(path, max_size=10).close()
     with MemmapStorage(path, max_size=10) as storage:

@@ -123,6 +123,19 @@ def test_too_many_rows_are_refused_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("suffix", ["", ".zarr"])
+def test_first_rows_that_have_no_room_make_no_files(
+    tmp_path: Path, little_space: SimpleNamespace, suffix: str
+) -> None:
+    path, little_space.f_favail = tmp_path / f"data{suffix}", 1000
+    with storage_class(path)(path) as storage:
+        with pytest.raises(StorageFull, match="no room for 9 rows of 524,288 bytes"):
+            storage.extend({("x",): np.broadcast_to(np.zeros(1), (9, 2**16))})
+        assert list(tmp_path.iterdir()) == []
+        storage.extend(ROWS)
+        assert len(storage) == 3
+
+
 def test_a_ring_takes_its_slots_and_no_more(tmp_path: Path, little_space: SimpleNamespace) -> None:
     with MemmapStorage(tmp_path / "data", max_size=1000, capacity=10**9) as storage:
         storage.extend(ROWS)
