@@ -15,7 +15,6 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.stepping.arrays import as_flags, as_tensor, fitting
 from tallyroll.collector.envs.stepping.contexts import Draw
-from tallyroll.collector.envs.stepping.moved_attributes import Moved
 from tallyroll.collector.envs.stepping.restarts import Make
 from tallyroll.collector.envs.stepping.results import kind_of
 from tallyroll.collector.envs.stepping.specs import batched_specs
@@ -23,6 +22,7 @@ from tallyroll.collector.envs.stepping.stepper import Stepper
 from tallyroll.collector.envs.system import Array, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.slab.names import Rename
+from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key
 

@@ -13,8 +13,10 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
+from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.errors import NotAnAppend, NotAStorage, NotPicklable, StateMismatch
 from tallyroll.storage.files.checksums import Progress
+from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
@@ -27,6 +29,13 @@ from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
 
 _IDS = ("check", "renumber", "fresh")
+
+
+def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
+    def extend_fixed(rows: FixedRows, index: RowIndex, *, record: bytes | None = None) -> range:
+        return append(IndexedRows(rows, index), record)
+
+    return extend_fixed
 
 
 class DiskStorage(RowStore, AsTensorStorage):
@@ -286,6 +295,19 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     # TorchRL's samplers ask where a ring begins.
     _last_cursor_index = _last_cursor = last_index
+
+    claim = Moved("writer.claim.take")
+    episodes_path = Moved("writer.files.episodes_path")
+    extend_fixed = Moved("writer.append", _extend_fixed)
+    fresh_ids = Moved("writer.fresh_ids")
+    has_claimed = Moved("writer.claim.is_of")
+    inside = Moved("writer.files.inside")
+    lock_path = Moved("writer.files.lock_path")
+    put_record = Moved("writer.put_record")
+    release = Moved("writer.claim.end")
+    require_schema = Moved("writer.opened.require_schema")
+    stage_record = Moved("writer.stage_record")
+    withdraw_run = Moved("writer.runs.withdraw")
 
     def __getstate__(self) -> NoReturn:
         raise NotPicklable(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from tensordict import TensorDict
@@ -20,7 +20,6 @@ from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.moved_names import moved
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -251,11 +250,6 @@ class RowStore:
             ColumnsMissing: a column that is not there.
         """
         return self.reader.in_order(keys)
-
-    if not TYPE_CHECKING:  # or else a checker would know any name
-
-        def __getattr__(self, name: str) -> Any:
-            return moved(self, name)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.head} rows"

@@ -112,7 +112,7 @@ MOVED = {
 def test_a_moved_name_of_a_storage_is_what_its_writer_has(name: str, tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "rows") as storage:
         with pytest.warns(
-            DeprecationWarning, match=rf"^storage\.{name} is storage\.writer\.(.+) now$"
+            DeprecationWarning, match=rf"^DiskStorage\.{name} is DiskStorage\.writer\.(.+) now$"
         ):
             found = getattr(storage, name)
         assert found == attrgetter(MOVED[name])(storage.writer)

@@ -30,7 +30,7 @@ LARGE_FOLDERS = {
     "storage": 17,
 }
 LARGE_CLASSES = {
-    "storage/stores/row_store.py:RowStore": (235, 28),
+    "storage/stores/row_store.py:RowStore": (230, 28),
 }
 """Lines and methods."""
 

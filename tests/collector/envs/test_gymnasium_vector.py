@@ -18,9 +18,9 @@ from torchrl.envs import StepCounter, TransformedEnv, check_env_specs
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.gymnasium.vector import autoreset_mode
-from tallyroll.collector.envs.stepping.moved_attributes import Moved
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.storage.package.moved_attributes import Moved
 
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
 from oracles import (

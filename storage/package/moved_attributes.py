@@ -1,15 +1,21 @@
 """Attributes that a class had before: they work still, and say where they are now."""
 
 import warnings
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 
 class Moved:
-    """An attribute that is at another ``path`` of the same object now, as ``"part.name"``."""
+    """An attribute that is at another place of the same object now.
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    Args:
+        path: the place, as ``"part.name"``.
+        adapt: makes what was here of what is there; None: they are the same.
+    """
+
+    def __init__(self, path: str, adapt: Callable[[Any], Any] | None = None) -> None:
+        self._path, self._adapt = path, adapt
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._said = f"{owner.__name__}.{name} is {owner.__name__}.{self._path} now"
@@ -18,7 +24,8 @@ class Moved:
         if holder is None:
             return self
         warnings.warn(self._said, DeprecationWarning, stacklevel=2)
-        return attrgetter(self._path)(holder)
+        found = attrgetter(self._path)(holder)
+        return found if self._adapt is None else self._adapt(found)
 
     def __set__(self, holder: Any, value: Any) -> None:
         warnings.warn(self._said, DeprecationWarning, stacklevel=2)
