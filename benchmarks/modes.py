@@ -1,0 +1,387 @@
+"""What does ``collect(lanes)`` cost beside the loop of the same vector, in each autoreset mode?
+
+Run ``python benchmarks/modes.py``. Each kind of vector is stepped bare and collected from, into a
+ring, with the same random actions; raw loops count no resets, so their share is found before.
+``--peers`` adds the loops of other libraries. Interleaved rounds, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+from common import (
+    Contender,
+    Tally,
+    console,
+    play_and_close,
+    prepare,
+    print_results,
+    print_setting,
+    ratio,
+    write_json,
+)
+from gymnasium.spaces import Dict
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from loops import Case, Work
+from peers import Peer, installed, single_envs
+from small_batch_steps import StableBaselines3, TorchRL, touched_buffer
+
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.storage import MemmapStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common import Result
+
+MODES = {"NEXT_STEP": AutoresetMode.NEXT_STEP, "SAME_STEP": AutoresetMode.SAME_STEP}
+MODES["DISABLED"] = AutoresetMode.DISABLED
+BLOCK = 64
+"""Calls in an ``advance``."""
+RING = 10_000
+COUNTED = 20_000
+"""Slots in which the raw loop's resets are counted."""
+
+
+class Nested(gym.ObservationWrapper):
+    """CartPole's four numbers as two entries of a Dict."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        """Declare both."""
+        super().__init__(env)
+        low, high = env.observation_space.low, env.observation_space.high  # type: ignore[attr-defined]
+        box = gym.spaces.Box
+        self.observation_space = Dict(
+            {"cart": box(low[:2], high[:2]), "pole": box(low[2:], high[2:])}
+        )
+
+    def observation(self, observation: Any) -> Any:
+        """Return both parts."""
+        return {"cart": observation[:2], "pole": observation[2:]}
+
+
+class Informed(gym.Wrapper[Any, Any, Any, Any]):
+    """A number in each info."""
+
+    def step(self, action: Any) -> Any:
+        """Step, and report."""
+        *step, info = self.env.step(action)
+        info["speed"] = step[0][1]
+        return *step, info
+
+    def reset(self, **options: Any) -> Any:
+        """Reset, and report."""
+        observation, info = self.env.reset(**options)
+        info["speed"] = observation[1]
+        return observation, info
+
+
+def cartpole(*wrappers: Callable[[Any], Any]) -> gym.Env[Any, Any]:
+    """One environment in wrappers of a lane."""
+    env = gym.make("CartPole-v1")
+    for wrap in wrappers:
+        env = wrap(env)
+    return env
+
+
+def sync(lanes: int, mode: str, *wrappers: Any) -> SyncVectorEnv:
+    """Return Gymnasium's vector in this process."""
+    return SyncVectorEnv([partial(cartpole, *wrappers)] * lanes, autoreset_mode=MODES[mode])
+
+
+def in_processes(lanes: int, mode: str) -> AsyncVectorEnv:
+    """Return Gymnasium's vector of a process a lane."""
+    return AsyncVectorEnv([cartpole] * lanes, autoreset_mode=MODES[mode])
+
+
+def with_statistics(lanes: int, mode: str) -> Any:
+    """Return the vector with statistics of episodes in its infos."""
+    return gym.wrappers.vector.RecordEpisodeStatistics(sync(lanes, mode))
+
+
+def wrapped(lanes: int, mode: str) -> Any:
+    """Return the vector with its rewards clipped."""
+    return gym.wrappers.vector.ClipReward(sync(lanes, mode), -1, 1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A vector that users have, and the infos that they ask for."""
+
+    make: Callable[[int, str], Any]
+    infos: tuple[str, ...] = ()
+
+
+KINDS = {
+    "bare": Kind(sync),
+    "info": Kind(lambda lanes, mode: sync(lanes, mode, Informed), ("speed",)),
+    "nested": Kind(lambda lanes, mode: sync(lanes, mode, Nested)),
+    "statistics": Kind(with_statistics, ("episode/r",)),
+    "wrapped": Kind(wrapped),
+    "async": Kind(in_processes),
+}
+
+
+class Stepping(Contender):
+    """The vector's own loop; lanes that ended are reset by mask where it leaves that to us."""
+
+    name = "raw"
+
+    def __init__(self, kind: Kind, lanes: int, mode: str) -> None:
+        """Make and reset the vector, and find the share of its reset slots."""
+        self.env, self.lanes = kind.make(lanes, mode), lanes
+        self.masks = mode == "DISABLED"
+        self.rng = np.random.default_rng(0)
+        self.env.reset(seed=0)
+        self.share, resets = 0.0, 0
+        if mode == "NEXT_STEP":
+            for action in self.rng.integers(2, size=(COUNTED // lanes, lanes)):
+                _, _, terminated, truncated, _ = self.env.step(action)
+                resets += int(np.count_nonzero(terminated | truncated))
+            self.share = resets / (COUNTED // lanes * lanes)
+
+    def advance(self) -> None:
+        """Step a block."""
+        env, step = self.env, self.env.step
+        for action in self.rng.integers(2, size=(BLOCK, self.lanes)):
+            _, _, terminated, truncated, _ = step(action)
+            if self.masks:
+                ended = terminated | truncated
+                if ended.any():
+                    env.reset(options={"reset_mask": ended})
+
+    def tally(self) -> Tally:
+        """Return the slots less the expected reset slots."""
+        return Tally(BLOCK * self.lanes * (1 - self.share), BLOCK)
+
+    def close(self) -> None:
+        """Close the vector."""
+        self.env.close()
+
+
+class Collecting(Contender):
+    """``collect(n)`` from the vector, ``more`` rows than a step of all lanes makes."""
+
+    def __init__(self, kind: Kind, lanes: int, mode: str, scratch: Path, more: int = 0) -> None:
+        """Fill the ring."""
+        self.name = f"tallyroll collect(lanes{f' + {more}' if more else ''})"
+        self.count = lanes + more
+        self.storage = MemmapStorage(
+            scratch / f"{id(kind)}-{lanes}-{mode}-{more}", max_size=RING // self.count * self.count
+        )
+        self.collector = SyncCollector(
+            GymnasiumVectorEnv(kind.make(lanes, mode), info_keys=kind.infos),
+            frames_per_batch=self.count,
+            total_frames=-1,
+            seed=0,
+            storage=self.storage,
+        )
+        for _ in range(RING // self.count):
+            self.collector.collect(self.count)
+
+    def advance(self) -> None:
+        """Make the calls of a block."""
+        collect, count = self.collector.collect, self.count
+        for _ in range(BLOCK):
+            collect(count)
+
+    def tally(self) -> Tally:
+        """Return what was stored."""
+        return Tally(BLOCK * self.count, BLOCK)
+
+    def close(self) -> None:
+        """Close the vector and the ring."""
+        self.collector.shutdown()
+        self.storage.close()
+
+
+class CleanRL(Peer):
+    """A SAME_STEP vector and Stable-Baselines3's buffer, as CleanRL's off-policy scripts."""
+
+    name = "CleanRL's structure"
+
+    def __init__(self, work: Work) -> None:
+        """Build the vector and the buffer."""
+        from stable_baselines3.common.buffers import ReplayBuffer
+
+        super().__init__(work.case)
+        self.env = env = sync(work.case.lanes, "SAME_STEP")
+        spaces = env.single_observation_space, env.single_action_space
+        options = {"handle_timeout_termination": False}
+        self.buffer = touched_buffer(ReplayBuffer, *spaces, work.case, RING, **options)
+        self.rng = np.random.default_rng(0)
+        self.seen, _ = env.reset(seed=0)
+
+    def advance(self) -> None:
+        """Step and store a block."""
+        env, seen, add = self.env, self.seen, self.buffer.add
+        for action in self.rng.integers(2, size=(self.case.block, self.case.lanes)):
+            following, reward, terminated, truncated, infos = env.step(action)
+            stored = following.copy()
+            if (ended := terminated | truncated).any():
+                for lane in np.flatnonzero(ended):
+                    stored[lane] = infos["final_obs"][lane]
+            add(seen, stored, action, reward, terminated, infos)
+            seen = following
+        self.seen = seen
+
+    def close(self) -> None:
+        """Close the vector."""
+        self.env.close()
+
+
+class Tianshou(Peer):
+    """Tianshou's ``Collector.collect(n_step=lanes)`` into a ``VectorReplayBuffer``."""
+
+    name = "Tianshou"
+
+    def __init__(self, work: Work) -> None:
+        """Build the collector."""
+        from peers import TianshouActor
+        from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+        from tianshou.data import Collector, VectorReplayBuffer
+        from tianshou.env import DummyVectorEnv
+
+        super().__init__(work.case)
+        space = gym.spaces.Discrete(2)
+        policy = DiscreteActorPolicy(actor=TianshouActor(), action_space=space)
+        self.env = DummyVectorEnv(single_envs(work.case.lanes))
+        self.collector = Collector(policy, self.env, VectorReplayBuffer(RING, work.case.lanes))
+        self.collector.reset()
+
+    def advance(self) -> None:
+        """Collect a block, a vector step a call."""
+        for _ in range(self.case.block):
+            self.collector.collect(n_step=self.case.lanes, random=True)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+
+def peers_of(lanes: int, scratch: Path) -> tuple[list[Contender], list[str]]:
+    """Return other libraries' loops, and remarks on those that are not installed."""
+    work = Work(Case("modes", lanes, native=False, frames=BLOCK * lanes), "random", scratch)
+    return installed(
+        {
+            "Stable-Baselines3": partial(StableBaselines3, work, None, RING),
+            "CleanRL": partial(CleanRL, work),
+            "TorchRL": partial(TorchRL, work, None, RING, memmap=False),
+            "Tianshou": partial(Tianshou, work),
+        }
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two tiny rounds: does it run?")
+    parser.add_argument("--kinds", default="bare", help=f"of {','.join(KINDS)} (default: bare)")
+    parser.add_argument("--modes", default=",".join(MODES), help="of them (default: all)")
+    parser.add_argument("--lanes", default="1,8,64", help="numbers of lanes (default: 1,8,64)")
+    parser.add_argument("--calls", type=int, default=20_000, help="calls a contender in all")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds a contender (default: 15)")
+    parser.add_argument("--peers", action="store_true", help="other libraries' loops too")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    args = parser.parse_args()
+    for name, known in (("kinds", KINDS), ("modes", MODES)):
+        chosen = getattr(args, name).split(",")
+        if set(chosen) - set(known):
+            parser.error(f"--{name}: expected some of {', '.join(known)}, got {chosen}")
+        setattr(args, name, chosen)
+    args.lanes = [int(lanes) for lanes in args.lanes.split(",")]
+    if args.quick:
+        args.lanes, args.calls, args.rounds = [8], 4 * BLOCK, 2
+    return args
+
+
+class Rounds(Contender):
+    """A contender that advances several blocks at a time: a round has a number of calls."""
+
+    def __init__(self, inner: Any, blocks: int) -> None:
+        """Take its name, and its collector for the line of its plan."""
+        self.inner, self.blocks, self.name = inner, blocks, inner.name
+        self.collector = getattr(inner, "collector", None)
+
+    def advance(self) -> None:
+        """Advance all blocks."""
+        for _ in range(self.blocks):
+            self.inner.advance()
+
+    def tally(self) -> Tally:
+        """Return what all of them did."""
+        one = self.inner.tally()
+        return Tally(one.transitions * self.blocks, one.vector_steps * self.blocks)
+
+    def close(self) -> None:
+        """Close it."""
+        self.inner.close()
+
+
+def beside(raw: Result, result: Result, rows: int) -> float:
+    """Microseconds more than the raw loop for as many rows as a call has."""
+    return rows * (result.transition_us - raw.transition_us)
+
+
+def compared(kind: str, mode: str, lanes: int, scratch: Path, args: argparse.Namespace) -> Any:
+    """Play one table, print it, and return its figures."""
+    counts = {"raw": lanes}
+    found: list[Contender] = [Stepping(KINDS[kind], lanes, mode)]
+    for more in (0, 1):
+        found.append(Collecting(KINDS[kind], lanes, mode, scratch, more))
+        counts[found[-1].name] = lanes + more
+    remarks: list[str] = []
+    if args.peers and kind == "bare":
+        theirs, remarks = peers_of(lanes, scratch)
+        found += theirs
+    blocks = max(1, args.calls // args.rounds // BLOCK)
+    played = [Rounds(each, blocks) for each in found]
+    results: Sequence[Result] = play_and_close(played, args.rounds, 0.0001)
+    raw = results[0]
+    print_results(
+        f"{kind}, {mode}, {lanes} lanes; {blocks * BLOCK * args.rounds:,} calls each",
+        results,
+        remarks,
+        more={"us beside": lambda r: f"{beside(raw, r, counts.get(r.name, lanes)):.1f}"},
+    )
+    return [
+        {
+            "kind": kind,
+            "mode": mode,
+            "lanes": lanes,
+            "contender": each.name,
+            "us_per_transition": each.transition_us,
+            "speed_to_raw": ratio(raw, each),
+            "us_beside_raw": beside(raw, each, counts.get(each.name, lanes)),
+            "spread": each.spread,
+        }
+        for each in results
+    ]
+
+
+def main() -> None:
+    """Measure every table that was asked for."""
+    args = parse_args()
+    prepare()
+    print_setting()
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.kinds:
+            for mode in args.modes:
+                for lanes in args.lanes:
+                    figures += compared(kind, mode, lanes, Path(folder), args)
+    if args.json:
+        write_json(args.json, figures)
+        console.print(f"written to {args.json}")
+
+
+if __name__ == "__main__":
+    main()
