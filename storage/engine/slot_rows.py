@@ -81,8 +81,9 @@ class SlotRows(NewRows):
         kernel = columns.one_call
         if kernel is None:
             return False
-        plan, slots = self._plan, (self.used, self.count)
-        return kernel.store_slots(plan, *slots, columns.room, self.version, self.watched) >= 0
+        used, count, version = self.used, self.count, self.version
+        done = kernel.store_slots(self._plan, used, count, columns.room, version, self.watched)
+        return done >= 0
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
         blocks = header.known, self.run, self.ledger, self.held
