@@ -222,7 +222,7 @@ class RowWriter:
 
     @cached_property
     def given(self) -> GivenRows:
-        """What makes `NewRows` of the rows that callers give."""
+        """The maker of `NewRows` from the rows that callers give."""
         return GivenRows(self.reader, self.reader.schema)
 
     @cached_property

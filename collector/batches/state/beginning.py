@@ -1,4 +1,4 @@
-"""What a run begins with, or goes on from: its ledger, its seeds, and its entry in the manifest."""
+"""Ledger, seeds and entry in the manifest that a run begins with, or goes on with."""
 
 from collections.abc import Mapping
 from typing import Any
