@@ -27,7 +27,12 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class Format(ABC):
-    """The places of a storage's rows, and the metadata around them."""
+    """The places of a storage's rows, and the metadata around them.
+
+    A new format gets a class of storages in `tallyroll.storage.storages`: there `FORMATS` and
+    ``_FILES`` give both a short name, ``_SUFFIXES`` says which suffixes mean it, and ``_name_at``
+    finds it by its files.
+    """
 
     name: ClassVar[str]
     """The name in the manifest, ``tallyroll.`` first."""
