@@ -42,46 +42,22 @@ class ToyContract(SystemContract):
         return self.kind(lanes, seeds)  # type: ignore[call-arg]
 
 
-class TestFinal(ToyContract):
-    kind = Toy
+def contract_of(kind: type[System], **more: Any) -> type[ToyContract]:
+    """Return the contract of toys of a kind."""
+    return type(f"Test{kind.__name__}", (ToyContract,), {"kind": kind, **more})
 
 
-class TestResetSlots(ToyContract):
-    kind = WithResetSlots
-
-
-class TestFirst(ToyContract):
-    kind = First
-
-
-class TestSomeFinals(ToyContract):
-    kind = SomeFinals
-
-
-class TestLost(ToyContract):
-    kind = Lost
-
-
-class TestSeededWhenMade(ToyContract):
-    kind = SeededWhenMade
-
-
-class TestParts(ToyContract):
-    kind = InParts
-
-
-class TestArrivals(ToyContract):
-    kind = Arrivals
-    lanes = 4
-
-
-class TestArrivalsWithResetSlots(ToyContract):
-    kind = ArrivalsWithResetSlots
-    lanes = 4
-
-
-class TestReadOnlyArrays(ToyContract):
-    kind = OfADevice
+TestFinal = contract_of(Toy)
+TestResetSlots = contract_of(WithResetSlots)
+TestFirst = contract_of(First)
+TestSomeFinals = contract_of(SomeFinals)
+TestLost = contract_of(Lost)
+TestSeededWhenMade = contract_of(SeededWhenMade)
+TestParts = contract_of(InParts)
+TestArrivals = contract_of(Arrivals, lanes=4)
+TestArrivalsWithResetSlots = contract_of(ArrivalsWithResetSlots, lanes=4)
+TestReadOnlyArrays = contract_of(OfADevice)
+TestGroups = contract_of(Groups)
 
 
 class TestContexts(ToyContract):
@@ -89,10 +65,6 @@ class TestContexts(ToyContract):
 
     def draw(self, rng: np.random.Generator) -> Mapping[str, Any]:
         return {"length": rng.integers(1, LONGEST + 1)}
-
-
-class TestGroups(ToyContract):
-    kind = Groups
 
 
 class GymnasiumContract(SystemContract):

@@ -56,6 +56,11 @@ __all__ = ["no_process_left", "warm_server"]
 MODES = ["sync", "async"]
 TIMEOUT = 0.7
 """For one step, in the tests of steps that hang."""
+RESPAWN: dict[str, Any] = {
+    "on_worker_death": "respawn",
+    "max_respawns": 100,
+    "step_timeout": TIMEOUT,
+}
 AT_ONCE = 5.0
 """A second on a quiet machine; this one may be busy."""
 
@@ -338,9 +343,7 @@ def test_every_fault_at_random_points_and_the_run_ends_at_n(
         init_random_frames=50,
         seed=2,
         storage=tmp_path / "data",
-        on_worker_death="respawn",
-        max_respawns=100,
-        step_timeout=TIMEOUT,
+        **RESPAWN,
     )
     assert ended.error is None, ended.error
     assert ended.collector is not None
@@ -370,9 +373,7 @@ def test_a_budget_of_episodes_is_met_exactly(mode: str, tmp_path: Path) -> None:
         frames_per_batch=16,
         total_episodes=60,
         storage=tmp_path / "data",
-        on_worker_death="respawn",
-        max_respawns=100,
-        step_timeout=TIMEOUT,
+        **RESPAWN,
     )
     assert ended.error is None, ended.error
     assert ended.collector is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector import SyncCollector
+from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.storage import open_storage, verify
 
 Arrays = Mapping[Any, NDArray[Any]]
 
@@ -35,6 +37,30 @@ def rows_of(env: Any, policy: Any = None, **arguments: Any) -> TensorDictBase:
         rows = torch.cat([batch.clone() for batch in collector])
     collector.ledger.check()
     return rows
+
+
+def by_workers_and_resumed(
+    name: str, path: Path, frames: int, more: int, *, as_one: bool = True, **arguments: Any
+) -> tuple[TensorDictBase, TensorDictBase, dict[str, Any]]:
+    """Collect with two workers from the seed 2, and go on with ``more`` rows in one process.
+
+    Return the rows of both, and the environment in the manifest. ``as_one``: rows of workers are
+    those of one process.
+    """
+    with MultiprocessCollector(
+        name, num_workers=2, total_frames=frames, storage=path, seed=2, **arguments
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    if as_one:
+        alone = rows_of(name, total_frames=frames, seed=2, **arguments)
+        for key in alone.keys(True, True):
+            assert torch.equal(rows[key], alone[key]), key
+    resumed = rows_of(name, storage=path, resume=True, total_frames=frames + more, **arguments)
+    assert len(resumed) == more
+    assert verify(path).sound
+    with open_storage(path) as stored:
+        assert len(stored) == frames + more
+        return rows, resumed, stored.manifest["runs"][0]["environment"]
 
 
 def compare(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import System
+from tallyroll.collector.testing import SystemContract
 
 # Half the time of compilations; for this process, and for workers.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -109,6 +110,17 @@ def shared(make: Callable[[int], System], lanes: int) -> Any:
     if key not in _shared:
         _shared[key] = make(lanes)
     return copy.copy(_shared[key])
+
+
+class SharedContract(SystemContract):
+    """The contract of a system that is compiled once."""
+
+    system: ClassVar[Callable[[int], System]]
+    """Makes it, for so many lanes."""
+
+    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
+        """Make an instance; it is seeded by resets."""
+        return shared(type(self).system, lanes)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.systems.brax import BraxSystem
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
-from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
 from functional_kit import (
     AutoResetWrapper,
     Forgetful,
+    SharedContract,
     ToyEnv,
     Wrapped,
     compilations,
@@ -51,14 +51,12 @@ def drawn(rng: np.random.Generator) -> Mapping[str, Any]:
     return {"gravity": rng.uniform()}
 
 
-class TestToy(SystemContract):
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(toy, lanes)
+class TestToy(SharedContract):
+    system = staticmethod(toy)
 
 
-class TestContext(SystemContract):
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(varied, lanes)
+class TestContext(SharedContract):
+    system = staticmethod(varied)
 
     def draw(self, rng: np.random.Generator) -> Mapping[str, Any]:
         return drawn(rng)

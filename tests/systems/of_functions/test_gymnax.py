@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.envs.systems.gymnax import GymnaxSystem
 from tallyroll.collector.errors import ArgumentError, MissingExtra
-from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
-from functional_kit import compilations, replay, shared
+from functional_kit import SharedContract, compilations, replay, shared
 
 CARTPOLE, PARAMS = gymnax.make("CartPole-v1")
 SHORT = PARAMS.replace(max_steps_in_episode=12)
@@ -40,14 +39,12 @@ def varied(lanes: int) -> System:
     return GymnaxSystem(CARTPOLE, lanes, SHORT, context=GRAVITY)
 
 
-class TestCartPole(SystemContract):
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(plain, lanes)
+class TestCartPole(SharedContract):
+    system = staticmethod(plain)
 
 
-class TestContext(SystemContract):
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(varied, lanes)
+class TestContext(SharedContract):
+    system = staticmethod(varied)
 
     def draw(self, rng: np.random.Generator) -> Mapping[str, Any]:
         return {"gravity": rng.uniform(1, 20)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,9 @@ from tallyroll.collector.errors import (
     TransitionError,
 )
 from tallyroll.collector.policies.masked_actions import Choices
-from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
-from functional_kit import replay, shared
+from functional_kit import SharedContract, replay, shared
 
 
 class Seen(NamedTuple):
@@ -126,14 +125,12 @@ def adding(lanes: int) -> System:
     return JumanjiSystem(Adding(), lanes)
 
 
-class TestMaze(SystemContract):
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(maze, lanes)
+class TestMaze(SharedContract):
+    system = staticmethod(maze)
 
 
-class TestAdding(SystemContract):
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(adding, lanes)
+class TestAdding(SharedContract):
+    system = staticmethod(adding)
 
 
 def ends(step: Any) -> dict[str, Any]:

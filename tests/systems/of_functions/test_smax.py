@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.smax import SmaxSystem
 from tallyroll.collector.errors import ArgumentError, MissingExtra
-from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
-from functional_kit import replay, shared
+from functional_kit import SharedContract, replay, shared
 
 with warnings.catch_warnings():
     # Brax, which JaxMARL imports where it is installed, imports JAXopt
@@ -36,11 +34,9 @@ def battle(lanes: int) -> System:
     return SmaxSystem(SELF_PLAY, lanes)
 
 
-class TestSelfPlay(SystemContract):
+class TestSelfPlay(SharedContract):
     lanes = 4
-
-    def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        return shared(battle, lanes)
+    system = staticmethod(battle)
 
 
 TEAMS = {"allies": "ally_", "enemies": "enemy_"}

@@ -15,16 +15,15 @@ from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from tallyroll.collector import GymnasiumVectorEnv, MultiprocessCollector, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.ale import AleSystem
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.collector.testing import SystemContract
-from tallyroll.storage import open_storage, verify
 
-from arrays_kit import Stepped, compare, rows_of
+from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of
 
 MODES = ("NextStep", "SameStep")
 SMALL: dict[str, Any] = {
@@ -141,29 +140,12 @@ def test_frame_numbers_count_ticks() -> None:
 
 @pytest.mark.slow
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "env_kwargs": SMALL}
-    alone = rows_of("ale:breakout", total_frames=60, seed=2, **arguments)
-    with MultiprocessCollector(
-        "ale:breakout",
-        num_workers=2,
-        total_frames=60,
-        storage=tmp_path / "run",
-        seed=2,
-        **arguments,
-    ) as collector:
-        rows = torch.cat([batch.clone() for batch in collector])
-    for key in alone.keys(True, True):
-        assert torch.equal(rows[key], alone[key]), key
-    rows = rows_of(
-        "ale:breakout", storage=tmp_path / "run", resume=True, total_frames=100, **arguments
+    _, resumed, made_of = by_workers_and_resumed(
+        "ale:breakout", tmp_path / "run", 60, 40, num_envs=2, frames_per_batch=20, env_kwargs=SMALL
     )
-    assert len(rows) == 40
-    stored = open_storage(tmp_path / "run")
-    assert len(stored) == 100
-    assert verify(tmp_path / "run").sound
-    assert stored.manifest["runs"][0]["environment"]["type"] == "AtariVectorEnv"
+    assert made_of["type"] == "AtariVectorEnv"
     again, _ = made(lanes=2).reset(seed=np.array(lane_seeds(2, 2, 1)))
-    assert torch.equal(rows["observation"][0], torch.from_numpy(again[0]))
+    assert torch.equal(resumed["observation"][0], torch.from_numpy(again[0]))
 
 
 def test_a_time_limit_of_the_collector() -> None:

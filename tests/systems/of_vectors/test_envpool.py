@@ -25,7 +25,7 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, Missin
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
-from arrays_kit import Stepped, compare, rows_of
+from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*precision lowered by casting to float32:UserWarning"
@@ -171,31 +171,18 @@ def test_reset_slots_are_counted_apart() -> None:
 
 
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {
-        "num_envs": 4,
-        "frames_per_batch": 40,
-        "env_kwargs": {"max_episode_steps": 9, "num_threads": 1},
-    }
-    alone = rows_of("envpool:CartPole-v1", total_frames=120, seed=2, **arguments)
-    with MultiprocessCollector(
+    options = {"max_episode_steps": 9, "num_threads": 1}
+    _, resumed, _ = by_workers_and_resumed(
         "envpool:CartPole-v1",
-        num_workers=2,
-        total_frames=120,
-        storage=tmp_path / "run",
-        seed=2,
-        **arguments,
-    ) as collector:
-        rows = torch.cat([batch.clone() for batch in collector])
-    for key in alone.keys(True, True):
-        assert torch.equal(rows[key], alone[key]), key
-    rows = rows_of(
-        "envpool:CartPole-v1", storage=tmp_path / "run", resume=True, total_frames=200, **arguments
+        tmp_path / "run",
+        120,
+        80,
+        num_envs=4,
+        frames_per_batch=40,
+        env_kwargs=options,
     )
-    assert len(rows) == 80
-    assert len(open_storage(tmp_path / "run")) == 200
-    assert verify(tmp_path / "run").sound
     again = made("CartPole-v1", "gymnasium", 4, lane_seeds(2, 4, 1)).reset()[0]
-    assert torch.equal(rows["observation"][0], torch.from_numpy(again[0]))
+    assert torch.equal(resumed["observation"][0], torch.from_numpy(again[0]))
 
 
 @pytest.mark.parametrize("limit", [None, 5])

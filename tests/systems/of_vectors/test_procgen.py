@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     import gym3
     from procgen.env import ProcgenGym3Env
 
-from tallyroll.collector import Info, MultiprocessCollector, SyncCollector
+from tallyroll.collector import Info, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
@@ -29,9 +29,8 @@ from tallyroll.collector.errors import (
     SpaceError,
 )
 from tallyroll.collector.testing import SystemContract
-from tallyroll.storage import open_storage, verify
 
-from arrays_kit import Stepped, compare, rows_of
+from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of
 
 EASY: dict[str, Any] = {"distribution_mode": "easy", "num_threads": 1}
 
@@ -145,32 +144,25 @@ def test_infos_of_procgen_itself() -> None:
 
 
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 100, "env_kwargs": EASY}
-    with MultiprocessCollector(
+    rows, resumed, made_of = by_workers_and_resumed(
         "procgen:bossfight",
-        num_workers=2,
-        total_frames=200,
-        storage=tmp_path / "run",
-        seed=2,
-        **arguments,
-    ) as collector:
-        rows = torch.cat([batch.clone() for batch in collector])
+        tmp_path / "run",
+        200,
+        100,
+        as_one=False,
+        num_envs=4,
+        frames_per_batch=100,
+        env_kwargs=EASY,
+    )
     seeds = lane_seeds(2, 4, 0)
     for worker in range(2):  # each makes its own two lanes, seeded by the first of them
         alone = bossfight(2, seeds[2 * worker :]).observe()[1]["rgb"]
         for lane in range(2):
             of_lane = rows[rows["collector", "lane"] == 2 * worker + lane]
             assert np.array_equal(of_lane["rgb"][0].numpy(), alone[lane])
-    rows = rows_of(
-        "procgen:bossfight", storage=tmp_path / "run", resume=True, total_frames=300, **arguments
-    )
-    assert len(rows) == 100
-    stored = open_storage(tmp_path / "run")
-    assert len(stored) == 300
-    assert verify(tmp_path / "run").sound
-    assert stored.manifest["runs"][0]["environment"]["type"] == "ProcgenGym3Env"
+    assert made_of["type"] == "ProcgenGym3Env"
     again = bossfight(4, lane_seeds(2, 4, 1)).observe()[1]["rgb"]
-    assert np.array_equal(rows["rgb"][0].numpy(), again[0])
+    assert np.array_equal(resumed["rgb"][0].numpy(), again[0])
 
 
 def test_seeds_resets_and_instances() -> None:

@@ -46,7 +46,7 @@ from tallyroll.collector.policies.sb3_models import Sb3Policy
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
-from arrays_kit import Stepped, compare, rows_of
+from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of
 from oracles import OracleEnv
 
 LENGTHS = [[3, 1, 4], [1, 1, 2], [5]]
@@ -161,30 +161,19 @@ def test_rows_are_what_the_vector_itself_returns(kind: str) -> None:
 
 @pytest.mark.slow
 def test_workers_and_a_resume_by_name(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {
-        "num_envs": 4,
-        "frames_per_batch": 40,
-        "seed": 2,
-        "env_kwargs": {"max_episode_steps": 9},
-    }
-    alone = rows_of("sb3:CartPole-v1", total_frames=120, **arguments)
-    with MultiprocessCollector(
-        "sb3:CartPole-v1", num_workers=2, total_frames=120, storage=tmp_path / "run", **arguments
-    ) as collector:
-        rows = torch.cat([batch.clone() for batch in collector])
-    for key in alone.keys(True, True):
-        assert torch.equal(rows[key], alone[key]), key
-    again = {**arguments, "seed": None, "total_frames": 200}
-    rows = rows_of("sb3:CartPole-v1", storage=tmp_path / "run", resume=True, **again)
-    assert len(rows) == 80
-    stored = open_storage(tmp_path / "run")
-    assert len(stored) == 200
-    assert verify(tmp_path / "run").sound
-    made = stored.manifest["runs"][0]["environment"]
-    assert made["id"] == "sb3:CartPole-v1"
-    assert made["type"] == "DummyVecEnv"
-    first_of_resumed = cartpole().reset(seed=lane_seeds(2, 4, 1)[0])[0]
-    assert torch.equal(rows["observation"][0], torch.from_numpy(first_of_resumed))
+    options = {"max_episode_steps": 9}
+    _, resumed, made_of = by_workers_and_resumed(
+        "sb3:CartPole-v1",
+        tmp_path / "run",
+        120,
+        80,
+        num_envs=4,
+        frames_per_batch=40,
+        env_kwargs=options,
+    )
+    assert (made_of["id"], made_of["type"]) == ("sb3:CartPole-v1", "DummyVecEnv")
+    again = cartpole().reset(seed=lane_seeds(2, 4, 1)[0])[0]
+    assert torch.equal(resumed["observation"][0], torch.from_numpy(again))
 
 
 class BothAtOnce(gymnasium.Env[Any, Any]):
