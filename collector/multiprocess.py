@@ -210,7 +210,7 @@ class MultiprocessCollector(Collector):
             plan,
             self._startup.ranges,
             description,
-            self._torchrl_layout(plan),
+            torchrl=self._torchrl_layout(plan),
             **call,
         )
 

@@ -226,8 +226,8 @@ class SyncCollector(Collector):
             plan,
             ranges,
             made.description,
-            torchrl,
-            ahead,
+            torchrl=torchrl,
+            ahead=ahead,
         )
 
     def _stepping(self) -> dict[str, Decision]:

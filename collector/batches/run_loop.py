@@ -94,6 +94,7 @@ class Collector(ABC):
         plan: SlabPlan,
         ranges: Sequence[Range],
         description: Mapping[str, Any],
+        *,
         torchrl: TorchrlLayout | None = None,
         ahead: RowsAhead | None = None,
         **call: Any,

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,15 +11,11 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.rollout.os_signals import deferred
-from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.torchrl.arguments import Wishes
 from tallyroll.collector.torchrl.background import Background
 from tallyroll.collector.torchrl.delivery import (
@@ -59,19 +55,10 @@ class Yielding(Collector):
             self.frames_per_batch = frames
             self._writer.require_room(self._options.largest_batch)
 
-    def _drive(
-        self,
-        rollout: TransitionSource,
-        plan: SlabPlan,
-        ranges: Sequence[Range],
-        description: Mapping[str, Any],
-        torchrl: TorchrlLayout | None = None,
-        ahead: RowsAhead | None = None,
-        **call: Any,
-    ) -> None:
+    def _drive(self, *parts: Any, torchrl: TorchrlLayout | None = None, **more: Any) -> None:
         if torchrl is not None and self._adds_steps and self._wishes.replay_buffer is not None:
             torchrl.require_rectangles()  # a step of some lanes only would be filled up with zeros
-        super()._drive(rollout, plan, ranges, description, torchrl, ahead, **call)
+        super()._drive(*parts, torchrl=torchrl, **more)
 
     def _take_over(self, wishes: Wishes) -> None:
         """Take the arguments over, as TorchRL's collectors do at the end of construction."""
