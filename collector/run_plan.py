@@ -116,8 +116,6 @@ class VectorTraits:
     """True for a `SyncVectorEnv` itself, without a wrapper, and no subclass."""
     patched: bool
     """True if ``step`` or ``reset`` is not Gymnasium's, or its lanes are kept differently."""
-    same_step: bool
-    """True if lanes are reset within the step that ends an episode."""
     arrays: bool
     """True if observations and actions are single arrays of numbers."""
     infos: bool
@@ -133,7 +131,6 @@ def stepping_vector(vector: VectorTraits) -> Decision:
         "vector",
         (not vector.bare, f"the environment is a {vector.kind}, and no bare SyncVectorEnv"),
         (vector.patched, "the SyncVectorEnv was changed"),
-        (vector.same_step, "lanes are reset within the step that ends an episode (SAME_STEP)"),
         (not vector.arrays, "observations and actions are not one array of numbers each"),
         (vector.infos, "info_keys= are read from the vector's infos"),
         (vector.many_rewards, "a lane's reward is no single number"),

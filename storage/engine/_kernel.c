@@ -23,7 +23,7 @@
      the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger,
                                                       Rollout (held); SlotRows refers to all four
      put_step                a step of a Stepper      the slab, whose slot the step writes
-     step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane) */
+     step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane, finals) */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -972,7 +972,8 @@ done:
     return PyLong_FromLongLong(ended);
 }
 
-enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_LANES, L_RESETS, L_NBYTES, L_SHAPE };
+enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_FINALS, L_LANES, L_MODE, L_NBYTES, L_SHAPE };
+enum { DISABLED, NEXT_STEP, SAME_STEP }; /* how a lane that ended is reset */
 
 /* Return the values of an environment as a tuple of `wanted` of them, which the caller owns. The
    reference `returned` is taken over. */
@@ -989,7 +990,7 @@ static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
     return parts;
 }
 
-enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED };
+enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED, R_FINAL, R_OVERWRITTEN };
 
 /* Return whether an object has the NumPy type at `kind`, which is read directly. LanesInTurn keeps
    the tuple of readers. */
@@ -1062,31 +1063,108 @@ static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, co
     return same;
 }
 
-/* Step one lane, or reset it; return 0, or -1 after an error. The list `seen` of LanesInTurn owns
-   the observation afterwards; the numbers go to the arrays of LanesInTurn at the table's addresses.
-   The caller holds a reference to `env` and `action`, which the environment's code might drop. */
-static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *name,
-                     PyObject *action, PyObject *seen, PyObject *readers, int reset)
+/* Return whether two objects are arrays without a byte in common, as far as that is quickly seen. */
+static int are_apart(PyObject *one, PyObject *other)
 {
-    double reward = 0;
-    int terminated = 0, truncated = 0;
-    PyObject *parts = reset ? tuple_of(PyObject_CallMethod(env, "reset", NULL), 2)
-                            : tuple_of(PyObject_CallMethodObjArgs(env, name, action, NULL), 5);
+    Py_buffer mine, theirs;
+    int apart = 0;
+    if (PyObject_GetBuffer(one, &mine, PyBUF_SIMPLE) == 0) {
+        if (PyObject_GetBuffer(other, &theirs, PyBUF_SIMPLE) == 0) {
+            const char *first = mine.buf, *second = theirs.buf;
+            apart = first + mine.len <= second || second + theirs.len <= first;
+            PyBuffer_Release(&theirs);
+        }
+        PyBuffer_Release(&mine);
+    }
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return apart;
+}
+
+/* The arguments of a step of all lanes. LanesInTurn and the caller of step_lanes own the objects. */
+typedef struct {
+    Table table;
+    PyObject *dtype, *readers, *seen, *step, *name;
+} Lanes;
+
+/* Reset a lane; its observation goes to the list `seen`, which owns it. Return 0, or -1. */
+static int reset_lane(const Lanes *the, int64_t lane, PyObject *env)
+{
+    PyObject *parts = tuple_of(PyObject_CallMethod(env, "reset", NULL), 2);
     if (parts == NULL)
         return -1;
     PyObject *obs = PyTuple_GetItem(parts, 0);
     Py_INCREF(obs);
-    int failed = PyList_SetItem(seen, lane, obs);
-    if (!failed && !reset) {
-        failed = as_double(PyTuple_GetItem(parts, 1), readers, &reward);
-        if (!failed)
-            failed = (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_TERMINATED)) < 0;
-        if (!failed)
-            failed = (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_TRUNCATED)) < 0;
-    }
+    const int failed = PyList_SetItem(the->seen, lane, obs);
     Py_DECREF(parts);
-    if (failed)
+    return failed;
+}
+
+/* Copy the final observation `last` of a lane, and reset the lane. The caller holds a reference to
+   `last`, which the reset might drop; it must not overwrite it. Return 0, or -1 after an error. */
+static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *last)
+{
+    const int64_t *t = the->table.words;
+    char *to = at(t[L_FINALS]) + lane * t[L_NBYTES];
+    PyObject *made = NULL;
+    if (!put_row(to, last, the->name, the->dtype, &the->table)) {
+        if (PyErr_Occurred())
+            return -1;
+        made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_FINAL), "LO", (long long)lane,
+                                     last);
+        if (made == NULL)
+            return -1;
+        Py_DECREF(made);
+    }
+    if (reset_lane(the, lane, env) < 0)
         return -1;
+    PyObject *first = PyList_GetItem(the->seen, lane);
+    if (first == NULL)
+        return -1;
+    Py_INCREF(first);
+    int failed = 0;
+    if (!are_apart(last, first)) {
+        failed = PyErr_Occurred() != NULL;
+        if (!failed) {
+            made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_OVERWRITTEN), "LOO",
+                                         (long long)lane, last, first);
+            failed = made == NULL;
+            Py_XDECREF(made);
+        }
+    }
+    Py_DECREF(first);
+    return failed ? -1 : 0;
+}
+
+/* Step one lane, or with `reset` reset it; return 0, or -1 after an error. The list `seen` of
+   LanesInTurn owns the observation afterwards; the numbers go to the arrays of LanesInTurn at the
+   table's addresses. The caller holds a reference to `env` and `action`, which the environment's
+   code might drop. */
+static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *action, int reset)
+{
+    const int64_t *t = the->table.words;
+    PyObject *readers = the->readers;
+    double reward = 0;
+    int terminated = 0, truncated = 0;
+    if (reset) {
+        if (reset_lane(the, lane, env) < 0)
+            return -1;
+    } else {
+        PyObject *parts = tuple_of(PyObject_CallMethodObjArgs(env, the->step, action, NULL), 5);
+        if (parts == NULL)
+            return -1;
+        PyObject *obs = PyTuple_GetItem(parts, 0);
+        Py_INCREF(obs);
+        int failed = PyList_SetItem(the->seen, lane, obs) < 0 ||
+            as_double(PyTuple_GetItem(parts, 1), readers, &reward) < 0 ||
+            (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_TERMINATED)) < 0 ||
+            (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_TRUNCATED)) < 0;
+        if (!failed && t[L_MODE] == SAME_STEP && (terminated || truncated))
+            failed = finish_lane(the, lane, env, obs) < 0;
+        Py_DECREF(parts);
+        if (failed)
+            return -1;
+    }
     ((double *)at(t[L_REWARD]))[lane] = reward;
     at(t[L_TERMINATED])[lane] = (char)terminated;
     at(t[L_TRUNCATED])[lane] = (char)truncated;
@@ -1098,22 +1176,26 @@ static int step_lane(const int64_t *t, int64_t lane, PyObject *env, PyObject *na
 static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
-    Table table;
+    Lanes the;
     Py_buffer ended, rows;
-    PyObject *step = NULL, *name = NULL, *actions = NULL, *result = NULL;
+    PyObject *actions = NULL, *result = NULL;
     int put = 0, has_rows = 0;
-    if (want(given, 8) < 0 || open_table(args[0], &table, L_SHAPE) < 0)
+    if (want(given, 8) < 0 || open_table(args[0], &the.table, L_SHAPE) < 0)
         return NULL;
-    PyObject *dtype = args[1], *readers = args[2], *envs = args[3], *seen = args[5];
-    const int64_t *t = table.words, lanes = t[L_LANES];
+    PyObject *envs = args[3];
+    the.dtype = args[1];
+    the.readers = args[2];
+    the.seen = args[5];
+    the.step = the.name = NULL;
+    const int64_t *t = the.table.words, lanes = t[L_LANES];
     *(int64_t *)at(t[L_LANE]) = -1;
     if (PyObject_GetBuffer(args[6], &ended, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&table.buffer);
+        PyBuffer_Release(&the.table.buffer);
         return NULL;
     }
-    if (!PyTuple_Check(readers) || PyTuple_Size(readers) <= R_TRUNCATED || !PyList_Check(envs) ||
-        PyList_Size(envs) != lanes || !PyList_Check(seen) || PyObject_Size(args[4]) != lanes ||
-        ended.len != lanes) {
+    if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_OVERWRITTEN ||
+        !PyList_Check(envs) || PyList_Size(envs) != lanes || !PyList_Check(the.seen) ||
+        PyObject_Size(args[4]) != lanes || ended.len != lanes) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
         goto done;
@@ -1123,15 +1205,15 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     if (!has_rows)
         PyErr_Clear();
     put = has_rows && rows.len == lanes * t[L_NBYTES];
-    step = PyUnicode_InternFromString("step");
-    name = PyUnicode_InternFromString("dtype");
+    the.step = PyUnicode_InternFromString("step");
+    the.name = PyUnicode_InternFromString("dtype");
     actions = PyObject_GetIter(args[4]);
-    if (step == NULL || name == NULL || actions == NULL)
+    if (the.step == NULL || the.name == NULL || actions == NULL)
         goto done;
     char *flags = (char *)ended.buf;
     for (int64_t lane = 0; lane < lanes; lane++) {
         *(int64_t *)at(t[L_LANE]) = lane;
-        if (flags[lane] && !t[L_RESETS]) {
+        if (flags[lane] && t[L_MODE] == DISABLED) {
             PyErr_Format(PyExc_AssertionError, "lane %lld is stepped on after its episode ended",
                          (long long)lane);
             goto done;
@@ -1143,7 +1225,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         PyObject *action = PyIter_Next(actions);
         int failed = action == NULL;
         if (!failed)
-            failed = step_lane(t, lane, env, step, action, seen, readers, flags[lane]);
+            failed = step_lane(&the, lane, env, action, flags[lane] && t[L_MODE] == NEXT_STEP);
         else if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
         Py_DECREF(env);
@@ -1153,11 +1235,12 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     }
     /* After the last step: observations of several lanes may be views of one array. */
     for (int64_t lane = 0; put && lane < lanes; lane++) {
-        PyObject *obs = PyList_GetItem(seen, lane);
+        PyObject *obs = PyList_GetItem(the.seen, lane);
         if (obs == NULL)
             goto done;
         Py_INCREF(obs);
-        put = put_row((char *)rows.buf + lane * t[L_NBYTES], obs, name, dtype, &table);
+        char *to = (char *)rows.buf + lane * t[L_NBYTES];
+        put = put_row(to, obs, the.name, the.dtype, &the.table);
         Py_DECREF(obs);
         if (PyErr_Occurred())
             goto done;
@@ -1167,12 +1250,12 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     result = PyBool_FromLong(put);
 done:
     Py_XDECREF(actions);
-    Py_XDECREF(name);
-    Py_XDECREF(step);
+    Py_XDECREF(the.name);
+    Py_XDECREF(the.step);
     if (has_rows)
         PyBuffer_Release(&rows);
     PyBuffer_Release(&ended);
-    PyBuffer_Release(&table.buffer);
+    PyBuffer_Release(&the.table.buffer);
     return result;
 }
 

@@ -128,13 +128,16 @@ class Kernel(Protocol):
     ) -> bool:
         """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
 
-        The table has seven words: the addresses of rewards, float64, of terminated and of
-        truncated, bool, and of the number of the lane that is being stepped, int64, -1 before the
-        first; the number of lanes; whether a lane that ``ended``, bool [lane], is reset instead;
-        and the bytes of an observation; then its shape. Observations are put into ``seen``, and
-        copied to ``to`` [lane, ...]. The ``readers`` are NumPy's types of a bool and of a float32,
-        which are read directly, like Python's bools, floats that a float32 holds and small
-        integers; and the functions that read any other reward, terminated and truncated.
+        The table has eight words: the addresses of rewards, float64, of terminated and of
+        truncated, bool, of the number of the lane that is being stepped, int64, -1 before the
+        first, and of final observations; the number of lanes; the mode of a lane whose episode
+        ends: 0: it must not be stepped on, 1: a lane that ``ended``, bool [lane], is reset
+        instead, 2: it is reset in the same step, after its observation was copied to the final
+        ones; and the bytes of an observation; then its shape. Observations are put into ``seen``,
+        and copied to ``to`` [lane, ...]. The ``readers`` are NumPy's types of a bool and of a
+        float32, which are read directly, like Python's bools, floats that a float32 holds and
+        small integers; the functions that read any other reward, terminated and truncated; and
+        those that copy any other final observation, and refuse one that a reset overwrote.
 
         Returns:
             Whether all were copied to ``to``; one of another dtype or shape is not.

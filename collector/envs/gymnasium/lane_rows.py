@@ -52,12 +52,12 @@ class LaneRows:
             final = given[lane] if not isinstance(given, Mapping) else None
             for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
                 value = get(given)[lane] if final is None else part_of(get, final, exact, lane)
-                _refuse_reused(lane, value, get(held[lane]) if held else get(obs)[lane])
+                refuse_overwritten(lane, value, get(held[lane]) if held else get(obs)[lane])
                 row[lane] = exact.of_lane(lane, value)
         return rows
 
 
-def _refuse_reused(lane: int, final: Any, first: Any) -> None:
+def refuse_overwritten(lane: int, final: Any, first: Any) -> None:
     """Refuse a lane whose final observation is in the array of the next first one.
 
     That is a lane which returns one array each time, or a vector whose final observations are views

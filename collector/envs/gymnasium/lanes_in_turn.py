@@ -13,8 +13,9 @@ from gymnasium.spaces import Box, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 
-from tallyroll.collector.compat import ENDED, OWN_OBSERVATIONS, own_observations
+from tallyroll.collector.compat import ENDED, OWN_OBSERVATIONS, count_true, own_observations
 from tallyroll.collector.envs.exact import ExactRow, reward_of, terminated_of, truncated_of
+from tallyroll.collector.envs.gymnasium.lane_rows import refuse_overwritten
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.run_plan import VectorTraits
@@ -23,6 +24,7 @@ from tallyroll.storage.engine.kernel import Kernel, compiled, table_of
 _ARRAYS = Box, MultiBinary, MultiDiscrete
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
 _READERS = np.bool_, np.float32, reward_of, terminated_of, truncated_of
+_MODES = AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 
 
 def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTraits:
@@ -37,7 +39,6 @@ def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTrait
         kind=type(env).__name__,
         bare=bare,
         patched=patched,
-        same_step=getattr(env, "autoreset_mode", None) is AutoresetMode.SAME_STEP,
         arrays=all(type(space) in _ARRAYS for space in spaces),
         infos=infos,
         many_rewards=many_rewards,
@@ -52,7 +53,8 @@ class LanesInTurn:
 
     def __init__(self, env: SyncVectorEnv) -> None:
         self._env = env
-        self._resets = env.autoreset_mode is AutoresetMode.NEXT_STEP
+        self._mode = env.autoreset_mode
+        self._within = self._mode is AutoresetMode.SAME_STEP
         space: Any = env.single_observation_space
         lanes, self._dtype = env.num_envs, space.dtype
         self._shape = lanes, *space.shape
@@ -60,6 +62,8 @@ class LanesInTurn:
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
         self._lane = np.full(1, -1)  # the lane that the extension is stepping
+        self._finals = np.zeros(self._shape if self._within else 0, self._dtype)
+        self._put_final = partial(_put_row, self._exact, self._finals)
         kernel = compiled()
         self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
@@ -80,7 +84,7 @@ class LanesInTurn:
     def step(self, action: NDArray[Any], to: NDArray[Any] | None) -> Step:
         """Step every lane, and write its observation to ``to`` ``[lane, ...]``, None: new memory.
 
-        Rewards and flags are the same arrays each time.
+        Rewards, flags and final observations are the same arrays each time.
         """
         i = None  # the lane, for readers of a traceback; `_in_python` has its own
         env = self._env
@@ -97,7 +101,8 @@ class LanesInTurn:
             raise
         if not are_put:
             self._put(seen, to)
-        return Step((to,), (self._rewards,), self._terminated, self._truncated)
+        final = (self._finals,) if self._within and count_true(ended) else None
+        return Step((to,), (self._rewards,), self._terminated, self._truncated, final)
 
     def reset(self, lanes: Mask, to: NDArray[Any]) -> None:
         """Reset ``lanes``, and write the observations of all lanes to ``to`` ``[lane, ...]``."""
@@ -118,14 +123,20 @@ class LanesInTurn:
     ) -> bool:
         """Step as `Kernel.step_lanes` does; return False: the caller writes observations."""
         self._lane[0] = -1
+        next_step = self._mode is AutoresetMode.NEXT_STEP
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
             self._lane[0] = i
-            if not ended[i]:
+            if self._within or not ended[i]:
                 seen[i], reward, terminated, truncated, _ = env.step(own)
                 self._rewards[i] = reward_of(reward)
-                self._terminated[i] = terminated_of(terminated)
-                self._truncated[i] = truncated_of(truncated)
-            elif self._resets:
+                self._terminated[i] = over = terminated_of(terminated)
+                self._truncated[i] = cut = truncated_of(truncated)
+                if self._within and (over or cut):
+                    final = seen[i]
+                    self._put_final(i, final)
+                    seen[i], _ = env.reset()
+                    refuse_overwritten(i, final, seen[i])
+            elif next_step:
                 seen[i], _ = env.reset()
                 self._rewards[i] = self._terminated[i] = self._truncated[i] = 0
             else:
@@ -134,8 +145,15 @@ class LanesInTurn:
         return False
 
     def _compiled(self, kernel: Kernel) -> Any:
-        arrays = self._rewards, self._terminated, self._truncated, self._lane
+        arrays = self._rewards, self._terminated, self._truncated, self._lane, self._finals
         row = self._shape[1:]
         nbytes = int(np.prod(row)) * self._dtype.itemsize
-        words = [*(each.ctypes.data for each in arrays), self._shape[0], self._resets, nbytes]
-        return partial(kernel.step_lanes, table_of([*words, *row]), self._dtype, _READERS)
+        words = [*(each.ctypes.data for each in arrays), self._shape[0]]
+        table = table_of([*words, _MODES.index(self._mode), nbytes, *row])
+        readers = (*_READERS, self._put_final, refuse_overwritten)
+        return partial(kernel.step_lanes, table, self._dtype, readers)
+
+
+def _put_row(exact: ExactRow, rows: NDArray[Any], lane: int, value: Any) -> None:
+    """Write the observation of one lane to its row, uncast."""
+    rows[lane] = exact.of_lane(lane, value)

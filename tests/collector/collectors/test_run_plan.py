@@ -38,7 +38,7 @@ from random_runs import flat
 LANES = 3
 KERNEL = compiled() is not None
 POLICY = PolicyTraits("TensorDictModule", True, False, False, (), [("action",)], [("action",)])
-VECTOR = VectorTraits("SyncVectorEnv", True, False, False, True, False, False)
+VECTOR = VectorTraits("SyncVectorEnv", True, False, True, False, False)
 RUN = StoringTraits(
     postproc=False,
     replay_buffer=False,
@@ -96,7 +96,7 @@ def in_one_call(run: StoringTraits) -> Decision:
             run_plan.stepping_vector,
             VECTOR,
             "in turn",
-            {"bare", "patched", "same_step", "arrays", "infos", "many_rewards"},
+            {"bare", "patched", "arrays", "infos", "many_rewards"},
         ),
         (run_plan.placing, RUN, "slab", {"postproc", "replay_buffer", "elsewhere"}),
         (in_one_call, RUN, "one call", NO_COMMIT_IN_ONE),
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"total_frames": None, "total_episodes": 90},
         {"counts": "by lane", "commits": "rows"},
     ),
-    "reset within": ({"env": partial(vector, "SAME_STEP")}, {"steps": "vector"}),
+    "reset within": ({"env": partial(vector, "SAME_STEP")}, {}),
     "a subclass": ({"policy": module(Hooked)}, {"acts": "module"}),
     "a TorchRL environment": (
         {"env": lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), "want": 1},

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
-from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
 from tallyroll.collector.workers.worker import report_of
 from tallyroll.storage import ways
@@ -77,6 +77,7 @@ def why_not(env: Any) -> str:
 
 def step(turns: Any, action: Any) -> Any:
     out = turns.step(np.asanyarray(action), turns.new_rows())
+    turns.final = None if out.final is None else out.final[0].copy()
     return [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
 
 
@@ -94,27 +95,37 @@ SPACES = [
     steps=st.integers(1, 12),
     space=st.sampled_from(SPACES),
     dtype=st.sampled_from([np.float32, np.float64, np.uint8, np.int64]),
-    resets=st.booleans(),
+    mode=st.sampled_from(AutoresetMode),
     by_itself=st.sets(st.integers(0, 11)),
+    by_mask=st.sets(st.integers(0, 11)),
 )
 def test_steps_are_those_of_the_vector(
-    lengths: Any, steps: Any, space: Any, dtype: Any, resets: Any, by_itself: Any
+    lengths: Any, steps: Any, space: Any, dtype: Any, mode: Any, by_itself: Any, by_mask: Any
 ) -> None:
     """Also where the vector's own methods are called in between."""
-    mode = AutoresetMode.NEXT_STEP if resets else AutoresetMode.DISABLED
     ours, theirs = (vector(lengths, mode, dtype=dtype, space=space) for _ in range(2))
     turns = started(ours)
     theirs.reset(seed=3)
     theirs.action_space.seed(0)
     for at in range(steps):
         action = theirs.action_space.sample()
-        wanted = [np.array(each) for each in theirs.step(action)[:4]]
-        found = ours.step(action)[:4] if at in by_itself else step(turns, action)
+        *wanted, infos = map(copy.deepcopy, theirs.step(action))
+        if at in by_itself:
+            *found, own = ours.step(action)
+            finals = own.get("final_obs")
+        else:
+            found = step(turns, action)
+            finals = turns.final
         for want, got in zip(wanted, found, strict=True):
             assert want.dtype == got.dtype
             np.testing.assert_array_equal(want, got)
         ended = wanted[2] | wanted[3]
-        if not resets and ended.any():
+        assert (finals is None) == ("final_obs" not in infos)
+        for lane in np.flatnonzero(ended) if finals is not None else ():
+            np.testing.assert_array_equal(finals[lane], infos["final_obs"][lane])
+        if at in by_mask and mode is not AutoresetMode.DISABLED:
+            ended = np.arange(len(lengths)) % 2 == 0
+        if ended.any() and (at in by_mask or mode is AutoresetMode.DISABLED):
             first = np.array(theirs.reset(options={"reset_mask": ended})[0])
             rows = turns.new_rows()
             turns.reset(ended, rows)
@@ -152,11 +163,16 @@ class Integers(Scripted):
 
 
 @pytest.mark.parametrize("kind", [Lists, Strided, Narrow, Integers])
-def test_other_observations_are_put_together_as_the_vector_does(kind: Any) -> None:
-    ours, theirs = (vector((2, 3), made=kind, dtype=np.float64) for _ in range(2))
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
+def test_other_observations_are_put_together_as_the_vector_does(kind: Any, mode: Any) -> None:
+    ours, theirs = (vector((1, 3), mode, made=kind, dtype=np.float64) for _ in range(2))
     turns = started(ours)
     theirs.reset(seed=3)
-    np.testing.assert_array_equal(step(turns, [1, 4])[0], theirs.step(np.array([1, 4]))[0])
+    wanted = theirs.step(np.array([1, 4]))
+    np.testing.assert_array_equal(step(turns, [1, 4])[0], wanted[0])
+    if mode is AutoresetMode.SAME_STEP:
+        assert turns.final.dtype == np.float64
+        np.testing.assert_array_equal(turns.final[0], wanted[4]["final_obs"][0])
 
 
 @pytest.mark.parametrize("shape", [(12,), (6, 1), (3, 2), (1, 6), (2, 3, 1), ()], ids=str)
@@ -349,10 +365,93 @@ def test_references_are_given_back() -> None:
     assert [each() is None for each in made] == [True] * 19 + [False, True]
 
 
+class Overwriting(Scripted):
+    """Returns a view of one array, or the array itself, or every second number of it."""
+
+    form: Any = staticmethod(lambda array: array)
+
+    def _observation(self, action: Any = 0) -> Any:
+        if not hasattr(self, "array"):
+            self.array = np.zeros(6, np.float32)
+        self.array[:3] = self.array[3:] = super()._observation(action)
+        return self.form(self.array)
+
+
+@pytest.mark.parametrize("form", [lambda a: a[:3], lambda a: a[::2], lambda a: a[3:]], ids=str)
+def test_a_final_observation_that_a_reset_overwrites_is_refused(form: Any) -> None:
+    class Formed(Overwriting):
+        pass
+
+    Formed.form = staticmethod(form)
+    turns = started(vector((3, 2), AutoresetMode.SAME_STEP, made=Formed))
+    step(turns, [1, 2])
+    with pytest.raises(EnvironmentRefused, match="lane 1 returns its observations in one array"):
+        step(turns, [1, 2])
+
+
+def test_a_final_observation_apart_from_the_first_one_is_taken() -> None:
+    """Both are in one array, whose parts a lane returns in turn."""
+    world = np.zeros((2, 3), np.float32)
+
+    class Apart(Scripted):
+        def _observation(self, action: Any = 0) -> Any:
+            half = world[int(self.at == self.length)]
+            half[:] = super()._observation(action)
+            return half[::-1]
+
+    turns = started(vector((1,), AutoresetMode.SAME_STEP, made=Apart))
+    assert step(turns, [4])[0].tolist() == [[0, 0, 1]]
+    assert turns.final.tolist() == [[4, 1, 0]]
+
+
+class FailingResets(Scripted):
+    reply = None
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if self.episode >= 0 and self.length == 2:
+            if isinstance(self.reply, BaseException):
+                raise self.reply
+            return self.reply
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (RuntimeError("broken"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        ((OBS,), ValueError),
+        (None, TypeError),
+        ((np.zeros(4, np.float32), {}), ValueRefused),
+    ],
+    ids=str,
+)
+def test_a_reset_within_a_step_that_fails_names_its_lane(reply: Any, error: Any) -> None:
+    env = vector((3, 2, 4), AutoresetMode.SAME_STEP, made=FailingResets)
+    turns = started(env)
+    env.envs[1].reply = reply
+    step(turns, [1, 2, 3])
+    with pytest.raises(error) as caught:
+        step(turns, [1, 2, 3])
+    assert report_of(caught.value, "stepping").lane == 1
+    assert [each.at for each in env.envs] == [2, 2, 2 if error is ValueRefused else 1]
+
+
+def test_a_final_observation_of_another_shape_is_refused() -> None:
+    class Other(Scripted):
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(action)
+            return (obs[:2] if self.at == self.length else obs), *rest
+
+    turns = started(vector((3, 1), AutoresetMode.SAME_STEP, made=Other))
+    with pytest.raises(ValueRefused, match=r"^next/observation at lane 1: expected float32 \[3\]"):
+        step(turns, [0, 0])
+
+
 def test_which_vectors_are_stepped_so() -> None:
     assert not why_not(vector())
     assert not why_not(vector(mode=AutoresetMode.NEXT_STEP))
-    assert "SAME_STEP" in why_not(vector(mode=AutoresetMode.SAME_STEP))
+    assert not why_not(vector(mode=AutoresetMode.SAME_STEP))
     assert "no bare SyncVectorEnv" in why_not(RecordEpisodeStatistics(vector()))
     assert "not one array" in why_not(vector(space=gymnasium.spaces.Dict(a=SPACES[0])))
 
@@ -378,7 +477,7 @@ def test_methods_that_somebody_put_in_are_called(name: Any) -> None:
     assert called == [name]
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_system_steps_its_lanes_so(mode: Any, monkeypatch: Any) -> None:
     """And its resets by mask, those with options of a caller's apart."""
     env = vector((1, 3), mode)
@@ -393,9 +492,10 @@ def test_a_system_steps_its_lanes_so(mode: Any, monkeypatch: Any) -> None:
             lambda self, *args, name=name, real=real: (counted.append(name), real(self, *args))[1],
         )
     out = system.step([np.array([1, 2])])
-    assert out.obs[0].tolist() == [[0, 1, 1], [0, 1, 2]]
+    within = mode is AutoresetMode.SAME_STEP
+    assert out.obs[0].tolist() == [[1, 0, 0] if within else [0, 1, 1], [0, 1, 2]]
     ended = np.array(out.terminated)
-    assert system.reset(ended, None)[0][0].tolist() == [1, 0, 0]
+    assert system.reset(ended, None)[0][0].tolist() == [2 if within else 1, 0, 0]
     assert counted == ["step", "reset"]
     system.reset(ended, None, options={"at": 5})
     assert counted == ["step", "reset"]
