@@ -141,11 +141,11 @@ def server() -> Iterator[WarmServer]:
 @pytest.mark.parametrize(
     "script",
     [
-        "blocks",
         "collect",
         "learner_apart",
         "split",
         "memory",
+        "modes",
         "profile_loop",
         "small_batches",
         "storage",
