@@ -16,6 +16,7 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
+from tallyroll.collector.counting.ledger import Budget
 from tallyroll.collector.envs.driven.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import (
@@ -266,7 +267,7 @@ class MultiprocessCollector(Collector):
             self.ledger,
             workers=self.num_workers,
             frames=frames,
-            budget=self._budget,
+            budget=Budget(self._options.total_frames),
             episodes=self._options.total_episodes,
             random_frames=self._beginning.random_frames,
             exact=self._options.surplus == "never_step",

@@ -1,7 +1,6 @@
 """Changes of a ledger's counts by the delivery of rows."""
 
 from functools import lru_cache
-from math import prod
 
 import numpy as np
 import torch
@@ -54,10 +53,10 @@ class DeliveredCounts:
             agents += int(np.count_nonzero(part.array(mask)))
         return _delivered(count, drawn, ticks, part.ends, agents)
 
-    def of_rows(self, count: int, ends: int = 0) -> LedgerEntry:
+    def of_rows(self, count: int) -> LedgerEntry:
         """Return the changes by ``count`` rows of which no column has to be looked at."""
         assert isinstance(self._ticks, int)
-        return _delivered(count, 0, count * self._ticks, ends, count * self._agents)
+        return _delivered(count, 0, count * self._ticks, 0, count * self._agents)
 
     def of_resets(self, part: Part | SlabPart) -> LedgerEntry:
         """Return the ticks within the resets before the episodes that begin in ``part``."""
@@ -72,14 +71,6 @@ def _delivered(count: int, drawn: int, ticks: int, ends: int, agents: int) -> Le
     return LedgerEntry(
         stored=count, random=drawn, ticks=ticks, episodes_complete=ends, agent_transitions=agents
     )
-
-
-def is_one_float(plan: SlabPlan) -> bool:
-    """Return whether a lane's reward is one float32 or float64."""
-    if len(plan.rewards) != 1:
-        return False
-    reward = plan.layout[plan.rewards[0]]
-    return prod(reward.shape) == 1 and reward.dtype in (torch.float32, torch.float64)
 
 
 def _agents(options: Options, plan: SlabPlan) -> tuple[list[Key], int]:

@@ -24,7 +24,7 @@ from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Budget, Ledger
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options, not_negative, or_none, positive
@@ -77,7 +77,6 @@ class Collector(ABC):
         self._options = options
         self.frames_per_batch = options.frames_per_batch
         self.frame_skip, self.layout = options.frame_skip, options.layout
-        self._budget = Budget(options.total_frames)
         self._writer = BatchWriter(
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
@@ -134,15 +133,8 @@ class Collector(ABC):
 
         Decisions that may change during the run are read again at each access.
         """
-        storing = self._assembly.plan
-        return RunPlan(
-            **self._stepping(),
-            counts=self._rollout.counts,
-            rows=storing.rows,
-            batches=storing.batches,
-            commits=storing.commits,
-            extension=storing.extension,
-        )
+        storing = vars(self._assembly.plan)
+        return RunPlan(**self._stepping(), counts=self._rollout.counts, **storing)
 
     @abstractmethod
     def _stepping(self) -> dict[str, Decision]:
@@ -219,9 +211,9 @@ class Collector(ABC):
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""
-        if self._budget.total is None:
+        if self._options.total_frames is None:
             raise TypeError("a collector without total_frames has no length")
-        return ceil(self._budget.total / self.frames_per_batch)
+        return ceil(self._options.total_frames / self.frames_per_batch)
 
     def __enter__(self) -> Self:
         """The collector; leaving the block shuts it down."""

@@ -123,7 +123,7 @@ class deferred:
                 raise
             finally:
                 if _waiting:
-                    _call_waiting()
+                    call_waiting()
 
 
 class admitted:
@@ -149,7 +149,7 @@ class admitted:
             raise
 
     def _call(self) -> None:
-        _call_waiting()
+        call_waiting()
 
     def __exit__(
         self,
@@ -179,7 +179,7 @@ class pausable(admitted):
 
     def _call(self) -> None:
         if _LIMITS in _waiting:
-            _call_waiting(_LIMITS)
+            call_waiting(_LIMITS)
         if _waiting and self.asks is not None:
             self.asks()
 
@@ -191,11 +191,6 @@ def later() -> None:
 def waits() -> bool:
     """Return whether a handler waits for this thread."""
     return bool(_waiting) and get_ident() == _holder
-
-
-def call_waiting() -> None:
-    """Call the handlers that wait; in the end raise the first exception of one."""
-    _call_waiting()
 
 
 def keep_for(run: object) -> bool:
@@ -291,8 +286,8 @@ def _send_again(number: int, thread: int) -> None:
         signal.pthread_kill(thread, number)
 
 
-def _call_waiting(only: int | None = None) -> None:
-    """Call waiting handlers (None: all); in the end raise the first exception of one."""
+def call_waiting(only: int | None = None) -> None:
+    """Call the handlers that wait, or ``only`` one; in the end raise the first exception."""
     raised: BaseException | None = None
     for number, (stand, *_) in [*_waiting.items()]:
         if only not in (None, number):

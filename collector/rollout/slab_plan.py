@@ -1,7 +1,7 @@
 """Plan the slab of an environment and a policy, and choose the driver that fills it."""
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,14 @@ class SlabPlan:
         fitting = max(4, SLAB_BYTES // max(1, row * columns * slabs))
         return int(min(2 * ceil(frames / columns) + 4, MOST_SLOTS, fitting))
 
+    @property
+    def one_float_reward(self) -> bool:
+        """True if a lane's reward is one float32 or float64."""
+        if len(self.rewards) != 1:
+            return False
+        reward = self.layout[self.rewards[0]]
+        return prod(reward.shape) == 1 and reward.dtype in (torch.float32, torch.float64)
+
     def columns(self, lanes: int) -> int:
         """Return the rows of a slot of an environment with ``lanes`` lanes."""
         return self.arrivals or lanes
@@ -188,7 +196,9 @@ def plan_slab(
         batched=len(env.batch_size) > 0 or not torchrl,
         notes=() if policy is None else tuple(policy.notes),
         masks=tuple(rule for rule in rules_of(env) if {rule.mask, rule.action} <= {*layout}),
-        fault=_fault(env, options),
+        fault=known_fault(env, options.max_frames_per_traj, options.finals == "lost")
+        if torchrl  # in other layouts it was refused before
+        else None,
     )
 
 
@@ -208,12 +218,6 @@ def _given(env: EnvBase) -> list[Key]:
     infos = () if base is None else base.info_keys
     keys = map(as_key, env.observation_spec.keys(True, True))
     return [key for key in keys if key[0] != COLLECTOR and key not in infos]
-
-
-def _fault(env: EnvBase, options: Options) -> str | None:
-    if options.layout != "torchrl":
-        return None  # it was refused before
-    return known_fault(env, options.max_frames_per_traj, options.finals == "lost")
 
 
 def make_driver(

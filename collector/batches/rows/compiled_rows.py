@@ -23,20 +23,13 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
 )
 
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-
 
 def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabRows:
     """Return the rows of ``slab``, numbered by the extension if it can."""
     kernel = compiled()
-    one_float = len(plan.rewards) == 1 and _is_float(slab.flat[plan.rewards[0]])
-    if kernel is None or slab.lane is not None or not one_float:
+    if kernel is None or slab.lane is not None or not plan.one_float_reward:
         return SlabRows(slab, plan)
     return CompiledRows(slab, plan, kernel)
-
-
-def _is_float(reward: NDArray[Any]) -> bool:
-    return reward.dtype in _FLOATS and reward[:1].size == 1
 
 
 class CompiledRows(SlabRows):

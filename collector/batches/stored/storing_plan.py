@@ -5,7 +5,7 @@ from math import ceil
 from typing import Self
 
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
-from tallyroll.collector.batches.delivered_counts import DeliveredCounts, is_one_float
+from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.stored.writer import BatchWriter
@@ -61,7 +61,7 @@ def traits_of(
         by_lane=rollout.counts.because if rollout.counts.way == "by lane" else "",
         arrivals=slab.lane is not None,
         extension=is_built(),
-        one_float_reward=is_one_float(plan),
+        one_float_reward=plan.one_float_reward,
         surplus=_surplus(options, rollout),
         masked_agents=bool(counts.masks),
         counts_ticks=counts.column is not None,
