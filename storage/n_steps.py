@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.errors import ColumnsMissing, SumTooLarge
-from tallyroll.storage.rows.indexing import resolve
+from tallyroll.storage.readers.row_reader import RowReader, numbers_of
 from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
@@ -29,7 +29,6 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.trajectories.columns import flags_of, floats_of
 
 if TYPE_CHECKING:
-    from tallyroll.storage.readers.row_reader import RowReader
     from tallyroll.storage.rows.schema import Column, Schema
     from tallyroll.storage.stores.row_store import RowStore
 
@@ -210,11 +209,7 @@ class _Returns:
 def _rows(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        span = reader.span
-        where = resolve(index, len(span))
-        if isinstance(where, slice):
-            where = np.arange(where.start, where.stop, where.step)
-        rows = reader.rows_at(np.asarray(where), span)
+        rows = numbers_of(reader, index)
         failed: SumTooLarge | None = None
         try:
             found = _read(reader, rows.reshape(-1), returns)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tallyroll.storage.errors import BatchTooLong
+from tallyroll.storage.errors import BatchTooLong, Overrun
 
 Rows = TypeVar("Rows", int, np.ndarray)
 
@@ -42,6 +42,14 @@ def require_slots(path: Path, size: int, count: int) -> None:
             f"would be lost. Nothing was written; write fewer at a time, or the last {size} of "
             "them."
         )
+
+
+def overrun(path: Path, size: int, what: str) -> Overrun:
+    """Return the error for rows that a writer overwrites before they are read."""
+    return Overrun(
+        f"{path} is a ring of {size} rows, and its writer overwrites them faster than {what} can "
+        "be read. Read fewer at a time, or make the ring larger."
+    )
 
 
 def in_use(rows: int, size: int) -> int:

@@ -11,9 +11,9 @@ from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.private_rows import PrivateRows
-from tallyroll.storage.engine.ring import first_valid, in_use, rows_in, slots_at
+from tallyroll.storage.engine.ring import first_valid, in_use, overrun, rows_in, slots_at
 from tallyroll.storage.engine.seen_counts import SeenCounts
-from tallyroll.storage.errors import IndexOutOfRange, Overrun
+from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.formats.base import Format
@@ -154,11 +154,7 @@ class RowCopies:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (torn := np.flatnonzero(rows < first_valid(header.reserve, ring))).size:
             if time.monotonic() > deadline:
-                raise Overrun(
-                    f"{self._format.path} is a ring of {ring} rows, and its writer overwrites "
-                    f"them faster than these {len(flat)} can be read. Read fewer at a time, or "
-                    "make the ring larger."
-                )
+                raise overrun(self._format.path, ring, f"these {len(flat)}")
             slots[torn] = self._slots_in_time(flat[torn])
             rows[torn] = rows_in(slots[torn], header.head, ring)
             for column, out in zip(columns, found, strict=True):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from tensordict import TensorDict
 
-from tallyroll.storage.engine.ring import index_at, rows_in, slots_at
+from tallyroll.storage.engine.ring import index_at, overrun, rows_in, slots_at
 from tallyroll.storage.engine.ring import slots_of as ring_slots
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, Overrun, StorageClosed
 from tallyroll.storage.files.manifest import Manifest
@@ -27,6 +27,15 @@ from tallyroll.storage.trajectories.index import TrajectoryIndex
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 _PATIENCE_SECONDS: Final = 1.0
+
+
+def numbers_of(reader: RowReader, index: Any) -> np.ndarray:
+    """Return the numbers of the rows that an index of `RowReader.get` means now."""
+    span = reader.span
+    where = resolve(index, len(span))
+    if isinstance(where, slice):
+        where = np.arange(where.start, where.stop, where.step)
+    return reader.rows_at(np.asarray(where), span)
 
 
 class ColumnReader(ABC):
@@ -352,11 +361,7 @@ class RowReader(ABC):
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            span = self.span
-            where = resolve(index, len(span))
-            if isinstance(where, slice):
-                where = np.arange(where.start, where.stop, where.step)
-            rows = self.rows_at(np.asarray(where), span)
+            rows = numbers_of(self, index)
             try:
                 if rows.ndim == 0:
                     return self.take(rows.reshape(1), keys)[0]
@@ -384,10 +389,7 @@ class RowReader(ABC):
 
     def overrun(self, what: str) -> Overrun:
         """Return the error for rows that a writer overwrites before they are read."""
-        return Overrun(
-            f"{self.path} is a ring of {self.ring} rows, and its writer overwrites them faster "
-            f"than {what} can be read. Read fewer at a time, or make the ring larger."
-        )
+        return overrun(self.path, self.ring, what)
 
     @cached_property
     def nest(self) -> Nest:
