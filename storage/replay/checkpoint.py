@@ -86,6 +86,11 @@ def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:
 
 def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
     manifest, target = source.manifest, writer.reader
+    if target.ring != source.ring:
+        raise StateMismatch(
+            f"{target.path} has max_size={target.ring or None} and {source.path} "
+            f"max_size={source.ring or None}. Make it with the same max_size."
+        )
     writer.opened.reserve(max(1, len(source)))
     if not target.initialised:
         writer.runs.create(source.schema, manifest["runs"], id=manifest["id"])
@@ -104,11 +109,6 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
 
 def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
     target, span = writer.reader, source.span
-    if target.ring != source.ring:
-        raise StateMismatch(
-            f"{target.path} has max_size={target.ring or None} and {source.path} "
-            f"max_size={source.ring or None}. Make it with the same max_size."
-        )
     if source.ring:
         if _behind(target, source):
             writer.replace(source)

@@ -438,6 +438,7 @@ def test_a_dump_of_a_ring_of_another_size_is_refused(
     wording = rf"other has max_size={size} and .*dump max_size=10\. Make it with the same max_size"
     with other, pytest.raises(StateMismatch, match=wording):
         other.loads(tmp_path / "dump")
+    assert not (tmp_path / "other").exists()
 
 
 def test_loads_repairs_a_copy_that_was_interrupted(path: Path, tmp_path: Path) -> None:
