@@ -34,6 +34,7 @@ class FirstRows:
         self._reader = reader = opened.reader
         reader.require_open()
         self.schema = schema = schema_of(rows, without, items=items)
+        reader.format.check(schema)
         self.given, self.id_checks = GivenRows(reader, schema), IdChecks.of(reader, schema)
         self.checked = self.given.checked(rows, without)
         if ids != "fresh" and self.id_checks is not None:

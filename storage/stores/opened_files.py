@@ -80,11 +80,9 @@ class OpenedFiles:
         """Refuse to make files that have no room for so many rows, or for the capacity.
 
         Raises:
-            InvalidSchema: the format cannot hold these columns.
             StorageFull: says what is missing.
         """
         reader = self.reader
-        reader.format.check(schema)
         rows = in_use(max(rows, self._capacity), reader.ring)
         require_room(reader.format, schema, rows)
 
