@@ -24,6 +24,7 @@ from tallyroll.collector.errors import (
     EnvironmentRefused,
     MissingExtra,
     PolicyError,
+    TransitionError,
 )
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
@@ -190,6 +191,16 @@ def test_an_illegal_move_is_refused() -> None:
     ):
         list(collector)
     assert "lane 0: 0 is no legal move of tic_tac_toe()" in str(found.value.__cause__)
+
+
+@pytest.mark.parametrize("move", [-1, 9, 2**62])
+def test_a_move_that_no_game_has_is_refused(move: int) -> None:
+    system = OpenSpielSystem(pyspiel.load_game("tic_tac_toe"), 2)
+    before = [column.copy() for column in system.reset(None, [0, 1])]
+    with pytest.raises(TransitionError, match=rf"lane 1: {move} is no legal move"):
+        system.step([np.array([0, move])])
+    out = system.step([np.array([0, 8])])  # no lane has moved
+    assert (np.asarray(out.obs[1]) != before[1]).sum() == 2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Games of OpenSpiel that can be played with seeds, their columns, and moves of chance."""
 
+from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.system import Declares
@@ -12,6 +15,7 @@ from tallyroll.storage.rows.keys import Key
 
 GROUP = "players"
 OVER = -4  # pyspiel.PlayerId.TERMINAL
+CHANCE = -1  # pyspiel.PlayerId.CHANCE
 
 
 def require_playable(game: Any) -> None:
@@ -66,6 +70,21 @@ def declares_of(game: Any, lanes: int) -> Declares:
         parts=True,
         groups={GROUP: players} if together else {},
     )
+
+
+def writer(column: NDArray[np.float32], seats: int) -> Callable[[int, Sequence[float]], None]:
+    """Return a function that writes a player's tensor to its place in ``column``.
+
+    Places are counted over ``[lane, seat]``. The game has float32, which Python lists as floats:
+    to pack them takes less than half of NumPy's time.
+    """
+    packing = Struct(f"{column[0].size // seats}f")
+    pack, size, memory = packing.pack_into, packing.size, column.data.cast("B")
+
+    def write(place: int, values: Sequence[float]) -> None:
+        pack(memory, place * size, *values)
+
+    return write
 
 
 def play_chance(state: Any, rng: np.random.Generator) -> None:

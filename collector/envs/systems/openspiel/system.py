@@ -2,21 +2,23 @@
 
 import sys
 from collections.abc import Sequence
+from operator import sub
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.kinds.side_by_side import numbers
 from tallyroll.collector.envs.system import AgentFlags, Mask, Step, System
 from tallyroll.collector.envs.systems.openspiel.games import (
+    CHANCE,
     GROUP,
     OVER,
     declares_of,
     play_chance,
     require_playable,
     tensors_of,
+    writer,
 )
 from tallyroll.collector.errors import ArgumentError, TransitionError
 
@@ -44,17 +46,28 @@ class OpenSpielSystem(System):
     def __init__(self, game: Any, lanes: int = 1) -> None:
         require_playable(game)
         self._game, self._players = game, game.num_players()
-        self._seen = [f"{name}_tensor" for name in tensors_of(game)]
+        seen = [f"{name}_tensor" for name in tensors_of(game)]
         self.declares = d = declares_of(game, lanes)
         self._together = bool(d.groups)
-        *tensors, legal = list(d.observation.values())[: len(self._seen) + 1]
+        self._seats = self._players if self._together else 1
+        """Observations of a lane at a time: one of each player, or that of the one to move."""
+        *tensors, legal = list(d.observation.values())[: len(seen) + 1]
         self._tensors = [np.zeros((lanes, *spec.shape), np.float32) for spec in tensors]
         self._legal = np.zeros((lanes, *legal.shape), np.bool_)
         self._turn = np.zeros(lanes, np.int64)
         self._alive = np.ones((lanes, self._players), np.bool_)
+        self._arrays = [*self._tensors, self._legal, self._turn]
+        self._arrays += [self._alive] * self._together
+        writers = [writer(column, self._seats) for column in self._tensors]
+        self._takers = list(zip(seen, writers, strict=True))
+        """Names of the methods that list tensors, and what writes them to their columns."""
+        self._marks = self._legal.reshape(-1).view(np.uint8).data
+        """The marks of legal moves, of all lanes and players in a row."""
+        self._no_move = bytes(self._legal.shape[-1])
         self._states: list[Any] = [None] * lanes
         self._rngs = [np.random.default_rng() for _ in range(lanes)]
-        self._returns: NDArray[np.float64] = np.zeros((lanes, self._players))
+        self._turns = [0] * lanes
+        self._returns = [[0.0] * self._players for _ in range(lanes)]
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -80,62 +93,73 @@ class OpenSpielSystem(System):
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Begin new plays; a seed is that of a lane's chance."""
-        rows = list(numbers(lanes, len(self._states)))
-        for lane in rows:
+        for lane in numbers(lanes, len(self._states)):
             if seeds is not None:
                 self._rngs[lane] = np.random.default_rng(seeds[lane])
             self._states[lane] = self._game.new_initial_state()
-        return self._look(rows, [0] * len(self._states))
+            self._look(lane, 0)
+        return self._arrays
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         """Move in all lanes, or in those of a mask."""
-        rows = list(numbers(lanes, len(self._states)))
-        moves, turns = action[0].tolist(), self._turn.tolist()
-        legal = np.take_along_axis(self._legal, action[0][..., None], -1)
-        if not legal[rows].all():
-            lane = next(lane for lane in rows if not legal[lane].all())
-            raise TransitionError(
-                f"lane {self.first_lane + lane}: {moves[lane]} is no legal move of {self._game}; "
-                "choose by action_mask, as the default random policy does"
-            )
+        count, players = len(self._states), self._players
+        rows, moves = numbers(lanes, count), action[0].tolist()
         for lane in rows:
-            state, move = self._states[lane], moves[lane]
+            self._require_legal(lane, moves[lane])
+        paid: list[Any] = [[0.0] * players] * count
+        over = np.zeros(count, np.bool_)
+        for lane in rows:
+            state, turn, before = self._states[lane], self._turns[lane], self._returns[lane]
             if not self._together:
-                state.apply_action(move)
-            elif turns[lane] < 0:
-                state.apply_actions(move)
+                state.apply_action(moves[lane])
+            elif turn < 0:
+                state.apply_actions(moves[lane])
             else:  # in a game of simultaneous moves it may be one player's turn, too
-                state.apply_action(move[turns[lane]])
-        before = self._returns.copy()
-        seen = self._look(rows, turns)
-        reward, over = self._returns - before, np.zeros(len(self._states), np.bool_)
-        over[rows] = self._turn[rows] == OVER
-        ends, no = np.repeat(over[:, None], self._players, 1), np.zeros_like(over)
-        agents = {GROUP: AgentFlags(ends, np.zeros_like(ends))} if self._together else {}
-        paid = reward if self._players > 1 or self._together else reward[:, 0]
-        return Step(seen, (paid,), over, no, agents=agents)
+                state.apply_action(moves[lane][turn])
+            if self._look(lane, turn) == OVER:
+                over[lane] = True
+            paid[lane] = list(map(sub, self._returns[lane], before))
+        reward, no = np.array(paid), np.zeros(count, np.bool_)
+        if not self._together:
+            return Step(self._arrays, (reward if players > 1 else reward[:, 0],), over, no)
+        ends = np.repeat(over[:, None], players, 1)
+        agents = {GROUP: AgentFlags(ends, np.zeros_like(ends))}
+        return Step(self._arrays, (reward,), over, no, agents=agents)
 
-    def _look(self, rows: list[int], moved: Sequence[int]) -> list[Any]:
-        """Let chance play, and write the observations; ``moved``: the last movers, by lane."""
-        tensors: list[list[Any]] = [[] for _ in self._seen]
-        turns, returns, legal, size = [], [], [], self._legal.shape[-1]
-        for lane in rows:
-            state = self._states[lane]
+    def _require_legal(self, lane: int, chosen: Any) -> None:
+        """Raise unless all moves of a lane are legal."""
+        size, start = len(self._no_move), lane * self._seats * len(self._no_move)
+        for at, move in enumerate(chosen if self._together else (chosen,)):
+            if not (0 <= move < size and self._marks[start + at * size + move]):
+                raise TransitionError(
+                    f"lane {self.first_lane + lane}: {chosen} is no legal move of {self._game}; "
+                    "choose by action_mask, as the default random policy does"
+                )
+
+    def _look(self, lane: int, moved: int) -> int:
+        """Let chance play in a lane where ``moved`` was the last, and write what is seen.
+
+        Returns the player to move.
+        """
+        state, marks, size = self._states[lane], self._marks, len(self._no_move)
+        turn: int = state.current_player()
+        if turn == CHANCE:
             play_chance(state, self._rngs[lane])
             turn = state.current_player()
-            turns.append(turn)
-            returns.append(state.returns())
-            who = range(self._players) if self._together else (turn if turn >= 0 else moved[lane],)
-            for name, values in zip(self._seen, tensors, strict=True):
-                values += map(getattr(state, name), who)
-            for player in who:
-                at = (lane * len(who) + player if self._together else lane) * size
-                moves = state.legal_actions(player) if turn != OVER else ()
-                # Among players that move at once, one without a legal move makes the first one.
-                legal += [at + move for move in moves or ((0,) if self._together else ())]
-        self._turn[rows], self._returns[rows], self._legal[rows] = turns, returns, False
-        self._alive[rows] = self._turn[rows, None] != OVER
-        self._legal.reshape(-1)[legal] = True
-        for column, values in zip(self._tensors, tensors, strict=True):
-            column[rows] = np.array(values, np.float32).reshape(len(rows), *column.shape[1:])
-        return [*self._tensors, self._legal, self._turn, *([self._alive] * self._together)]
+        self._turn[lane] = self._turns[lane] = turn
+        self._returns[lane] = state.returns()
+        who: Sequence[int] = (turn if turn >= 0 else moved,)
+        if self._together:
+            who = range(self._players)
+            self._alive[lane] = turn != OVER
+        at = lane * len(who)
+        for player in who:
+            for name, write in self._takers:
+                write(at, getattr(state, name)(player))
+            start, moves = at * size, state.legal_actions(player) if turn != OVER else ()
+            marks[start : start + size] = self._no_move
+            # Among players that move at once, one without a legal move makes the first one.
+            for move in moves or ((0,) if self._together else ()):
+                marks[start + move] = 1
+            at += 1
+        return turn
