@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from tallyroll.storage.engine.mapped_space import MappedSpace
-from tallyroll.storage.engine.new_rows import NewRows
+from tallyroll.storage.engine.new_rows import CopiedInSteps, NewRows
 from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.engine.ring import in_use, pieces, slots_of
@@ -92,8 +92,8 @@ class Engine:
         of them or none: ``reserve`` says which slots may be overwritten; the rows are copied; the
         record becomes valid with ``head``, which is stored last.
 
-        Return the rows' numbers; none, with nothing done, of `NewRows.only_in_one_call` that take
-        more calls. Raise a `WriteError` with nothing changed.
+        Return the rows' numbers; none, with nothing done, of rows that `NewRows.commit` refuses
+        and that are not `CopiedInSteps`. Raise a `WriteError` with nothing changed.
         """
         space, header = self.space, self._header
         if (now := time.monotonic()) >= self.right.look_at:
@@ -111,7 +111,7 @@ class Engine:
                 rows = rows.apart_from(self._private)
             in_place = columns.in_place(slot, count)
             if not (in_place and rows.in_one_call and rows.commit(columns, header, slot, record)):
-                if rows.only_in_one_call:
+                if not isinstance(rows, CopiedInSteps):
                     return range(start, start)
                 places = ((slot, rows),) if in_place else self._places(rows, start, stop)
                 self._reserve(start, stop)
@@ -124,7 +124,9 @@ class Engine:
                 self._refresh(stop)
             return range(start, stop)
 
-    def _places(self, rows: NewRows, start: int, stop: int) -> Sequence[tuple[int, NewRows]]:
+    def _places(
+        self, rows: CopiedInSteps, start: int, stop: int
+    ) -> Sequence[tuple[int, CopiedInSteps]]:
         """Make room for many rows; return them in one or two pieces, each with its first slot."""
         arrays, slot = rows.as_arrays(), slots_of(start, self.ring)
         if slot + rows.count <= self.space.columns.room:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.new_rows import ArrayRows, NewRows
+from tallyroll.storage.engine.new_rows import ArrayRows, CopiedInSteps
 from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.rows.keys import Key, spell
@@ -69,7 +69,7 @@ class FixedRows:
         ]
 
 
-class IndexedRows(NewRows):
+class IndexedRows(CopiedInSteps):
     """The rows of fixed memory that an index names."""
 
     __slots__ = ("_index", "_memory")

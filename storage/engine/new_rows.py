@@ -15,7 +15,7 @@ from tallyroll.storage.rows.batch_check import BatchCheck
 from tallyroll.storage.rows.row_refs import RowRefs
 
 
-class NewRows(ABC):
+class NewRows:
     """Rows to append, one value a column, that were checked against the schema."""
 
     __slots__ = ("count",)
@@ -26,9 +26,6 @@ class NewRows(ABC):
     in_one_call = False
     """True if :meth:`commit` may do the whole append."""
 
-    only_in_one_call = False
-    """True if the caller has another way for rows that :meth:`commit` refuses."""
-
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
         """Reserve, copy, and write record and head, in one compiled call, and return True.
 
@@ -36,6 +33,16 @@ class NewRows(ABC):
         if that takes more calls.
         """
         return False
+
+    def apart_from(self, lent: PrivateRows) -> NewRows:
+        """Return the rows, copied if they lie in slots that the append is to overwrite."""
+        return self
+
+
+class CopiedInSteps(NewRows, ABC):
+    """Rows that can be appended step by step, and not only by `NewRows.commit`."""
+
+    __slots__ = ()
 
     @abstractmethod
     def copy_to(self, columns: Columns, slot: int) -> None:
@@ -45,12 +52,8 @@ class NewRows(ABC):
     def as_arrays(self) -> ArrayRows:
         """Return the rows as arrays, which can be parted, and written through files."""
 
-    def apart_from(self, lent: PrivateRows) -> NewRows:
-        """Return the rows, copied if they lie in slots that the append is to overwrite."""
-        return self
 
-
-class ArrayRows(NewRows):
+class ArrayRows(CopiedInSteps):
     """Arrays [count, ...], or references to large rows, in the order of the columns."""
 
     __slots__ = ("values",)
@@ -88,7 +91,7 @@ class ArrayRows(NewRows):
                 column[to] = value
 
 
-class TensorRows(NewRows):
+class TensorRows(CopiedInSteps):
     """Tensors that look like those of an earlier batch, by the addresses of their values."""
 
     __slots__ = ("_addresses", "_check", "values")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.engine.fixed_rows import FixedRows
@@ -65,7 +65,7 @@ class SlotRows(NewRows):
     """The version of the policy that chose the actions of the last slot."""
     watched: bool = True
     """True if the collector must see the rows first, if an episode begins or ends in them."""
-    in_one_call = only_in_one_call = True
+    in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
     _known: Counts | None = None
@@ -92,11 +92,3 @@ class SlotRows(NewRows):
         places = header.addresses, self.amounts, addresses
         self._plan = (*tables, *places, self.record, header.ring)
         self._known, self._columns = header.known, columns
-
-    def copy_to(self, columns: Columns, slot: int) -> NoReturn:
-        """Refuse: the rows have no numbers yet."""
-        raise NotImplementedError
-
-    def as_arrays(self) -> NoReturn:
-        """Refuse: the rows have no numbers yet."""
-        raise NotImplementedError
