@@ -14,14 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector.counting.ledger import COUNTS
+from tallyroll.collector.rollout.few_slots import SLAB
 from tallyroll.storage import ways
 from tallyroll.storage.engine import kernel
-from tallyroll.storage.engine.slot_rows import RunCounts
+from tallyroll.storage.engine.slot_rows import HeldCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.files.counts import counts_of
 
-BLOCKS = {"COMMIT": CommitCounts.names, "RUN": RunCounts.names, "LEDGER": COUNTS}
+BLOCKS = {
+    "COMMIT": CommitCounts.names,
+    "RUN": RunCounts.names,
+    "LEDGER": COUNTS,
+    "HELD": HeldCounts.names,
+    "SLAB": SLAB,
+}
 
 
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
@@ -69,7 +76,7 @@ def test_a_stale_extension_is_refused_when_it_is_imported() -> None:
     script = f"""
 import sys, types
 stale = types.ModuleType("tallyroll.storage.engine._kernel")
-stale.__dict__.update(COMMIT={" ".join(BLOCKS["COMMIT"])!r}, RUN={" ".join(BLOCKS["RUN"])!r})
+stale.__dict__.update({ ({name: " ".join(BLOCKS[name]) for name in BLOCKS if name != "LEDGER"})!r})
 stale.__file__ = "kernel.so"
 sys.modules[stale.__name__] = stale
 import tallyroll.storage.engine
