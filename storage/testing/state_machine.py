@@ -151,7 +151,6 @@ class StorageMachine(RuleBasedStateMachine):
         elif 0 < model.ring < count:
             with pytest.raises(BatchTooLong):
                 storage.extend(data, record=record)
-            model.append(rows[:0])  # of a new storage they decide the columns
         else:
             numbers = self._written(lambda: storage.extend(data, record=record), count)
             assert numbers == range(model.head, model.head + count)
