@@ -9,7 +9,7 @@ from typing import Any
 from tallyroll.storage.engine.commit_engine import Durability, Engine
 from tallyroll.storage.engine.creation import create_new
 from tallyroll.storage.engine.ring import in_use
-from tallyroll.storage.errors import SchemaMismatch
+from tallyroll.storage.errors import SchemaMismatch, StorageFull
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
@@ -32,10 +32,10 @@ class OpenedFiles:
         self,
         reader: FileReader,
         *,
-        capacity: int,
-        max_size: int | None,
-        durability: Durability,
-        accept_copy: bool,
+        capacity: int = 0,
+        max_size: int | None = None,
+        durability: Durability = "process",
+        accept_copy: bool = False,
     ) -> None:
         self.path, self.reader = reader.path, reader
         self._capacity, self.durability = capacity, durability
@@ -82,8 +82,13 @@ class OpenedFiles:
         Raises:
             StorageFull: says what is missing.
         """
-        reader = self.reader
-        rows = in_use(max(rows, self._capacity), reader.ring)
+        reader, capacity = self.reader, self._capacity
+        if not reader.format.grows and 0 < capacity < rows:
+            raise StorageFull(
+                f"{self.path} is to be made for {capacity} rows, and {rows} are wanted. Nothing "
+                f"was written; give capacity={rows} or more, or call reserve({rows})."
+            )
+        rows = in_use(max(rows, capacity), reader.ring)
         require_room(reader.format, schema, rows)
 
     def require_schema(self, schema: Schema) -> None:

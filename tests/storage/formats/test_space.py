@@ -136,6 +136,17 @@ def test_first_rows_that_have_no_room_make_no_files(
         assert len(storage) == 3
 
 
+def test_more_first_rows_than_the_capacity_make_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "data.h5"
+    with storage_class(path)(path, capacity=2) as storage:
+        with pytest.raises(StorageFull, match=r"made for 2 rows, and 3 are wanted.* reserve\(3\)"):
+            storage.extend(ROWS)
+        assert list(tmp_path.iterdir()) == []
+        storage.reserve(3)
+        storage.extend(ROWS)
+        assert len(storage) == 3
+
+
 def test_a_ring_takes_its_slots_and_no_more(tmp_path: Path, little_space: SimpleNamespace) -> None:
     with MemmapStorage(tmp_path / "data", max_size=1000, capacity=10**9) as storage:
         storage.extend(ROWS)
