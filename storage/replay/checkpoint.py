@@ -14,6 +14,7 @@ from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -53,7 +54,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         exists = _format_of(source, path).stands()
         target = _copy_at(source, path, "append" if exists else "create")
         ring = None if exists else source.ring or None
-        with closing(RowWriter(target, capacity=max(1, len(source)), max_size=ring)) as copy:
+        opened = OpenedFiles(target, capacity=max(1, len(source)), max_size=ring)
+        with closing(RowWriter(opened)) as copy:
             _bring_up(copy, source)
 
     def loads(self, storage: RowStore, path: Any) -> None:

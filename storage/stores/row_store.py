@@ -20,6 +20,7 @@ from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -52,13 +53,14 @@ class RowStore:
             )
         files = FileReader(self._format_class(Path(os.path.abspath(self.path))), self.path, mode)
         self.reader: RowReader = files
-        self.writer: RowWriter | NoWriter = RowWriter(
+        opened = OpenedFiles(
             files,
             capacity=capacity or 0,
             max_size=max_size,
             durability=durability,
             accept_copy=accept_copy,
         )
+        self.writer: RowWriter | NoWriter = RowWriter(opened)
 
     def initialise(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
         """Make a new storage's files, or check that an existing one has these columns.

@@ -15,13 +15,11 @@ from typing import Any, NoReturn
 
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.new_rows import ArrayRows, NewRows, TensorRows
 from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import Progress, checksums
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import check_record_size
-from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Told, origin_of
@@ -36,34 +34,17 @@ from tallyroll.storage.trajectories.id_checks import IdChecks, Ids
 
 
 class RowWriter:
-    """Writes the rows that a `FileReader` reads, and closes both; a storage's ``writer``.
-
-    The arguments are those of `OpenedFiles`.
-    """
+    """Writes rows to opened files, and closes them; a storage's ``writer``."""
 
     # __del__ also runs after a constructor that raised.
     _is_made = False
 
-    def __init__(
-        self,
-        reader: FileReader,
-        *,
-        capacity: int = 0,
-        max_size: int | None = None,
-        durability: Durability = "process",
-        accept_copy: bool = False,
-    ) -> None:
-        self.opened = opened = OpenedFiles(
-            reader,
-            capacity=capacity,
-            max_size=max_size,
-            durability=durability,
-            accept_copy=accept_copy,
-        )
-        self.path, self.reader, self.durability = reader.path, reader, durability
-        self.files = reader.format
+    def __init__(self, opened: OpenedFiles) -> None:
+        self.opened, self.reader = opened, opened.reader
+        self.path, self.durability = opened.path, opened.durability
+        self.files = self.reader.format
         """The format, which has the files."""
-        self.grows = reader.format.grows
+        self.grows = self.files.grows
         """True if space for more rows can be added while the storage is open."""
         self.runs, self.claim = RunEntries(opened), RunClaim(opened)
         self.temporary = False
