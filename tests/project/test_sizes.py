@@ -30,7 +30,8 @@ LARGE_FOLDERS = {
     "storage": 17,
 }
 LARGE_CLASSES = {
-    "storage/stores/row_store.py:RowStore": (230, 28),
+    # The users' face: each method is a line that asks a reader or a writer, and has a public name.
+    "storage/stores/row_store.py:RowStore": (231, 28),
 }
 """Lines and methods."""
 
