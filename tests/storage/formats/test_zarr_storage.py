@@ -83,7 +83,7 @@ def fill_with_large_chunks(kind: type[DiskStorage], place: Path) -> None:
     """Zarr's files have the size of a chunk, which is chosen when the storage is made."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_NBYTES, resource.RLIM_INFINITY))
     with kind(place) as storage:
-        with pytest.raises(StorageFull, match="the largest file would have 262,144 bytes, and files"):
+        with pytest.raises(StorageFull, match="largest file would have 262,144 bytes, and files"):
             storage.extend(rows(0, 5))
         assert not place.exists()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
