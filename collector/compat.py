@@ -96,6 +96,12 @@ def info_merge(env: VectorEnv) -> Any:
     return env.unwrapped._add_info
 
 
+def is_gymnasiums(merge: Any) -> bool:
+    """Return whether ``merge``, a function that `info_merge` returned, is Gymnasium's own."""
+    function = getattr(merge, "__func__", None)
+    return str(getattr(function, "__module__", "")).startswith("gymnasium.vector.")
+
+
 def set_info_merge(env: VectorEnv, merge: Any) -> None:
     """Let ``merge`` do that."""
     base: Any = env.unwrapped

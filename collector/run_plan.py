@@ -116,10 +116,8 @@ class VectorTraits:
     """True for a `SyncVectorEnv` itself, without a wrapper, and no subclass."""
     patched: bool
     """True if ``step`` or ``reset`` is not Gymnasium's, or its lanes are kept differently."""
-    arrays: bool
-    """True if observations and actions are single arrays of numbers."""
-    infos: bool
-    """Entries of infos are columns."""
+    known: bool
+    """True if Gymnasium itself says how observations and actions are put together."""
     many_rewards: bool
     """A lane's reward is no single number."""
 
@@ -131,8 +129,7 @@ def stepping_vector(vector: VectorTraits) -> Decision:
         "vector",
         (not vector.bare, f"the environment is a {vector.kind}, and no bare SyncVectorEnv"),
         (vector.patched, "the SyncVectorEnv was changed"),
-        (not vector.arrays, "observations and actions are not one array of numbers each"),
-        (vector.infos, "info_keys= are read from the vector's infos"),
+        (not vector.known, "its observations or actions are of a space that is not Gymnasium's"),
         (vector.many_rewards, "a lane's reward is no single number"),
         way="in-turn",
     )

@@ -23,7 +23,8 @@
      the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger,
                                                       Rollout (held); SlotRows refers to all four
      put_step                a step of a Stepper      the slab, whose slot the step writes
-     step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane, finals) */
+     step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)
+                                                      LaneResults (finals, entries of infos) */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -990,7 +991,8 @@ static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
     return parts;
 }
 
-enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED, R_FINAL, R_OVERWRITTEN };
+enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED, R_FINAL, R_OVERWRITTEN, R_TELL, R_ENTRIES };
+enum { OF_STEP, OF_LAST, OF_RESET }; /* the call that gave an info */
 
 /* Return whether an object has the NumPy type at `kind`, which is read directly. LanesInTurn keeps
    the tuple of readers. */
@@ -1038,18 +1040,20 @@ static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
     return flag;
 }
 
-/* Copy an observation to the row `to` of the caller's array; return 0 if it is not an array of this
-   dtype and shape. Errors of its buffer are cleared: then the caller copies it by NumPy. */
-static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table)
+/* Copy an object to the row `to` of an array of ours; return 0 if it is not an array of this dtype
+   and shape, which is at the end of a table, from word `from` on, after the bytes of a row. Errors of
+   its buffer are cleared: then the caller copies it by NumPy. */
+static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table,
+                   Py_ssize_t from)
 {
-    const int64_t *t = table->words, *shape = t + L_SHAPE;
-    const Py_ssize_t ndim = table->count - L_SHAPE;
+    const int64_t *shape = table->words + from + 1;
+    const Py_ssize_t ndim = table->count - from - 1;
     Py_buffer view;
     PyObject *found = PyObject_GetAttr(seen, name);
     int same = found == dtype;
     Py_XDECREF(found);
     if (same && PyObject_GetBuffer(seen, &view, PyBUF_C_CONTIGUOUS) == 0) {
-        same = view.ndim == ndim && view.len == t[L_NBYTES];
+        same = view.ndim == ndim && view.len == table->words[from];
         for (Py_ssize_t i = 0; same && i < ndim; i++)
             same = view.shape[i] == shape[i];
         if (same)
@@ -1087,17 +1091,87 @@ typedef struct {
     PyObject *dtype, *readers, *seen, *step, *name;
 } Lanes;
 
+/* An entry of infos is a tuple: its path, its dtype, and a table of its column and of the column that
+   says where it was given (0: none, and it must be given). LaneResults keeps both. */
+enum { E_PATH, E_DTYPE, E_TABLE, E_PARTS };
+enum { E_COLUMN, E_GIVEN, E_KIND, E_NBYTES };
+enum { E_OTHER, E_FLOAT64, E_INT64 };
+
+/* Write a value to the column of an entry; return 0 if that takes NumPy, or a look at the value. */
+static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObject *name,
+                       PyObject *dtype)
+{
+    const int64_t *t = table->words;
+    char *to = at(t[E_COLUMN]) + lane * t[E_NBYTES];
+    int beyond = 0;
+    if (t[E_KIND] == E_FLOAT64 && PyFloat_CheckExact(value)) {
+        *(double *)to = PyFloat_AsDouble(value);
+    } else if (t[E_KIND] == E_INT64 && PyLong_CheckExact(value)) {
+        const long long whole = PyLong_AsLongLongAndOverflow(value, &beyond);
+        if (beyond)
+            return 0;
+        *(int64_t *)to = whole;
+    } else if (!put_row(to, value, name, dtype, table, E_NBYTES)) {
+        return 0;
+    }
+    if (t[E_GIVEN])
+        at(t[E_GIVEN])[lane] = 1;
+    return 1;
+}
+
+/* Write an entry of an info, or leave it out; return 0 if it is not plain, or is missing. */
+static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *entry)
+{
+    Table table;
+    if (!PyTuple_Check(entry) || PyTuple_Size(entry) != E_PARTS)
+        return 0;
+    PyObject *path = PyTuple_GetItem(entry, E_PATH);
+    for (Py_ssize_t i = 0; info != NULL && i < PyTuple_Size(path); i++) {
+        if (!PyDict_CheckExact(info))
+            return 0;
+        info = PyDict_GetItemWithError(info, PyTuple_GetItem(path, i));
+    }
+    if (PyErr_Occurred() || open_table(PyTuple_GetItem(entry, E_TABLE), &table, E_NBYTES + 1) < 0)
+        return 0;
+    int taken = info == NULL && table.words[E_GIVEN];
+    if (info != NULL) {
+        Py_INCREF(info);
+        taken = write_entry(&table, lane, info, the->name, PyTuple_GetItem(entry, E_DTYPE));
+        Py_DECREF(info);
+    }
+    PyBuffer_Release(&table.buffer);
+    return taken;
+}
+
+/* Write the entries of an info that are columns: plain ones of steps here, others by the reader.
+   Return 0, or -1 after an error. */
+static int hand_on(const Lanes *the, int64_t lane, PyObject *info, int of)
+{
+    PyObject *entries = PyTuple_GetItem(the->readers, R_ENTRIES);
+    const Py_ssize_t count = PyTuple_Size(entries);
+    int taken = count <= 0 || of == OF_STEP;
+    for (Py_ssize_t i = 0; taken && i < count; i++)
+        taken = take_entry(the, lane, info, PyTuple_GetItem(entries, i));
+    if (taken || PyErr_Occurred())
+        return taken && !PyErr_Occurred() ? 0 : -1;
+    PyObject *made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_TELL), "LOi",
+                                           (long long)lane, info, of);
+    Py_XDECREF(made);
+    return made == NULL ? -1 : 0;
+}
+
 /* Reset a lane; its observation goes to the list `seen`, which owns it. Return 0, or -1. */
-static int reset_lane(const Lanes *the, int64_t lane, PyObject *env)
+static int reset_lane(const Lanes *the, int64_t lane, PyObject *env, int of)
 {
     PyObject *parts = tuple_of(PyObject_CallMethod(env, "reset", NULL), 2);
     if (parts == NULL)
         return -1;
     PyObject *obs = PyTuple_GetItem(parts, 0);
     Py_INCREF(obs);
-    const int failed = PyList_SetItem(the->seen, lane, obs);
+    const int failed = PyList_SetItem(the->seen, lane, obs) < 0 ||
+        hand_on(the, lane, PyTuple_GetItem(parts, 1), of) < 0;
     Py_DECREF(parts);
-    return failed;
+    return failed ? -1 : 0;
 }
 
 /* Copy the final observation `last` of a lane, and reset the lane. The caller holds a reference to
@@ -1107,7 +1181,7 @@ static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *
     const int64_t *t = the->table.words;
     char *to = at(t[L_FINALS]) + lane * t[L_NBYTES];
     PyObject *made = NULL;
-    if (!put_row(to, last, the->name, the->dtype, &the->table)) {
+    if (!t[L_FINALS] || !put_row(to, last, the->name, the->dtype, &the->table, L_NBYTES)) {
         if (PyErr_Occurred())
             return -1;
         made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_FINAL), "LO", (long long)lane,
@@ -1116,7 +1190,7 @@ static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *
             return -1;
         Py_DECREF(made);
     }
-    if (reset_lane(the, lane, env) < 0)
+    if (reset_lane(the, lane, env, OF_RESET) < 0)
         return -1;
     PyObject *first = PyList_GetItem(the->seen, lane);
     if (first == NULL)
@@ -1147,7 +1221,7 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
     double reward = 0;
     int terminated = 0, truncated = 0;
     if (reset) {
-        if (reset_lane(the, lane, env) < 0)
+        if (reset_lane(the, lane, env, OF_STEP) < 0)
             return -1;
     } else {
         PyObject *parts = tuple_of(PyObject_CallMethodObjArgs(env, the->step, action, NULL), 5);
@@ -1159,7 +1233,10 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
             as_double(PyTuple_GetItem(parts, 1), readers, &reward) < 0 ||
             (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_TERMINATED)) < 0 ||
             (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_TRUNCATED)) < 0;
-        if (!failed && t[L_MODE] == SAME_STEP && (terminated || truncated))
+        const int last = t[L_MODE] == SAME_STEP && (terminated || truncated);
+        if (!failed)
+            failed = hand_on(the, lane, PyTuple_GetItem(parts, 4), last ? OF_LAST : OF_STEP) < 0;
+        if (!failed && last)
             failed = finish_lane(the, lane, env, obs) < 0;
         Py_DECREF(parts);
         if (failed)
@@ -1193,15 +1270,15 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         PyBuffer_Release(&the.table.buffer);
         return NULL;
     }
-    if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_OVERWRITTEN ||
+    if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_ENTRIES ||
         !PyList_Check(envs) || PyList_Size(envs) != lanes || !PyList_Check(the.seen) ||
         PyObject_Size(args[4]) != lanes || ended.len != lanes) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
         goto done;
     }
-    /* If `to` is not contiguous, the caller copies the observations. */
-    has_rows = PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
+    /* If `to` is not contiguous, or None, the caller copies the observations. */
+    has_rows = args[7] != Py_None && PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
     if (!has_rows)
         PyErr_Clear();
     put = has_rows && rows.len == lanes * t[L_NBYTES];
@@ -1240,7 +1317,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
             goto done;
         Py_INCREF(obs);
         char *to = (char *)rows.buf + lane * t[L_NBYTES];
-        put = put_row(to, obs, the.name, the.dtype, &the.table);
+        put = put_row(to, obs, the.name, the.dtype, &the.table, L_NBYTES);
         Py_DECREF(obs);
         if (PyErr_Occurred())
             goto done;

@@ -123,7 +123,7 @@ class Kernel(Protocol):
         action: np.ndarray,
         seen: list[Any],
         ended: np.ndarray,
-        to: np.ndarray,
+        to: np.ndarray | None,
         /,
     ) -> bool:
         """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
@@ -136,8 +136,14 @@ class Kernel(Protocol):
         ones; and the bytes of an observation; then its shape. Observations are put into ``seen``,
         and copied to ``to`` [lane, ...]. The ``readers`` are NumPy's types of a bool and of a
         float32, which are read directly, like Python's bools, floats that a float32 holds and
-        small integers; the functions that read any other reward, terminated and truncated; and
-        those that copy any other final observation, and refuse one that a reset overwrote.
+        small integers; the functions that read any other reward, terminated and truncated; those
+        that copy any other final observation, and refuse one that a reset overwrote; the one that
+        writes the entries of an info which are columns; and those of these entries that are plain
+        numbers, or arrays of their column's dtype and shape, in the infos of steps, which are
+        written here: for each its path of names, its dtype and a table. That has the address of
+        the column; the address of the column, bool, that says where it was given, 0: it must be;
+        the kind of Python's numbers that it takes (1: float, as float64, 2: int, as int64); and
+        the bytes of a row; then its shape.
 
         Returns:
             Whether all were copied to ``to``; one of another dtype or shape is not.

@@ -9,7 +9,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
-from tallyroll.collector.compat import info_merge, set_info_merge
+from tallyroll.collector.compat import info_merge, is_gymnasiums, set_info_merge
 from tallyroll.collector.slab.lossless import cast
 
 _PLAIN = {float: np.dtype(np.float64), int: np.dtype(np.int64), bool: np.dtype(np.bool_)}
@@ -50,7 +50,7 @@ class ExactMerge:
 
     def _put(self, infos: Infos, name: str, value: Any, lane: int) -> None:
         array, mask = infos.get(name), infos.get(self._masks[name])
-        if array is not None and mask is not None and _takes(array, value):
+        if array is not None and mask is not None and takes(array, value):
             array[lane] = value
             mask[lane] = True
             return
@@ -65,7 +65,7 @@ class ExactMerge:
         mask[lane] = True
 
 
-def _takes(array: Any, value: Any) -> bool:
+def takes(array: Any, value: Any) -> bool:
     """Most values: a plain number of the type that the array is of, known without a cast."""
     kind = type(value)
     return (
@@ -118,3 +118,10 @@ def install(env: VectorEnv, names: Collection[str]) -> None:
         names = {*names, *merge.names}
         merge = merge.merge
     set_info_merge(env, ExactMerge(merge, names, int(env.unwrapped.num_envs)))
+
+
+def merges_plainly(env: VectorEnv) -> bool:
+    """Return whether ``env`` puts infos together as Gymnasium does, or by an `ExactMerge` of it."""
+    merge = info_merge(env)
+    merge = merge.merge if isinstance(merge, ExactMerge) else merge
+    return is_gymnasiums(merge)

@@ -26,7 +26,7 @@ from tallyroll.collector.envs.gymnasium.info_entries import (
     spelled,
     unknown,
 )
-from tallyroll.collector.envs.gymnasium.info_merge import install
+from tallyroll.collector.envs.gymnasium.info_merge import install, takes
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
 from tallyroll.collector.envs.probes.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
@@ -103,6 +103,15 @@ class InfoColumns:
             if info.fill is not None:
                 found.append(np.zeros(self._lanes, np.bool_))
         return found
+
+    def fill(self, rows: Sequence[Array]) -> None:
+        """Fill the rows of entries that may be absent as where they are."""
+        at = 0
+        for info in self.infos:
+            if info.fill is not None:
+                rows[at].fill(info.fill)
+                rows[at + 1].fill(False)
+            at += 1 if info.fill is None else 2
 
     # --- vector infos ---------------------------------------------------------------------------
 
@@ -233,13 +242,16 @@ class InfoColumns:
         """Fill the entries of ``lane`` from the info of its own environment."""
         at = 0
         for each in self.infos:
-            value = entry_of(info, each.key)
-            if value is not None:
-                self.write_lane(each, rows[at], value, lane, reset)
+            key, row = each.key, rows[at]
+            value = info.get(key[0]) if len(key) == 1 else entry_of(info, key)
+            if takes(row, value):
+                row[lane] = value
+            elif value is not None:
+                self.write_lane(each, row, value, lane, reset)
             elif each.fill is None:
                 raise absent_entry(each, self._where(lane, reset))
             else:
-                rows[at][lane] = each.fill
+                row[lane] = each.fill
             if each.fill is not None:
                 rows[at + 1][lane] = value is not None
             at += 1 if each.fill is None else 2

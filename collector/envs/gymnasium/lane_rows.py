@@ -35,10 +35,31 @@ class LaneRows:
         """Return zeros."""
         return [np.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
-    def put(self, rows: Rows, lane: int, obs: Any) -> None:
-        """Write the observation of one lane."""
+    def put(self, rows: Rows, lane: int, obs: Any, *, first: bool = False) -> None:
+        """Write the observation of one lane; ``first``: a reset returned it."""
         for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
-            row[lane] = exact.of_lane(lane, part_of(get, obs, exact, lane))
+            value = part_of(get, obs, exact, lane, first=first)
+            row[lane] = exact.of_lane(lane, value, first=first)
+
+    def put_all(self, rows: Rows, seen: Sequence[Any]) -> None:
+        """Write the observations of all lanes."""
+        for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
+            right = exact.is_right
+            for lane, (obs, _) in enumerate(zip(seen, row, strict=True)):
+                try:
+                    value = get(obs)
+                except (KeyError, IndexError, TypeError):
+                    value = part_of(get, obs, exact, lane)
+                row[lane] = value if right(value) else exact.of_lane(lane, value)
+
+    def refuse_overwritten(self, lane: int, final: Any, first: Any) -> None:
+        """Refuse a lane whose reset returned ``first`` in the memory of its final observation.
+
+        Raises:
+            EnvironmentRefused: it does.
+        """
+        for get, exact in zip(self._getters, self._exact, strict=True):
+            _refuse_reused(lane, get(final), part_of(get, first, exact, lane))
 
     def finals(self, env: VectorEnv, ended: NDArray[np.bool_], obs: Any, given: Any) -> Rows:
         """Return final observations, ``given`` by a step that returned ``obs``.
@@ -52,12 +73,12 @@ class LaneRows:
             final = given[lane] if not isinstance(given, Mapping) else None
             for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
                 value = get(given)[lane] if final is None else part_of(get, final, exact, lane)
-                refuse_overwritten(lane, value, get(held[lane]) if held else get(obs)[lane])
+                _refuse_reused(lane, value, get(held[lane]) if held else get(obs)[lane])
                 row[lane] = exact.of_lane(lane, value)
         return rows
 
 
-def refuse_overwritten(lane: int, final: Any, first: Any) -> None:
+def _refuse_reused(lane: int, final: Any, first: Any) -> None:
     """Refuse a lane whose final observation is in the array of the next first one.
 
     That is a lane which returns one array each time, or a vector whose final observations are views

@@ -117,7 +117,9 @@ def row_of(leaf: Leaf) -> ExactRow:
     return ExactRow(leaf.key, leaf.shape[1:], leaf.dtype)
 
 
-def part_of(get: Callable[[Any], Any], seen: Any, row: ExactRow, lane: int) -> Any:
+def part_of(
+    get: Callable[[Any], Any], seen: Any, row: ExactRow, lane: int, *, first: bool = False
+) -> Any:
     """Return a leaf of a lane's observation.
 
     Raises:
@@ -126,6 +128,6 @@ def part_of(get: Callable[[Any], Any], seen: Any, row: ExactRow, lane: int) -> A
     try:
         return get(seen)
     except (KeyError, IndexError, TypeError) as error:
-        refused = row.refused(f"none in {type(seen).__name__} {seen!r:.80}", first=False)
+        refused = row.refused(f"none in {type(seen).__name__} {seen!r:.80}", first=first)
         refused.lane = lane
         raise refused from error

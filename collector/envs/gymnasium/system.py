@@ -149,9 +149,8 @@ class GymnasiumSystem(System):
 
     def _reset_some(self, lanes: Mask, given: Mapping[str, Any]) -> list[Any]:
         if self._in_turn is not None and not given and self._in_turn.are_alone:
-            to = self._target(self._in_turn)
-            self._in_turn.reset(lanes, to)
-            return [to]
+            self.infos.steps[lanes] = 0
+            return self._in_turn.reset(lanes, self._lent)
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
@@ -170,13 +169,13 @@ class GymnasiumSystem(System):
         refuse_shared(self.env)
         traits = traits_of(self.env, infos=bool(self.infos), many_rewards=bool(self._rewards))
         self.stepped_by = stepping_vector(traits)
-        self._in_turn = None
-        if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
-            self._in_turn = LanesInTurn(self.env)
         self._values.watch()
         if not self.infos.declared:
             self.infos.declare(info)
             self.declares = self._declared()
+        self._in_turn = None
+        if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
+            self._in_turn = LanesInTurn(self.env, self.infos or None)
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info))
 
@@ -210,8 +209,10 @@ class GymnasiumSystem(System):
             if lanes is not None and not lanes.all():
                 return self._step_some(action[0], np.flatnonzero(lanes))
             if self._in_turn is not None and self._in_turn.are_alone:
-                lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
-                return self._in_turn.step(action[0], lent)
+                out = self._in_turn.step(action[0], self._lent)
+                if not self._infoless:
+                    self.infos.count(out.terminated | out.truncated, self._after_end)
+                return out
             return self._step_vector(action[0])
         except ValueRefused as error:
             if error.lane is not None:
@@ -246,12 +247,10 @@ class GymnasiumSystem(System):
         self.infos.count(ended, self._after_end)
         return Step(values, (reward,), terminated, truncated, final)
 
-    def _target(self, lanes: LanesInTurn) -> NDArray[Any]:
-        """Return the memory for the next observations: the lent arrays, or new ones."""
-        if self._own is None:
-            return lanes.new_rows()
-        lent: NDArray[Any] = getattr(self.env, OBSERVATIONS)
-        return lent
+    @property
+    def _lent(self) -> NDArray[Any] | None:
+        """The memory for the next observations, where a driver has lent some."""
+        return None if self._own is None else getattr(self.env, OBSERVATIONS)
 
     def _finals(self, ended: Mask, obs: Any, info: Mapping[str, Any]) -> Rows:
         """The final observations of lanes that ended, in SAME_STEP mode."""

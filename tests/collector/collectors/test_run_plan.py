@@ -38,7 +38,7 @@ from random_runs import flat
 LANES = 3
 KERNEL = compiled() is not None
 POLICY = PolicyTraits("TensorDictModule", True, False, False, (), [("action",)], [("action",)])
-VECTOR = VectorTraits("SyncVectorEnv", True, False, True, False, False)
+VECTOR = VectorTraits("SyncVectorEnv", True, False, True, False)
 RUN = StoringTraits(
     postproc=False,
     replay_buffer=False,
@@ -96,7 +96,7 @@ def in_one_call(run: StoringTraits) -> Decision:
             run_plan.stepping_vector,
             VECTOR,
             "in turn",
-            {"bare", "patched", "arrays", "infos", "many_rewards"},
+            {"bare", "patched", "known", "many_rewards"},
         ),
         (run_plan.placing, RUN, "slab", {"postproc", "replay_buffer", "elsewhere"}),
         (in_one_call, RUN, "one call", NO_COMMIT_IN_ONE),

@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector.compat import ENDED, own_observations
+from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
-from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
+from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
+from tallyroll.collector.slab.info import Info
 from tallyroll.collector.workers.worker import report_of
 from tallyroll.storage import ways
 
@@ -76,7 +78,7 @@ def why_not(env: Any) -> str:
 
 
 def step(turns: Any, action: Any) -> Any:
-    out = turns.step(np.asanyarray(action), turns.new_rows())
+    out = turns.step(np.asanyarray(action), None)
     turns.final = None if out.final is None else out.final[0].copy()
     return [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
 
@@ -127,9 +129,7 @@ def test_steps_are_those_of_the_vector(
             ended = np.arange(len(lengths)) % 2 == 0
         if ended.any() and (at in by_mask or mode is AutoresetMode.DISABLED):
             first = np.array(theirs.reset(options={"reset_mask": ended})[0])
-            rows = turns.new_rows()
-            turns.reset(ended, rows)
-            np.testing.assert_array_equal(first, rows)
+            np.testing.assert_array_equal(first[ended], turns.reset(ended, None)[0][ended])
         np.testing.assert_array_equal(getattr(ours, ENDED), getattr(theirs, ENDED))
         np.testing.assert_array_equal(own_observations(ours), own_observations(theirs))
     for a, b in zip(ours.envs, theirs.envs, strict=True):
@@ -215,9 +215,9 @@ def test_memory_that_is_not_contiguous_is_written_to() -> None:
 
 def test_what_a_step_returned_is_not_changed_by_a_reset() -> None:
     turns = started(vector((1, 3)))
-    out = turns.step(np.array([1, 2]), turns.new_rows())
+    out = turns.step(np.array([1, 2]), None)
     kept = copy.deepcopy(out[:4])
-    turns.reset(np.array([True, False]), turns.new_rows())
+    turns.reset(np.array([True, False]), None)
     for before, after in zip(
         (kept[0][0], kept[1][0], *kept[2:]), (out[0][0], out[1][0], *out[2:4]), strict=True
     ):
@@ -265,7 +265,7 @@ def test_a_copy_steps_by_itself(copied: Any) -> None:
     for before, after in zip(kept, (out.obs[0], out.reward[0], *out[2:4]), strict=True):
         np.testing.assert_array_equal(before, after)
     first = other.reset(np.array([True, False]), None)[0]
-    assert first.tolist() == [[1, 0, 0], [0, 3, 4]]
+    assert first[0].tolist() == [1, 0, 0]
     found = other.step([np.array([1, 1])])
     assert found.obs[0].tolist() == [[1, 1, 1], [0, 4, 1]]
     assert system.step([np.array([0, 0])]).obs[0].tolist() == [[0, 2, 0], [0, 2, 0]]
@@ -453,12 +453,30 @@ def test_which_vectors_are_stepped_so() -> None:
     assert not why_not(vector(mode=AutoresetMode.NEXT_STEP))
     assert not why_not(vector(mode=AutoresetMode.SAME_STEP))
     assert "no bare SyncVectorEnv" in why_not(RecordEpisodeStatistics(vector()))
-    assert "not one array" in why_not(vector(space=gymnasium.spaces.Dict(a=SPACES[0])))
+    assert "that is not Gymnasium's" in why_not(vector(space=gymnasium.spaces.Dict(a=SPACES[0])))
 
     class Own(SyncVectorEnv):
         pass
 
     assert "is a Own" in why_not(Own([Scripted]))
+
+    class OwnBox(gymnasium.spaces.Box):
+        pass
+
+    class Nested(Scripted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = gymnasium.spaces.Dict(a=OwnBox(0, 1, (3,)))
+
+    own = SyncVectorEnv([Nested])
+    assert "that is not Gymnasium's" in why_not(own)
+    told = vector()
+    merge = told._add_info
+    install(told, {"told"})
+    assert stepping_vector(traits_of(told, infos=True, many_rewards=False)).way == "in turn"
+    told._add_info = lambda *args: merge(*args)
+    assert stepping_vector(traits_of(told, infos=False, many_rewards=False)).way == "in turn"
+    assert "changed" in stepping_vector(traits_of(told, infos=True, many_rewards=False)).because
     changed = vector()
     changed.envs = tuple(changed.envs)
     assert "was changed" in why_not(changed)
@@ -500,3 +518,167 @@ def test_a_system_steps_its_lanes_so(mode: Any, monkeypatch: Any) -> None:
     system.reset(ended, None, options={"at": 5})
     assert counted == ["step", "reset"]
     assert env.envs[0].calls[-1] == ("reset", None, {"at": 5})
+
+
+# --- infos and nested observations ----------------------------------------------------------------
+
+TEXT = gymnasium.spaces.Text(4, charset="0123456789")
+FORMS: dict[str, tuple[Any, Any]] = {
+    "array": (gymnasium.spaces.Box(0, 200, (3,), np.float32), lambda v: v),
+    "number": (gymnasium.spaces.Discrete(200), lambda v: int(v[1])),
+    "of NumPy": (gymnasium.spaces.Discrete(200), lambda v: np.int64(v[1])),
+    "text": (TEXT, lambda v: str(int(v[0]))),
+    "dict": (
+        gymnasium.spaces.Dict(
+            a=gymnasium.spaces.Box(0, 200, (2,), np.float64),
+            b=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(200), TEXT]),
+            c=gymnasium.spaces.MultiBinary(2),
+        ),
+        lambda v: {
+            "c": np.array([v[0] % 2, v[1] % 2], np.int8),
+            "a": np.array(v[:2], np.float64),
+            "b": (np.int64(v[0]), str(int(v[1]))),
+            "more": 5,
+        },
+    ),
+    "tuple": (
+        gymnasium.spaces.Tuple([gymnasium.spaces.Box(0, 200, (3,), np.float32)] * 2),
+        lambda v: (v, [float(each) for each in v]),
+    ),
+}
+INFOS: dict[str, tuple[Info, Any]] = {
+    "float": (Info("x", dtype="float64"), lambda v: {"x": float(v[1]) / 2}),
+    "int": (Info("x", dtype="int64"), lambda v: {"x": int(v[0]) - 3, "_x": 7}),
+    "bool": (Info("x", dtype="bool"), lambda v: {"x": bool(v[1] % 2)}),
+    "of NumPy": (Info("x", dtype="float32"), lambda v: {"x": np.float32(v[1]) / 4}),
+    "other": (Info("x", dtype="float64"), lambda v: {"x": int(v[1]) if v[1] % 2 else 0.5}),
+    "array": (Info("x", dtype="int32", shape=(2,)), lambda v: {"x": np.int32([v[1], v[0]])}),
+    "list": (Info("x", dtype="float64", shape=(2,)), lambda v: {"x": [v[1], 0.25]}),
+    "nested": (Info("p/x", dtype="float64"), lambda v: {"p": {"x": float(v[1]), "y": None}}),
+    "sometimes": (
+        Info("p/x", dtype="int64", fill=-1),
+        lambda v: {"p": {"x": int(v[0])}} if v[1] % 2 else {},
+    ),
+    "none": (
+        Info("x", dtype="float64", fill=2),
+        lambda v: {"x": None if v[1] % 2 else 1.5},
+    ),
+    "at ends": (
+        Info("x", dtype="float64", fill=0),
+        lambda v: {"x": 3.5} if v[1] == 2 else {"p": 1},
+    ),
+}
+
+
+class Telling(Scripted):
+    def __init__(self, length: Any = 3, *, form: str = "array", infos: Any = ()) -> None:
+        super().__init__(length)
+        self.observation_space, self.take = FORMS[form]
+        self.infos = infos
+
+    def _seen(self, v: Any) -> Any:
+        info: dict[str, Any] = {}
+        for name in self.infos:
+            info |= INFOS[name][1](v)
+        return self.take(v), info
+
+    def _observation(self, action: Any = 0) -> Any:
+        return np.float32([self.episode, self.at, abs(float(np.sum(action)))])
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._seen(super().reset(seed=seed)[0])
+
+    def step(self, action: Any) -> Any:
+        v, *rest, _ = super().step(action)
+        obs, info = self._seen(v)
+        return obs, *rest, info
+
+
+def without(way: str, call: Any) -> Any:
+    kept, ways._off = ways._off, ways._off | {way}
+    try:
+        return call()
+    finally:
+        ways._off = kept
+
+
+def same_rows(wanted: Any, found: Any, lanes: Any = slice(None)) -> None:
+    for want, got in zip(wanted, found, strict=True):
+        assert want.dtype == got.dtype
+        np.testing.assert_array_equal(want[lanes], got[lanes])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    mode=st.sampled_from(AutoresetMode),
+    form=st.sampled_from([*FORMS]),
+    infos=st.lists(st.sampled_from([*INFOS]), max_size=1)
+    | st.just(["float", "sometimes"])
+    | st.just(["at ends", "nested"]),
+)
+def test_infos_and_nested_observations_are_those_of_the_vector(
+    lengths: Any, steps: Any, mode: Any, form: Any, infos: Any
+) -> None:
+    def system() -> Any:
+        env = vector(lengths, mode, made=Telling, form=form, infos=infos)
+        return GymnasiumSystem(env, infos=[INFOS[name][0] for name in infos])
+
+    ours, theirs = system(), system()
+    seeds = [*range(len(lengths))]
+    same_rows(without("in-turn", lambda: theirs.reset(None, seeds)), ours.reset(None, seeds))
+    assert (ours.stepped_by.way, theirs.stepped_by.way) == ("in turn", "vector")
+    for _ in range(steps):
+        action = ours.env.action_space.sample()
+        wanted, found = theirs.step([action]), ours.step([action])
+        ended = wanted.terminated | wanted.truncated
+        same_rows(
+            (*wanted.obs, *wanted.reward, *wanted[2:4]), (*found.obs, *found.reward, *found[2:4])
+        )
+        assert (wanted.final is None) == (found.final is None)
+        if wanted.final is not None:
+            same_rows(wanted.final, found.final, ended)
+        if mode is AutoresetMode.DISABLED and ended.any():
+            same_rows(theirs.reset(ended, None), ours.reset(ended, None), ended)
+        if infos:
+            np.testing.assert_array_equal(ours.infos.steps, theirs.infos.steps)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ({}, "it is absent at lane 1, step 0"),
+        ({"x": "much"}, "expected a number or an array of numbers, got .* at lane 1, step 0"),
+        ({"x": 0.5}, "int64 holds without loss, got .* at lane 1, step 0"),
+        ({"x": 2**70}, "at lane 1, step 0"),
+        ({"x": [1, 2]}, "expected a value of shape .* at lane 1, step 0"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_an_info_that_does_not_fit_names_its_lane(value: Any, wanted: Any, mode: Any) -> None:
+    class Wrong(Telling):
+        def step(self, action: Any) -> Any:
+            *rest, info = super().step(action)
+            return *rest, info if self.length == 3 else value
+
+    env = vector((3, 1), mode, made=Wrong, infos=["int"])
+    system = GymnasiumSystem(env, infos=[INFOS["int"][0]])
+    system.reset(None, [0, 1])
+    assert system.stepped_by.way == "in turn"
+    with pytest.raises(TransitionError, match=wanted) as caught:
+        system.step([np.array([0, 0])])
+    assert report_of(caught.value, "stepping").lane == 1
+
+
+def test_a_part_of_an_observation_that_is_missing_names_its_lane() -> None:
+    class Lacking(Telling):
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(action)
+            return ({"a": obs["a"], "c": obs["c"]} if self.length == 5 else obs), *rest
+
+    env = vector((3, 5), made=Lacking, form="dict")
+    system = GymnasiumSystem(env)
+    system.reset(None, [0, 1])
+    with pytest.raises(ValueRefused, match=r"^next/b/0 at lane 1: .*, got none in dict"):
+        system.step([np.array([0, 0])])

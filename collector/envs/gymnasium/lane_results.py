@@ -1,0 +1,118 @@
+"""Observations and infos of lanes that are stepped one by one, as columns of all lanes."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.gymnasium.infos import InfoColumns
+from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows
+from tallyroll.collector.envs.gymnasium.spaces import observation_leaves
+from tallyroll.storage.engine.kernel import table_of
+
+_KINDS = {(np.dtype(np.float64), 1): 1, (np.dtype(np.int64), 1): 2}
+"""The kinds of columns that the extension fills with Python's own numbers."""
+
+
+class Of(IntEnum):
+    """The call that gave an info; the extension has the same numbers."""
+
+    STEP = 0
+    """A step, or a reset in place of one."""
+    LAST = 1
+    """The step that ended an episode, where a reset follows in the same step."""
+    RESET = 2
+
+
+class LaneResults:
+    """The columns of a step of ``env``, to which the results of each lane are written.
+
+    Args:
+        env: the vector.
+        infos: entries of infos that are columns, declared ones; None: there are none.
+    """
+
+    def __init__(self, env: SyncVectorEnv, infos: InfoColumns | None) -> None:
+        leaves = observation_leaves(env.single_observation_space, env.num_envs)
+        self.leaves, self._infos = LaneRows(leaves), infos
+        self.tells = bool(infos)
+        """Infos are columns."""
+        first = leaves[0]
+        self._is_plain = len(leaves) == 1 and not (first.path or first.text)
+        self._shape, self.shape, self.dtype = first.shape, first.shape[1:], first.dtype
+        self.nbytes = _nbytes(self.shape, self.dtype)
+        """Of one observation, of the dtype and shape beside it, if it is a single array."""
+        self.plain: NDArray[Any] | None = None
+        """The memory of the observations of this step, if they are a single array."""
+        self._columns: Rows = []
+        within = env.autoreset_mode is AutoresetMode.SAME_STEP
+        self._told = self._infos_of_step = infos.new_rows() if infos else []
+        self._infos_of_last = infos.new_rows() if infos and within else []
+        self._final = self.leaves.new() if within else []
+        self.finals = self._final + self._infos_of_last
+        """Final observations, and infos, ``[lane, ...]``; rows of lanes that have just ended."""
+        self.address = self._final[0].ctypes.data if within and self._is_plain else 0
+        """Where the extension writes final observations; 0: :meth:`put_final` does."""
+
+    def begin(self, lent: NDArray[Any] | None) -> Rows:
+        """Return the columns of the next step; that of a single observation is ``lent``.
+
+        Those of infos are the same each time.
+        """
+        rows = self._begin(lent)
+        if not self._infos:
+            return rows
+        self._told = self._infos_of_step
+        self._infos.fill(self._told)
+        return rows + self._told
+
+    def begin_reset(self, lent: NDArray[Any] | None) -> Rows:
+        """Return the columns of a reset of some lanes."""
+        self._columns = self.leaves.new() if lent is None else [lent]
+        self._told = self._infos.new_rows() if self._infos else []
+        return self._columns + self._told
+
+    def _begin(self, lent: NDArray[Any] | None) -> Rows:
+        if self._is_plain:
+            self.plain = lent if lent is not None else np.empty(self._shape, self.dtype)
+            self._columns = [self.plain]
+        else:
+            self._columns = self.leaves.new()
+        return self._columns
+
+    def put(self, seen: Sequence[Any]) -> None:
+        """Write the observation of each lane."""
+        self.leaves.put_all(self._columns, seen)
+
+    def put_first(self, lane: int, obs: Any) -> None:
+        """Write the observation that a reset of one lane returned."""
+        self.leaves.put(self._columns, lane, obs, first=True)
+
+    def put_final(self, lane: int, obs: Any) -> None:
+        """Write the final observation of one lane."""
+        self.leaves.put(self._final, lane, obs)
+
+    def tell(self, lane: int, info: Any, of: int) -> None:
+        """Write the entries of the info of a lane."""
+        if self._infos is not None:
+            rows = self._infos_of_last if of == Of.LAST else self._told
+            self._infos.write_one(rows, lane, info, of == Of.RESET)
+
+    def entries(self) -> tuple[Any, ...]:
+        """Return the entries of infos for `Kernel.step_lanes`."""
+        found, rows = [], iter(self._infos_of_step)
+        for info in self._infos.infos if self._infos else ():
+            row, given = next(rows), None if info.fill is None else next(rows)
+            kind = _KINDS.get((row.dtype, row.ndim), 0)
+            words = [row.ctypes.data, 0 if given is None else given.ctypes.data, kind]
+            shape = row.shape[1:]
+            table = table_of([*words, _nbytes(shape, row.dtype), *shape])
+            found.append((info.key, row.dtype, table))
+        return tuple(found)
+
+
+def _nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
