@@ -172,10 +172,13 @@ class Stepper:
             obs, reward, over, cut = out[:4]
             ended = -1
             more = out.skipped is not None or self._looks_behind
-            if len(obs) == len(reward) == 1 and type(obs[0]) is array and not more:
+            known = not more or self._skips_pending(out.skipped)
+            if len(obs) == len(reward) == 1 and type(obs[0]) is array and known:
                 ended = put(obs[0], reward[0], over, cut)
             if ended < 0:
                 self._put(cursor, (row,), out)
+            elif more:
+                self.follow(self.pending, terminated | truncated)
             elif finish is not None and ended:
                 finish(cursor, terminated | truncated, out, (row,))
             board[FILLED] = at + 1
@@ -279,6 +282,17 @@ class Stepper:
             self._follow_resets(True)  # from the first step on that names skipped lanes
         if self.declares.has_reset_slots:
             self.follow(pending, ended)
+
+    def _skips_pending(self, skipped: Array | None) -> bool:
+        """Return whether a quick look finds that a step skipped those lanes that were to be."""
+        pending = self.pending
+        return (
+            self._follows
+            and type(skipped) is np.ndarray
+            and skipped.dtype == np.bool_
+            and skipped.shape == pending.shape
+            and skipped.tobytes() == pending.tobytes()
+        )
 
     def follow(self, reset: Mask, ended: Mask) -> None:
         """Follow reset slots over a step, which ``reset`` some lanes; ``ended`` are reset next."""

@@ -141,6 +141,31 @@ def test_a_system_that_speaks_of_skips_only_where_there_are_some() -> None:
     assert len(collect(lambda: with_step(WithResetSlots, change)(3), 200)) == 200
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_wrong_skip_is_found_however_late(early: bool) -> None:
+    steps = 0
+
+    def change(step: Step) -> Step:
+        nonlocal steps
+        steps += 1
+        is_time = steps > 50 and step.skipped.any() != early
+        return step._replace(skipped=~step.skipped) if is_time else step
+
+    with pytest.raises(TransitionError, match=r'at_end="reset_slot", and it (ignored|executed)'):
+        collect(lambda: with_step(WithResetSlots, change)(3), 400)
+    assert steps > 50
+
+
+def test_skips_in_any_form_make_the_same_rows() -> None:
+    def rows_with(change: Any) -> Any:
+        made = with_step(WithResetSlots, lambda step: step._replace(skipped=change(step.skipped)))
+        return collect(lambda: made(3), 200, seed=1)
+
+    plain = rows_with(lambda skipped: skipped)
+    for form in (lambda skipped: skipped.astype(np.uint8), torch.from_numpy, np.ndarray.tolist):
+        assert (rows_with(form) == plain).all()
+
+
 def test_parts_of_lanes_with_reset_slots() -> None:
     class InParts(WithResetSlots):
         rest: ClassVar[dict[str, Any]] = {**WithResetSlots.rest, "parts": True}
