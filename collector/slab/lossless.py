@@ -1,5 +1,6 @@
 """Casting without loss: a value arrives as it is, or not at all. Pure."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Mask = NDArray[np.bool_]
+
+_WHOLE = "biu"
 
 
 def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
@@ -18,6 +21,10 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
         return values, None
     if _always(values.dtype, dtype):
         return values.astype(dtype), None
+    if values.dtype.kind in _WHOLE and dtype.kind in _WHOLE:
+        found = values.astype(dtype)  # of integers nothing warns
+        if (found == values).all():
+            return found, None
     lost = np.zeros(values.shape, np.bool_)
     if values.dtype.kind == "c" and dtype.kind != "c":
         lost |= values.imag != 0
@@ -29,6 +36,7 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
     return found, lost if lost.any() else None
 
 
+@cache
 def _always(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     """Return whether every value fits. NumPy calls casts of int64 to floats safe; they are not."""
     wide = source.kind in "iu" and source.itemsize == 8 and target.kind in "fc"
