@@ -24,10 +24,9 @@ class Results:
 
     def __init__(self, env: Any, leaves: Sequence[Leaf], lanes: int) -> None:
         self._is_dm = hasattr(env, "observation_spec")
-        self._getters = [
-            (dm_getter(leaf, env) if self._is_dm else leaf.getter()) for leaf in leaves
+        self._leaves = [
+            (dm_getter(leaf, env) if self._is_dm else leaf.getter(), leaf.dtype) for leaf in leaves
         ]
-        self._dtypes = [leaf.dtype for leaf in leaves]
         self._limit = int(env.config.get("max_episode_steps", 0)) or np.iinfo(np.int64).max
         self._steps = np.zeros(lanes, np.int64)
 
@@ -38,8 +37,7 @@ class Results:
     def values(self, made: Any) -> list[Any]:
         """Return the observations, in the declared dtypes."""
         observation = made.observation if self._is_dm else made[0]
-        pairs = zip(self._getters, self._dtypes, strict=True)
-        return [cast(get(observation), dtype) for get, dtype in pairs]
+        return [cast(get(observation), dtype) for get, dtype in self._leaves]
 
     def infos(self, made: Any) -> dict[str, Any]:
         """Return the infos; the dm API has them among the observations."""
@@ -58,10 +56,12 @@ class Results:
 
     def step(self, made: Any, lanes: Lanes) -> Step:
         """Return the result of a step of ``lanes``."""
-        values, skipped = self.values(made), self.begins(made)
+        values = self.values(made)
         if not self._is_dm:
-            _, reward, terminated, truncated, _ = made
-            return Step(values, (reward,), terminated, truncated, skipped=skipped)
+            _, reward, terminated, truncated, info = made
+            skipped = info["elapsed_step"] == 0
+            return Step(values, (reward,), terminated, truncated, None, None, None, skipped)
+        skipped = self.begins(made)
         last = made.step_type == 2
         steps = np.where(skipped, 0, self._steps[lanes] + 1)
         self._steps[lanes] = steps

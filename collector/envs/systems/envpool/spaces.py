@@ -15,7 +15,7 @@ from tallyroll.collector.envs.gymnasium.spaces import Leaf
 
 def cast(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """EnvPool's integers are of 32 bits, those of Gymnasium's discrete spaces of 64."""
-    if value.dtype == dtype or not np.can_cast(value.dtype, dtype):
+    if value.dtype is dtype or value.dtype == dtype or not np.can_cast(value.dtype, dtype):
         return value
     return value.astype(dtype)
 

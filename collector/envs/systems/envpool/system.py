@@ -22,6 +22,7 @@ from tallyroll.collector.envs.systems.envpool.spaces import is_pool, true_space
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
 
 _OF_RUN = {"num_envs", "seed", "env_seed"}
+_ALL = slice(None)
 
 
 class EnvPoolSystem(TellingSystem):
@@ -128,7 +129,8 @@ class EnvPoolSystem(TellingSystem):
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes; those whose episode ended are reset."""
-        return self._step(self.env.step(action[0]), slice(None))
+        made = self.env.step(action[0])
+        return self._step(made, _ALL) if self._infos else self._results.step(made, _ALL)
 
     def send(self, action: Sequence[NDArray[Any]], lanes: NDArray[np.int32]) -> None:
         """Begin a step of ``lanes``."""
