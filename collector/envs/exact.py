@@ -1,6 +1,7 @@
 """Exact reading of a lane's results: the same values as a column, or an error that says why."""
 
 import warnings
+from collections.abc import Sequence
 from math import isnan
 from typing import Any
 
@@ -157,6 +158,14 @@ class ExactRow:
         if type(value) is int:
             return self._counts and 0 <= value < 128
         return type(value) is self._scalar
+
+    def are_right(self, values: Sequence[Any]) -> bool:
+        """Return whether all of ``values`` are arrays that can be written as they are."""
+        dtype, shape = self.dtype, self.shape
+        for value in values:
+            if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+                return False
+        return True
 
     def array(self, value: Any, *, first: bool = False) -> Array:
         """``value`` as an array of the dtype and shape.

@@ -47,6 +47,8 @@ class LaneValues:
         """Rewards and flags are looked at."""
         self._env = base if type(base) is SyncVectorEnv else None
         self._rows: list[tuple[Any, Callable[[Any], Any], ExactRow]] = []
+        self._are_bare = False
+        """Observations are arrays themselves."""
         if self._env is None:
             return
         try:
@@ -58,6 +60,7 @@ class LaneValues:
             for leaf in leaves
             if not leaf.text
         ]
+        self._are_bare = not any(leaf.path or leaf.text for leaf in leaves)
 
     def watch(self) -> None:
         """Look at each reward and flag that is written, until each lane has ended an episode.
@@ -95,6 +98,8 @@ class LaneValues:
         if raised is not None and not _puts_together(raised):
             lanes = [lane for lane in lanes if held[lane] is not None]
         for name, get, row in self._rows:
+            if self._are_bare and row.are_right(held):
+                continue
             right = row.is_right
             for lane in lanes:
                 seen = held[lane]
