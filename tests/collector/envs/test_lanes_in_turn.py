@@ -377,7 +377,11 @@ class Overwriting(Scripted):
         return self.form(self.array)
 
 
-@pytest.mark.parametrize("form", [lambda a: a[:3], lambda a: a[::2], lambda a: a[3:]], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [lambda a: a[:3], lambda a: a[::2], lambda a: a[3:]],
+    ids=["first half", "every second", "last half"],
+)
 def test_a_final_observation_that_a_reset_overwrites_is_refused(form: Any) -> None:
     class Formed(Overwriting):
         pass
