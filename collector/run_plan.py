@@ -158,7 +158,7 @@ def writing(
 
     Args:
         small: the observations of a slot are at most `SMALL_NBYTES` bytes.
-        single: there is one column of actions, observations and rewards each.
+        single: there is one column of actions, and one of rewards.
         compiled: the extension is used, and knows rewards of their kind.
         looks_behind: groups of agents, contexts or skipped slots are looked at after each step.
         lost_finals: some final observations are lost, and marked.
@@ -166,7 +166,7 @@ def writing(
     return choose(
         "views",
         "columns",
-        (not single, "actions, observations or rewards are several columns"),
+        (not single, "actions or rewards are several columns"),
         (not small, f"observations of a slot are larger than {SMALL_NBYTES:,} bytes"),
         (looks_behind, "more than observations, rewards and ends is looked at after a step"),
         (lost_finals, "some final observations are lost"),

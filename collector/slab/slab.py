@@ -27,6 +27,7 @@ from tallyroll.storage.rows.keys import (
 )
 
 Array = NDArray[Any]
+Arrays = tuple[Array, ...]
 
 _ON_CPU = (VALID, POLICY_VERSION, LANE)
 
@@ -77,15 +78,15 @@ class Cursor:
     while_waiting: Callable[[], None] | None = None
     """Work on complete slots, to be done while the system computes the next one."""
 
-    def slot(self, at: int) -> tuple[Array, ...]:
-        """Return views of a slot ``[lane, ...]`` that has one column of each kind.
+    def slot(self, at: int) -> tuple[Arrays, Array, Array, Array, Arrays]:
+        """Return views of a slot ``[lane, ...]`` that has one column of rewards.
 
-        These are action, next observation, reward, terminated, truncated, and the observation that
-        the policy sees in the slot after; in shared memory that is the next observation again.
+        These are next observations, reward, terminated, truncated, and the observations that the
+        policy sees in the slot after; in shared memory these are the next observations again.
         """
-        columns = self.actions[0], self.next_obs[0], self.rewards[0], self.terminated
-        root = (self.root_obs or self.next_obs)[0]
-        return (*(column[at] for column in columns), self.truncated[at], root[at])
+        rows = tuple(column[at] for column in self.next_obs)
+        roots = tuple(column[at] for column in self.root_obs or self.next_obs)
+        return rows, self.rewards[0][at], self.terminated[at], self.truncated[at], roots
 
 
 def memory_of(

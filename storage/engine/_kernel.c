@@ -925,40 +925,78 @@ static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const in
     return 1;
 }
 
-/* put_step(table, format, observation, reward, terminated, truncated): write the arrays of a step
-   to a slot; return how many lanes ended, or -1 if an array is not as the table says. Words of the
-   table: the addresses of the observation, of the one that the policy sees next (or 0), of rewards,
-   terminated and truncated, whether rewards are doubles, lanes, and the observation's dimensions.
-   The slab owns the addresses; the arrays of the step are held by their buffers until the end. */
+/* The table of a slot: the addresses of rewards, terminated and truncated, whether rewards are
+   doubles, and lanes; then for each observation its address, that of the one that the policy sees
+   next (or 0), and its dimensions with their number before them. The slab owns the addresses. */
+enum { S_REWARD, S_TERMINATED, S_TRUNCATED, S_DOUBLES, S_LANES, SLOT_WORDS };
+enum { O_ROW, O_ROOT, O_NDIM, O_SHAPE };
+#define STEP_BUFFER (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+
+/* Write one observation to its row, and to the row that the policy sees next; return 0 if it is not
+   as its words say, or after an error. */
+static int put_observation(const int64_t *words, PyObject *format, PyObject *seen)
+{
+    Py_buffer view;
+    const char *wanted = PyBytes_AsString(format);
+    if (wanted == NULL || PyObject_GetBuffer(seen, &view, STEP_BUFFER) < 0)
+        return 0;
+    const int fits = is_like(&view, wanted, words[O_NDIM], words + O_SHAPE);
+    if (fits) {
+        memmove(at(words[O_ROW]), view.buf, (size_t)view.len);
+        if (words[O_ROOT])
+            memcpy(at(words[O_ROOT]), at(words[O_ROW]), (size_t)view.len);
+    }
+    PyBuffer_Release(&view);
+    return fits;
+}
+
+/* Write all observations of a step, one for each format. */
+static int put_observations(const Table *table, PyObject *formats, PyObject *observations)
+{
+    const int64_t *words = table->words + SLOT_WORDS, *end = table->words + table->count;
+    const Py_ssize_t count = PyTuple_Size(formats);
+    if (count < 0 || PySequence_Size(observations) != count)
+        return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (words + O_SHAPE > end || words + O_SHAPE + words[O_NDIM] > end) {
+            PyErr_SetString(PyExc_ValueError, "a table is too short");
+            return 0;
+        }
+        PyObject *seen = PySequence_GetItem(observations, i);
+        const int put = seen && put_observation(words, PyTuple_GetItem(formats, i), seen);
+        Py_XDECREF(seen);
+        if (!put)
+            return 0;
+        words += O_SHAPE + words[O_NDIM];
+    }
+    return 1;
+}
+
+/* put_step(table, formats, observations, reward, terminated, truncated): write the arrays of a step
+   to a slot; return how many lanes ended, or -1 if an array is not as the table says. The arrays of
+   the step are held by their buffers while they are read. */
 static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
     Table table;
-    Py_buffer views[4];
+    Py_buffer views[3];
     int opened = 0;
     int64_t ended = -1;
-    if (want(given, 6) < 0)
+    if (want(given, 6) < 0 || open_table(args[0], &table, SLOT_WORDS) < 0)
         return NULL;
-    const char *format = PyBytes_AsString(args[1]);
-    if (format == NULL || open_table(args[0], &table, 7) < 0)
-        return NULL;
-    const int64_t *t = table.words;
-    for (; opened < 4; opened++) {
-        const int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS;
-        if (PyObject_GetBuffer(args[2 + opened], &views[opened], flags) < 0)
+    const int64_t *t = table.words, *lanes = t + S_LANES;
+    for (; opened < 3; opened++)
+        if (PyObject_GetBuffer(args[3 + opened], &views[opened], STEP_BUFFER) < 0)
             goto done;
-    }
-    const Py_buffer *seen = &views[0], *over = &views[2], *cut = &views[3];
-    if (is_like(seen, format, table.count - 7, t + 7) && is_like(over, "?", 1, t + 6)
-        && is_like(cut, "?", 1, t + 6) && put_rewards(at(t[2]), t[5] != 0, &views[1], t + 6)) {
+    const Py_buffer *over = &views[1], *cut = &views[2];
+    if (is_like(over, "?", 1, lanes) && is_like(cut, "?", 1, lanes)
+        && put_rewards(at(t[S_REWARD]), t[S_DOUBLES] != 0, &views[0], lanes)
+        && put_observations(&table, args[1], args[2])) {
         ended = 0;
-        for (int64_t lane = 0; lane < t[6]; lane++)
+        for (int64_t lane = 0; lane < *lanes; lane++)
             ended += ((const char *)over->buf)[lane] || ((const char *)cut->buf)[lane];
-        memmove(at(t[3]), over->buf, (size_t)t[6]);
-        memmove(at(t[4]), cut->buf, (size_t)t[6]);
-        memmove(at(t[0]), seen->buf, (size_t)seen->len);
-        if (t[1])
-            memcpy(at(t[1]), at(t[0]), (size_t)seen->len);
+        memmove(at(t[S_TERMINATED]), over->buf, (size_t)*lanes);
+        memmove(at(t[S_TRUNCATED]), cut->buf, (size_t)*lanes);
     }
 done:
     while (opened)

@@ -7,7 +7,7 @@ functions switched off (``-kernel``, see `ways`), that code runs instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -95,8 +95,8 @@ class Kernel(Protocol):
     def put_step(
         self,
         table: bytes,
-        format: bytes,
-        observation: Any,
+        formats: tuple[bytes, ...],
+        observations: Sequence[Any],
         reward: Any,
         terminated: Any,
         truncated: Any,
@@ -104,10 +104,10 @@ class Kernel(Protocol):
     ) -> int:
         """Write the arrays that a step returned to a slot; see `Stepper.step_of`.
 
-        The table has seven words: the addresses of the observation, of the observation that the
-        policy sees next (0: the same memory), of rewards, of terminated and of truncated, whether
-        rewards are float64, and the number of lanes; then the shape of the observation, whose
-        numbers have ``format`` (`struct`). Rewards may be float32 or float64.
+        The table has five words: the addresses of rewards, of terminated and of truncated, whether
+        rewards are float64, and the number of lanes; then for each observation its address, that of
+        the one that the policy sees next (0: the same memory), the number of its dimensions, and
+        these. Its numbers have its format (`struct`). Rewards may be float32 or float64.
 
         Returns:
             How many lanes ended; -1 if an array is different, or a reward becomes infinite: then

@@ -146,11 +146,11 @@ class Stepper:
 
     def writes_to(self, cursor: Cursor) -> Decision:
         """Choose how steps are written to slots of ``cursor``."""
-        single = len(cursor.next_obs) == len(cursor.actions) == len(cursor.rewards) == 1
+        single = len(cursor.actions) == len(cursor.rewards) == 1 <= len(cursor.next_obs)
         return writing(
-            small=cursor.next_obs[0][0].nbytes <= SMALL_NBYTES,
+            small=sum(column[0].nbytes for column in cursor.next_obs) <= SMALL_NBYTES,
             single=single,
-            compiled=single and putting(*cursor.slot(0)[1:]) is not None,
+            compiled=single and putting(*cursor.slot(0)) is not None,
             looks_behind=self._looks_behind,
             lost_finals=cursor.next_valid is not None,
         )
@@ -160,9 +160,8 @@ class Stepper:
 
         To let the system write there would cost more; `writes_to` has chosen it.
         """
-        action, *slot = cursor.slot(at)
-        row, _, terminated, truncated, _ = slot
-        put = putting(*slot)
+        rows, _, terminated, truncated, _ = slot = cursor.slot(at)
+        put, action = putting(*slot), cursor.actions[0][at]
         assert put is not None, "writes_to has chosen it"
         board, finish, array = cursor.board, self._finish, np.ndarray
 
@@ -173,14 +172,14 @@ class Stepper:
             ended = -1
             more = out.skipped is not None or self._looks_behind
             known = not more or self._skips_pending(out.skipped)
-            if len(obs) == len(reward) == 1 and type(obs[0]) is array and known:
-                ended = put(obs[0], reward[0], over, cut)
+            if len(reward) == 1 and type(obs[0]) is array and known:
+                ended = put(obs, reward[0], over, cut)
             if ended < 0:
-                self._put(cursor, (row,), out)
+                self._put(cursor, rows, out)
             elif more:
                 self.follow(self.pending, terminated | truncated)
             elif finish is not None and ended:
-                finish(cursor, terminated | truncated, out, (row,))
+                finish(cursor, terminated | truncated, out, rows)
             board[FILLED] = at + 1
 
         return step

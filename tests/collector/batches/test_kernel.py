@@ -222,11 +222,17 @@ class Slot:
         self.row, self.payoff = np.ones((3, 2), kind), np.ones(3, payoff)
         self.root = self.row if shared else np.ones((3, 2), kind)
         self.terminated, self.truncated = np.zeros((2, 3), np.bool_)
-        self.arrays = self.row, self.payoff, self.terminated, self.truncated, self.root
-        self.put: Any = self.by_numpy if compiled is None else writing.putting(*self.arrays)
+        self.more, self.more_root = np.ones((2, 3, 2, 1), "i4")  # another observation
+        self.arrays = self.row, self.payoff, self.terminated, self.truncated, self.more
+        self.all = *self.arrays, self.root, self.more_root
+        rows, roots = (self.row, self.more), (self.root, self.more_root)
+        self.put: Any = self.by_numpy
+        if compiled is not None:
+            self.put = writing.putting(rows, *self.arrays[1:4], roots)
 
-    def by_numpy(self, *given: Any) -> int:
+    def by_numpy(self, seen: Any, *others: Any) -> int:
         """Write where all have the dtypes and shapes of the slot; else return -1."""
+        given = seen[0], *others, seen[1]
         kinds = [array.dtype for array in self.arrays]
         kinds[1] = given[1].dtype if getattr(given[1], "dtype", None) in ("f4", "f8") else kinds[1]
         for each, own, kind in zip(given, self.arrays, kinds, strict=False):
@@ -236,7 +242,7 @@ class Slot:
             return -1
         for each, own in zip(given, self.arrays, strict=False):
             own[...] = each
-        self.root[...] = self.row
+        self.root[...], self.more_root[...] = self.row, self.more
         return int(np.count_nonzero(self.terminated | self.truncated))
 
 
@@ -261,7 +267,7 @@ def bent(array: np.ndarray, way: str) -> Any:
     kind=st.sampled_from(OBS_KINDS),
     payoff=st.sampled_from(["f4", "f8"]),
     shared=st.booleans(),
-    bends=st.tuples(*[st.sampled_from([*WAYS[:1] * 5, *WAYS])] * 4),
+    bends=st.tuples(*[st.sampled_from([*WAYS[:1] * 5, *WAYS])] * 5),
     rewards=st.lists(st.floats(width=64), min_size=3, max_size=3),
     narrow=st.booleans(),
     flags=st.lists(st.booleans(), min_size=6, max_size=6),
@@ -280,19 +286,21 @@ def test_steps_are_written_alike(
 ) -> None:
     seen = np.random.default_rng(seed).integers(0, 2, (3, 2)).astype(kind)
     reward = np.array(rewards).astype("f4" if narrow else "f8")
-    given = [seen, reward, np.array(flags[:3]), np.array(flags[3:])]
-    step = [bent(array, way) for array, way in zip(given, bends, strict=True)]
+    more = np.random.default_rng(seed).integers(0, 9, (3, 2, 1), "i4")
+    given = [seen, reward, np.array(flags[:3]), np.array(flags[3:]), more]
+    bent_seen, *others, bent_more = map(bent, given, bends)
+    step = [(bent_seen, bent_more), *others]
     ours, theirs = (Slot(kind, payoff, shared, each) for each in (kernel, None))
     assert ours.put.func is kernel.put_step
     ended, wanted = ours.put(*step), theirs.put(*step)
     if ended < 0:  # it knows less
         becomes_inf = payoff == "f4" and bool(np.isinf(reward.astype("f4") - 0).any())
-        assert wanted < 0 or bends != ("as it is",) * 4 or becomes_inf
+        assert wanted < 0 or bends != ("as it is",) * 5 or becomes_inf
         return
-    if wanted < 0 and bends != ("as it is",) * 4:  # NumPy's way compares dtypes by identity
+    if wanted < 0 and bends != ("as it is",) * 5:  # NumPy's way compares dtypes by identity
         return
     assert ended == wanted
-    for one, other in zip(ours.arrays, theirs.arrays, strict=True):
+    for one, other in zip(ours.all, theirs.all, strict=True):
         assert one.tobytes() == other.tobytes()
 
 
@@ -314,9 +322,9 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
     with pytest.raises(TypeError):
         anything.commit_rows(bytes(24), 0, 0, 1, bytes(32), CommitCounts().address, "text")
     with pytest.raises(TypeError):
-        anything.put_step(bytes(64), "d", *[np.zeros(1)] * 4)
+        anything.put_step("text", (b"d",), (np.zeros(1),), *[np.zeros(1)] * 3)
     with pytest.raises(ValueError, match="too short"):
-        anything.put_step(bytes(48), b"d", *[np.zeros(1)] * 4)
+        anything.put_step(bytes(32), (b"d",), (np.zeros(1),), *[np.zeros(1)] * 3)
     for plan in ((), [0] * 9, (0,) * 9):
         with pytest.raises(TypeError):
             anything.store_slots(plan, 1, 1, 1, 0, False)
