@@ -34,7 +34,7 @@ from loops import Case, Work
 from peers import Peer, installed, single_envs
 from small_batch_steps import StableBaselines3, TorchRL, touched_buffer
 
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, Info, SyncCollector
 from tallyroll.storage import MemmapStorage
 
 if TYPE_CHECKING:
@@ -117,14 +117,14 @@ class Kind:
     """A vector that users have, and the infos that they ask for."""
 
     make: Callable[[int, str], Any]
-    infos: tuple[str, ...] = ()
+    infos: tuple[str | Info, ...] = ()
 
 
 KINDS = {
     "bare": Kind(sync),
     "info": Kind(lambda lanes, mode: sync(lanes, mode, Informed), ("speed",)),
     "nested": Kind(lambda lanes, mode: sync(lanes, mode, Nested)),
-    "statistics": Kind(with_statistics, ("episode/r",)),
+    "statistics": Kind(with_statistics, (Info("episode/r", dtype="float64", fill=0),)),
     "wrapped": Kind(wrapped),
     "async": Kind(in_processes),
 }
