@@ -221,7 +221,7 @@ class StoringTraits:
     one_float_reward: bool
     """A lane's reward is one float32 or float64."""
     surplus: str
-    """What happens to transitions that a call does not want; empty: they open the next one."""
+    """The fate of transitions that a call does not want; empty: they open the next one."""
     masked_agents: bool
     """Masks say which agents of a group are there."""
     counts_ticks: bool

@@ -44,7 +44,7 @@ class LaneResults:
         self._is_plain = len(leaves) == 1 and not (first.path or first.text)
         self._shape, self.shape, self.dtype = first.shape, first.shape[1:], first.dtype
         self.nbytes = _nbytes(self.shape, self.dtype)
-        """Of one observation, of the dtype and shape beside it, if it is a single array."""
+        """Bytes of an observation that is a single array of this dtype and shape."""
         self.plain: NDArray[Any] | None = None
         """The memory of the observations of this step, if they are a single array."""
         self._columns: Rows = []

@@ -154,7 +154,7 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
         collector.shutdown()
         one_call = collector._one_call
         at_once = collector.plan.commits.way == "one call"
-        assert bool(one_call and one_call._plain) == at_once, "some slots were plain ones"
+        assert bool(one_call and one_call._made) == at_once, "some slots were plain ones"
         del one_call
         slab = weakref.ref(collector._rollout.driver.slab)  # type: ignore[attr-defined]
         del collector
