@@ -62,26 +62,22 @@ class LaneResults:
 
         Those of infos are the same each time.
         """
-        rows = self._begin(lent)
-        if not self._infos:
-            return rows
+        if self._is_plain:
+            self.plain = np.empty(self._shape, self.dtype) if lent is None else lent
+            self._columns = [self.plain]
+        else:
+            self._columns = self.leaves.new()
+        if self._infos is None or not self.tells:
+            return self._columns
         self._told = self._infos_of_step
         self._infos.fill(self._told)
-        return rows + self._told
+        return self._columns + self._told
 
     def begin_reset(self, lent: NDArray[Any] | None) -> Rows:
         """Return the columns of a reset of some lanes."""
         self._columns = self.leaves.new() if lent is None else [lent]
         self._told = self._infos.new_rows() if self._infos else []
         return self._columns + self._told
-
-    def _begin(self, lent: NDArray[Any] | None) -> Rows:
-        if self._is_plain:
-            self.plain = lent if lent is not None else np.empty(self._shape, self.dtype)
-            self._columns = [self.plain]
-        else:
-            self._columns = self.leaves.new()
-        return self._columns
 
     def put(self, seen: Sequence[Any]) -> None:
         """Write the observation of each lane."""

@@ -62,7 +62,7 @@ class LanesInTurn:
     """
 
     def __init__(self, env: SyncVectorEnv, infos: InfoColumns | None = None) -> None:
-        self._env, self._infos = env, infos
+        self._env, self._own, self._infos = env, vars(env), infos
         self._mode = env.autoreset_mode
         self._within = self._mode is AutoresetMode.SAME_STEP
         lanes = env.num_envs
@@ -80,7 +80,7 @@ class LanesInTurn:
     @property
     def are_alone(self) -> bool:
         """True if the vector's ``step`` and ``reset`` are those of its class, not replaced."""
-        own = vars(self._env)
+        own = self._own
         return "step" not in own and "reset" not in own
 
     def step(self, action: NDArray[Any], lent: NDArray[Any] | None) -> Step:

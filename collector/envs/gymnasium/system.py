@@ -209,7 +209,8 @@ class GymnasiumSystem(System):
             if lanes is not None and not lanes.all():
                 return self._step_some(action[0], np.flatnonzero(lanes))
             if self._in_turn is not None and self._in_turn.are_alone:
-                out = self._in_turn.step(action[0], self._lent)
+                lent = None if self._own is None else self._lent
+                out = self._in_turn.step(action[0], lent)
                 if not self._infoless:
                     self.infos.count(out.terminated | out.truncated, self._after_end)
                 return out
