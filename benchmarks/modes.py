@@ -31,7 +31,8 @@ from common import (
 from gymnasium.spaces import Dict
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from loops import Case, Work
-from peers import Peer, installed, single_envs
+from peers import Peer, installed
+from peers import Tianshou as TianshouBatches
 from small_batch_steps import StableBaselines3, TorchRL, touched_buffer
 
 from tallyroll.collector import GymnasiumVectorEnv, Info, SyncCollector
@@ -238,33 +239,13 @@ class CleanRL(Peer):
         self.env.close()
 
 
-class Tianshou(Peer):
-    """Tianshou's ``Collector.collect(n_step=lanes)`` into a ``VectorReplayBuffer``."""
-
-    name = "Tianshou"
-
-    def __init__(self, work: Work) -> None:
-        """Build the collector."""
-        from peers import TianshouActor
-        from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-        from tianshou.data import Collector, VectorReplayBuffer
-        from tianshou.env import DummyVectorEnv
-
-        super().__init__(work.case)
-        space = gym.spaces.Discrete(2)
-        policy = DiscreteActorPolicy(actor=TianshouActor(), action_space=space)
-        self.env = DummyVectorEnv(single_envs(work.case.lanes))
-        self.collector = Collector(policy, self.env, VectorReplayBuffer(RING, work.case.lanes))
-        self.collector.reset()
+class Tianshou(TianshouBatches):
+    """The same, a vector step a call: ``Collector.collect(n_step=lanes)``."""
 
     def advance(self) -> None:
-        """Collect a block, a vector step a call."""
+        """Collect a block, call by call."""
         for _ in range(self.case.block):
-            self.collector.collect(n_step=self.case.lanes, random=True)
-
-    def close(self) -> None:
-        """Close the environments."""
-        self.env.close()
+            self.collector.collect(n_step=self.case.lanes, random=self.random)
 
 
 def peers_of(lanes: int, scratch: Path) -> tuple[list[Contender], list[str]]:
