@@ -361,6 +361,27 @@ def test_held_rows_and_whole_slots_are_stored_before_an_error(
         check_rows(storage.get(slice(None)), LENGTHS, ends="mixed", from_start=True)
 
 
+def test_held_rows_with_random_actions_are_counted_as_such(tmp_path: Path) -> None:
+    """The opening is over when they are executed, and they are stored by the next call."""
+    run = sync_collector(
+        DISABLED,
+        RecordingPolicy(),
+        init_random_frames=LANES,
+        frames_per_batch=LANES,
+        total_frames=-1,
+        storage=tmp_path / "rows",
+        finals="kept",
+    )
+    with run:
+        run.collect(LANES - 2)
+        assert (run.ledger.random, run.ledger.carried) == (LANES - 2, 2)
+        for _ in range(5):
+            run.collect(LANES - 2)
+        assert run.ledger.random == LANES
+        assert run._one_call is not None
+        assert run._one_call.ready is not None
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_what_is_raised_behind_a_stop_is_not_swallowed(closes: bool, tmp_path: Path) -> None:
     storage = MemmapStorage(tmp_path / "rows")
