@@ -152,9 +152,15 @@ def lending(*, copies: bool, other: bool) -> Decision:
 
 
 def writing(
-    *, small: bool, single: bool, compiled: bool, looks_behind: bool, lost_finals: bool
+    *,
+    small: bool,
+    single: bool,
+    compiled: bool,
+    looks_behind: bool,
+    lost_finals: bool,
+    into: bool,
 ) -> Decision:
-    """Choose how a step is written to its slot: to ``views`` of it, or column by column.
+    """Choose how a step is written to its slot: ``at once``, to ``views`` of it, or by column.
 
     Args:
         small: the observations of a slot are at most `SMALL_NBYTES` bytes.
@@ -162,8 +168,9 @@ def writing(
         compiled: the extension is used, and knows rewards of their kind.
         looks_behind: groups of agents, contexts or skipped slots are looked at after each step.
         lost_finals: some final observations are lost, and marked.
+        into: the call that steps the lanes can write to a slot.
     """
-    return choose(
+    views = choose(
         "views",
         "columns",
         (not single, "actions or rewards are several columns"),
@@ -173,6 +180,10 @@ def writing(
         (not compiled, "the extension is not used, or a lane's reward is no float"),
         way="views",
     )
+    if views.way == "columns":
+        return views
+    copied = "lanes are not stepped in turn, or have more to show than one array"
+    return choose("at once", "views", (not into, copied), way="into")
 
 
 def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: bool) -> Decision:
@@ -340,7 +351,7 @@ class RunPlan:
     observations: Decision
     """Observations: the system writes them to the ``slab``, or they are ``copied``."""
     writes: Decision
-    """Writing of a step to its slot: ``views``, ``columns``, ``tensors``."""
+    """Writing of a step to its slot: ``at once``, ``views``, ``columns``, ``tensors``."""
     counts: Decision
     """Counting of the transitions of slots: ``whole``, ``by ends``, ``by lane``."""
     rows: Decision

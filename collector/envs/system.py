@@ -138,6 +138,14 @@ class Step(NamedTuple):
     """Flags of each group."""
 
 
+Into: TypeAlias = Callable[[NDArray[Any], NDArray[Any], bytes], Step | None]
+"""Steps all lanes with an action ``[lane, ...]``, and writes the results to a slot.
+
+That is given by its observation ``[lane, ...]`` and its table for `Kernel.put_step`. None is
+returned if that is all; the step, if the caller has to write it, or to complete the slot.
+"""
+
+
 class System(ABC):
     """An environment system: many lanes that are stepped in one call.
 
@@ -230,6 +238,11 @@ class System(ABC):
         The system may keep the arrays of ``action``.
         """
         raise NotImplementedError
+
+    @property
+    def into(self) -> Into | None:
+        """A way of stepping all lanes straight into a slot of one observation, if there is one."""
+        return None
 
     def send(self, action: Sequence[Array], lanes: NDArray[np.int32]) -> None:
         """Begin a step of ``lanes``; ``action`` holds a row for each of them."""

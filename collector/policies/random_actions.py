@@ -177,12 +177,15 @@ class RandomActions:
         shape = choices.uniforms(tuple(spec.shape))
         return lambda rng, slots: rng.random((slots, self._lanes, *shape))
 
-    def arrays(self, slots: int) -> Iterable[tuple[Key, Array]]:
+    @property
+    def drawn_keys(self) -> Iterable[Key]:
+        """Actions that :meth:`take` draws, or draws numbers for."""
+        return self._draws
+
+    def take(self, slots: int) -> list[Array]:
         """Return the draws ``[slot, lane, ...]`` of the next ``slots``, by action; read only."""
         drawn, own = self._rng.take(self._drawers, slots, self._width), self._own
-        if own is not None:
-            drawn = [array[:, own] for array in drawn]
-        return zip(self._draws, drawn, strict=True)
+        return drawn if own is None else [array[:, own] for array in drawn]
 
     @property
     def place(self) -> Mapping[str, Any]:
@@ -212,7 +215,7 @@ class RandomActions:
         """
         drawn = [
             (arrays[key], masks[key], numbers, self._choices.get(key))
-            for key, numbers in self.arrays(stop - start)
+            for key, numbers in zip(self._draws, self.take(stop - start), strict=True)
         ]
         for at in range(start, stop):
             for actions, marks, numbers, choices in drawn:
@@ -225,7 +228,7 @@ class RandomActions:
 
     def ahead(self, slots: int) -> Ahead:
         """Draw the actions of ``slots`` slots that can be drawn before these are stepped."""
-        drawn = self.arrays(slots)
+        drawn = zip(self._draws, self.take(slots), strict=True)
         return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn})
 
     def of_lanes(self, actions: Ahead) -> Ahead:

@@ -57,16 +57,18 @@ class Actor:
         self._bare: BareCall | None = None
         if policy is not None and self.decision.way == "network":
             self._bare = BareCall.of(policy, lanes.seen_rows)
+        arrays, columns = self._slab.arrays, self._slab.columns
+        self._targets: list[Any] = [arrays.get(key, columns[key]) for key in random.drawn_keys]
+        """Memory ``[slot, lane, ...]`` of the actions that are drawn; tensors on other devices."""
         self._masks = random.masks_in(self._slab.arrays) if lanes.fills_slab else None
 
     def put_at_random(self, start: int, stop: int) -> None:
         """Write random actions to slots ``[start, stop)``."""
-        for key, drawn in self.random.arrays(stop - start):
-            array = self._slab.arrays.get(key)
-            if array is not None:
-                array[start:stop] = drawn
+        for to, drawn in zip(self._targets, self.random.take(stop - start), strict=True):
+            if type(to) is torch.Tensor:
+                to[start:stop].copy_(torch.from_numpy(drawn.copy()))
             else:
-                self._slab.columns[key][start:stop].copy_(torch.from_numpy(drawn.copy()))
+                to[start:stop] = drawn
 
     def each_at_random(self, start: int, stop: int) -> Iterator[int]:
         """Yield slots ``[start, stop)``, each with random actions written to it."""

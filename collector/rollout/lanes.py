@@ -141,7 +141,7 @@ class SystemLanes(Lanes):
         self.stepper = stepper = env.stepper
         self.cursor = stepper.cursor(slab, board)
         self.writes = stepper.writes_to(self.cursor)
-        self._by_views = self.writes.way == "views"
+        self._by_views, self._at_once = self.writes.way != "columns", self.writes.way == "at once"
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
         """A function for each slot that was stepped with views of it."""
         self._tds: list[TensorDictBase] = []
@@ -153,7 +153,8 @@ class SystemLanes(Lanes):
         """Return the decisions of a `RunPlan` about steps."""
         system = self.stepper.system
         lent = Decision("slab") if system.lends else system.lent
-        return {"steps": system.stepped_by, "observations": lent, "writes": self.writes}
+        writes = self.stepper.writes_to(self.cursor) if self._at_once else self.writes
+        return {"steps": system.stepped_by, "observations": lent, "writes": writes}
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """Begin every lane's trajectory in slot ``at``."""
@@ -178,7 +179,7 @@ class SystemLanes(Lanes):
             for at in range(start, stop):
                 step = self._steps[at]
                 if step is None:
-                    step = self._steps[at] = self.stepper.step_of(cursor, at)
+                    step = self._steps[at] = self.stepper.step_of(cursor, at, self._at_once)
                 step()
                 if cursor.board[HALT]:
                     break

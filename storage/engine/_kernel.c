@@ -191,7 +191,7 @@ static void publish(char *where, uint64_t word)
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-/* Return a count with its check bits; `checksum` continues a CRC-32 over further bytes. */
+/* Return a count with its check bits. */
 static uint64_t word_of(int64_t count)
 {
     uint32_t bits = 0;
@@ -203,19 +203,32 @@ static uint64_t word_of(int64_t count)
     return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
 }
 
+/* Return a CRC-32 continued over further bytes. Eight are taken at a time: table k has the effect of
+   a byte that k others follow. */
 static uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
 {
-    static uint32_t table[256];
-    if (!table[255])
+    static uint32_t tables[8][256];
+    const uint8_t *byte = (const uint8_t *)bytes;
+    if (!tables[7][255]) {
         for (uint32_t i = 0; i < 256; i++) {
             uint32_t word = i;
             for (int bit = 0; bit < 8; bit++)
                 word = word & 1 ? word >> 1 ^ 0xEDB88320u : word >> 1;
-            table[i] = word;
+            tables[0][i] = word;
         }
+        for (int k = 1; k < 8; k++)
+            for (int i = 0; i < 256; i++)
+                tables[k][i] = tables[k - 1][i] >> 8 ^ tables[0][tables[k - 1][i] & 0xFF];
+    }
     crc = ~crc;
-    for (size_t i = 0; i < length; i++)
-        crc = crc >> 8 ^ table[(crc ^ (uint8_t)bytes[i]) & 0xFF];
+    for (; length >= 8; length -= 8, byte += 8) {
+        uint32_t mixed = 0;
+        for (int i = 0; i < 4; i++)
+            mixed ^= tables[7 - i][(crc >> 8 * i ^ byte[i]) & 0xFF] ^ tables[3 - i][byte[4 + i]];
+        crc = mixed;
+    }
+    while (length--)
+        crc = crc >> 8 ^ tables[0][(crc ^ *byte++) & 0xFF];
     return ~crc;
 }
 
@@ -1286,16 +1299,37 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
     return 0;
 }
 
-/* step_lanes(table, dtype, readers, envs, action, seen, ended, to). LanesInTurn owns every argument
-   but the caller's `action` and `to`; the buffers of `ended` and `to` are held until the end. */
+/* Write rewards and flags of all lanes to a slot; return 0 if a reward becomes infinite there. */
+static int put_numbers(const int64_t *slot, const int64_t *t)
+{
+    const double *rewards = (const double *)at(t[L_REWARD]);
+    const size_t lanes = (size_t)t[L_LANES];
+    for (size_t lane = 0; lane < lanes; lane++) {
+        const float narrow = (float)rewards[lane];
+        if (slot[S_DOUBLES])
+            ((double *)(void *)at(slot[S_REWARD]))[lane] = rewards[lane];
+        else if (narrow - narrow != 0 && rewards[lane] - rewards[lane] == 0)
+            return 0;
+        else
+            ((float *)(void *)at(slot[S_REWARD]))[lane] = narrow;
+    }
+    memcpy(at(slot[S_TERMINATED]), at(t[L_TERMINATED]), lanes);
+    memcpy(at(slot[S_TRUNCATED]), at(t[L_TRUNCATED]), lanes);
+    return 1;
+}
+
+/* step_lanes(table, dtype, readers, envs, action, seen, ended, to, slot). LanesInTurn owns every
+   argument but the caller's `action`, `to` and `slot`; the buffers of `ended` and `to` are held until
+   the end. A `slot` is a table as of put_step, of one observation, whose row is `to`. */
 static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
     Lanes the;
+    Table slot = {.count = 0};
     Py_buffer ended, rows;
     PyObject *actions = NULL, *result = NULL;
     int put = 0, has_rows = 0;
-    if (want(given, 8) < 0 || open_table(args[0], &the.table, L_SHAPE) < 0)
+    if (want(given, 9) < 0 || open_table(args[0], &the.table, L_SHAPE) < 0)
         return NULL;
     PyObject *envs = args[3];
     the.dtype = args[1];
@@ -1320,6 +1354,8 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     if (!has_rows)
         PyErr_Clear();
     put = has_rows && rows.len == lanes * t[L_NBYTES];
+    if (args[8] != Py_None && open_table(args[8], &slot, SLOT_WORDS + O_SHAPE) < 0)
+        goto done;
     the.step = PyUnicode_InternFromString("step");
     the.name = PyUnicode_InternFromString("dtype");
     actions = PyObject_GetIter(args[4]);
@@ -1360,10 +1396,19 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         if (PyErr_Occurred())
             goto done;
     }
+    int64_t ends = 0;
     for (int64_t lane = 0; lane < lanes; lane++)
-        flags[lane] = at(t[L_TERMINATED])[lane] || at(t[L_TRUNCATED])[lane];
-    result = PyBool_FromLong(put);
+        ends += flags[lane] = at(t[L_TERMINATED])[lane] || at(t[L_TRUNCATED])[lane];
+    if (put && slot.count) {
+        const int64_t *words = slot.words + SLOT_WORDS;
+        put = slot.words[S_LANES] == lanes && put_numbers(slot.words, t);
+        if (put && words[O_ROOT])
+            memcpy(at(words[O_ROOT]), rows.buf, (size_t)rows.len);
+    }
+    result = PyLong_FromLongLong(put ? ends : -1);
 done:
+    if (slot.count)
+        PyBuffer_Release(&slot.buffer);
     Py_XDECREF(actions);
     Py_XDECREF(the.name);
     Py_XDECREF(the.step);

@@ -124,8 +124,9 @@ class Kernel(Protocol):
         seen: list[Any],
         ended: np.ndarray,
         to: np.ndarray | None,
+        slot: bytes | None,
         /,
-    ) -> bool:
+    ) -> int:
         """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
 
         The table has eight words: the addresses of rewards, float64, of terminated and of
@@ -143,10 +144,12 @@ class Kernel(Protocol):
         written here: for each its path of names, its dtype and a table. That has the address of
         the column; the address of the column, bool, that says where it was given, 0: it must be;
         the kind of Python's numbers that it takes (1: float, as float64, 2: int, as int64); and
-        the bytes of a row; then its shape.
+        the bytes of a row; then its shape. A ``slot`` is a table of `put_step`, of a single
+        observation, whose row is ``to``: the rest of the step is written there too.
 
         Returns:
-            Whether all were copied to ``to``; one of another dtype or shape is not.
+            How many lanes ended; -1 if not all was copied to ``to`` and ``slot``, as an observation
+            of another dtype or shape, or a reward that becomes infinite.
 
         Raises:
             AssertionError: a lane ended, and the table says not to reset it.

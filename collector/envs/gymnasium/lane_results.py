@@ -12,6 +12,7 @@ from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows
 from tallyroll.collector.envs.gymnasium.spaces import observation_leaves
 from tallyroll.storage.engine.kernel import table_of
+from tallyroll.storage.rows.dtypes import NUMPY
 
 _KINDS = {(np.dtype(np.float64), 1): 1, (np.dtype(np.int64), 1): 2}
 """The kinds of columns that the extension fills with Python's own numbers."""
@@ -43,6 +44,9 @@ class LaneResults:
         first = leaves[0]
         self._is_plain = len(leaves) == 1 and not (first.path or first.text)
         self._shape, self.shape, self.dtype = first.shape, first.shape[1:], first.dtype
+        same = first.spec.dtype is not None and NUMPY[first.spec.dtype] == self.dtype
+        self.are_one_array = self._is_plain and same and not self.tells
+        """An observation in the dtype that it is stored in, and nothing else."""
         self.nbytes = _nbytes(self.shape, self.dtype)
         """Bytes of an observation that is a single array of this dtype and shape."""
         self.plain: NDArray[Any] | None = None

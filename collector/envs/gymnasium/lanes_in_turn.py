@@ -57,25 +57,34 @@ def _is_known(space: Space[Any]) -> bool:
 class LanesInTurn:
     """Step and reset the lanes of ``env``, which `run_plan.stepping_vector` has found fit.
 
-    The vector's own state is kept up to date: its own methods can go on at any time. ``infos``
-    are entries of the lanes' infos that are columns.
+    The vector's own state is kept up to date: its own methods can go on at any time.
+
+    Args:
+        env: the vector.
+        infos: entries of the lanes' infos that are columns.
+        reset_slots: nothing has to be done at an end, for the next slot is a reset.
     """
 
-    def __init__(self, env: SyncVectorEnv, infos: InfoColumns | None = None) -> None:
+    def __init__(
+        self, env: SyncVectorEnv, infos: InfoColumns | None = None, *, reset_slots: bool = False
+    ) -> None:
         self._env, self._own, self._infos = env, vars(env), infos
         self._mode = env.autoreset_mode
         self._within = self._mode is AutoresetMode.SAME_STEP
+        self._reset_slots = reset_slots
         lanes = env.num_envs
         self._results = LaneResults(env, infos)
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
         self._lane = np.full(1, -1)  # the lane that the extension is stepping
         kernel = compiled()
+        self._is_compiled = kernel is not None
         self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
     def __reduce__(self) -> Any:
         """Make copies from the vector alone: each has its own arrays and their addresses."""
-        return type(self), (self._env, self._infos)
+        made = partial(type(self), reset_slots=self._reset_slots)
+        return made, (self._env, self._infos)
 
     @property
     def are_alone(self) -> bool:
@@ -88,13 +97,40 @@ class LanesInTurn:
 
         Rewards, flags and final observations are the same arrays each time.
         """
+        out = self.step_into(action, lent, None)
+        assert out is not None
+        return out
+
+    @property
+    def fills_slots(self) -> bool:
+        """True if :meth:`step_into` writes to slots."""
+        return self._is_compiled and self._results.are_one_array
+
+    def step_into(
+        self, action: NDArray[Any], row: NDArray[Any] | None, slot: bytes | None
+    ) -> Step | None:
+        """Step every lane, and write the results to a slot, if there is one.
+
+        Args:
+            action: ``[lane, ...]``.
+            row: its observation ``[lane, ...]``, or memory for it.
+            slot: its table, of `Kernel.put_step`; None: to none.
+
+        Returns:
+            None if all is in the slot; the step as of :meth:`step` if more has to be done.
+        """
         i = None  # the lane, for readers of a traceback; `_in_python` has its own
         env, results = self._env, self._results
-        envs, ended = env.envs, getattr(env, ENDED)
-        seen: Any = getattr(env, OWN_OBSERVATIONS)
-        rows = results.begin(lent)
+        ended, seen = getattr(env, ENDED), getattr(env, OWN_OBSERVATIONS)
+        rows = results.begin(row) if slot is None else []
         try:
-            if not self._step_lanes(envs, action, seen, ended, results.plain):
+            to = results.plain if slot is None else row
+            ends = self._step_lanes(env.envs, action, seen, ended, to, slot)
+            if slot is not None:
+                if ends == 0 or (ends > 0 and self._reset_slots):
+                    return None
+                rows = results.begin(row)
+            if ends < 0:
                 self._lane[0] = -1
                 results.put(seen)
         except BaseException as error:
@@ -120,8 +156,10 @@ class LanesInTurn:
             results.tell(i, info, Of.RESET)
         return rows
 
-    def _in_python(self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: Any) -> bool:
-        """Step as `Kernel.step_lanes` does; return False: the caller writes observations."""
+    def _in_python(
+        self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: Any, slot: Any
+    ) -> int:
+        """Step as `Kernel.step_lanes` does; return -1: the caller writes observations."""
         self._lane[0] = -1
         next_step, within, results = self._mode is _MODES[1], self._within, self._results
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
@@ -147,7 +185,7 @@ class LanesInTurn:
             if results.tells:
                 results.tell(i, info, of)
         np.logical_or(self._terminated, self._truncated, out=ended)
-        return False
+        return -1
 
     def _compiled(self, kernel: Kernel) -> Any:
         results = self._results

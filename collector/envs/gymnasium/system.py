@@ -25,7 +25,7 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     refuse_texts,
     rewards_of,
 )
-from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options import ResetSlots
 from tallyroll.collector.run_plan import lending, stepping_vector
@@ -87,6 +87,7 @@ class GymnasiumSystem(System):
         self.lends = self.lent.way == "slab"
         self._own: Any = None
         self._in_turn: LanesInTurn | None = None  # from the first reset on
+        self._into: Into | None = None
         self.declares = self._declared()
 
     def _declared(self) -> Declares:
@@ -173,9 +174,13 @@ class GymnasiumSystem(System):
         if not self.infos.declared:
             self.infos.declare(info)
             self.declares = self._declared()
-        self._in_turn = None
+        self._in_turn = self._into = None
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
-            self._in_turn = LanesInTurn(self.env, self.infos or None)
+            self._in_turn = LanesInTurn(
+                self.env, self.infos or None, reset_slots=self._after_end == RESET_SLOT
+            )
+            if self._in_turn.fills_slots and type(self).step is GymnasiumSystem.step:
+                self._into = self._step_into
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info))
 
@@ -215,6 +220,23 @@ class GymnasiumSystem(System):
                     self.infos.count(out.terminated | out.truncated, self._after_end)
                 return out
             return self._step_vector(action[0])
+        except ValueRefused as error:
+            if error.lane is not None:
+                error.lane += self.first_lane
+            raise
+
+    @property
+    def into(self) -> Into | None:
+        """Steps lanes in turn straight into a slot, unless :meth:`step` was replaced."""
+        return None if "step" in vars(self) else self._into
+
+    def _step_into(self, action: NDArray[Any], row: NDArray[Any], slot: bytes) -> Step | None:
+        """Step all lanes, and write the results to a slot; see `LanesInTurn.step_into`."""
+        turn = self._in_turn
+        if turn is None or not turn.are_alone:
+            return self.step((action,))
+        try:
+            return turn.step_into(action, row, slot)
         except ValueRefused as error:
             if error.lane is not None:
                 error.lane += self.first_lane

@@ -151,11 +151,12 @@ class Stepper:
             small=sum(column[0].nbytes for column in cursor.next_obs) <= SMALL_NBYTES,
             single=single,
             compiled=single and putting(*cursor.slot(0)) is not None,
+            into=self.system.into is not None,
             looks_behind=self._looks_behind,
             lost_finals=cursor.next_valid is not None,
         )
 
-    def step_of(self, cursor: Cursor, at: int) -> Callable[[], None]:
+    def step_of(self, cursor: Cursor, at: int, at_once: bool) -> Callable[[], None]:
         """Return a function that steps through slot ``at``, and copies results to views of it.
 
         To let the system write there would cost more; `writes_to` has chosen it.
@@ -163,11 +164,19 @@ class Stepper:
         rows, _, terminated, truncated, _ = slot = cursor.slot(at)
         put, action = putting(*slot), cursor.actions[0][at]
         assert put is not None, "writes_to has chosen it"
-        board, finish, array = cursor.board, self._finish, np.ndarray
+        board, finish, array, row = cursor.board, self._finish, np.ndarray, rows[0]
+        table = put.args[0] if at_once else None
 
         def step() -> None:
             cursor.at = at
-            out = self.system.step((action.copy(),))
+            into = self.system.into
+            if table is None or into is None:
+                out = self.system.step((action.copy(),))
+            elif (more_to_do := into(action.copy(), row, table)) is None:
+                board[FILLED] = at + 1
+                return
+            else:
+                out = more_to_do
             obs, reward, over, cut = out[:4]
             ended = -1
             more = out.skipped is not None or self._looks_behind

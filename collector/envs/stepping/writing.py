@@ -1,16 +1,15 @@
 """The compiled way of a step's result to its slot, which has one column of rewards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.envs.system import Array
 from tallyroll.storage.engine.kernel import compiled, table_of
 
-Putting: TypeAlias = Callable[[Sequence[Array], Array, Array, Array], int]
+Putting: TypeAlias = partial[int]
 """Writes the result of a step to a slot, and returns how many lanes ended.
 
 That is observations, reward, terminated, truncated. Where they are not as the slot is it returns

@@ -19,6 +19,7 @@ from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.stepping.writing import putting
 from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
 from tallyroll.collector.slab.info import Info
@@ -66,10 +67,10 @@ def vector(
     return SyncVectorEnv(fns, copy=False, autoreset_mode=mode)
 
 
-def started(env: Any) -> Any:
+def started(env: Any, **options: Any) -> Any:
     env.reset(seed=3)
     assert not why_not(env)
-    return LanesInTurn(env)
+    return LanesInTurn(env, **options)
 
 
 def why_not(env: Any) -> str:
@@ -81,6 +82,26 @@ def step(turns: Any, action: Any) -> Any:
     out = turns.step(np.asanyarray(action), None)
     turns.final = None if out.final is None else out.final[0].copy()
     return [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
+
+
+def step_into(turns: Any, action: Any, kind: str, shared: bool) -> Any:
+    """The same by way of a slot, whose rewards are of this kind."""
+    env = turns._env
+    lanes, row = env.num_envs, np.zeros_like(env._observations)
+    root = row if shared else np.ones_like(row)
+    slot = row, np.zeros(lanes, kind), *np.ones((2, lanes), np.bool_)
+    put = putting([row], *slot[1:], [root])
+    assert put is not None
+    out = turns.step_into(np.asanyarray(action), row, put.args[0])
+    turns.final = None
+    if out is not None:
+        assert out.obs[0] is row, "there is memory for it"
+        assert put(out.obs, out.reward[0], *out[2:4]) >= 0
+        turns.final = None if out.final is None else out.final[0].copy()
+    else:
+        assert turns.fills_slots
+    np.testing.assert_array_equal(row, root)
+    return [*slot[:1], slot[1].astype(np.float64), *slot[2:]]
 
 
 SPACES = [
@@ -100,13 +121,24 @@ SPACES = [
     mode=st.sampled_from(AutoresetMode),
     by_itself=st.sets(st.integers(0, 11)),
     by_mask=st.sets(st.integers(0, 11)),
+    slot=st.sampled_from([None, ("f4", True), ("f4", False), ("f8", False)]),
+    marks=st.booleans(),
 )
 def test_steps_are_those_of_the_vector(
-    lengths: Any, steps: Any, space: Any, dtype: Any, mode: Any, by_itself: Any, by_mask: Any
+    lengths: Any,
+    steps: Any,
+    space: Any,
+    dtype: Any,
+    mode: Any,
+    by_itself: Any,
+    by_mask: Any,
+    slot: Any,
+    marks: bool,
 ) -> None:
     """Also where the vector's own methods are called in between."""
     ours, theirs = (vector(lengths, mode, dtype=dtype, space=space) for _ in range(2))
-    turns = started(ours)
+    turns = started(ours, reset_slots=marks and mode is AutoresetMode.NEXT_STEP)
+    slot = slot if turns.fills_slots else None
     theirs.reset(seed=3)
     theirs.action_space.seed(0)
     for at in range(steps):
@@ -116,7 +148,7 @@ def test_steps_are_those_of_the_vector(
             *found, own = ours.step(action)
             finals = own.get("final_obs")
         else:
-            found = step(turns, action)
+            found = step(turns, action) if slot is None else step_into(turns, action, *slot)
             finals = turns.final
         for want, got in zip(wanted, found, strict=True):
             assert want.dtype == got.dtype
@@ -164,12 +196,17 @@ class Integers(Scripted):
 
 @pytest.mark.parametrize("kind", [Lists, Strided, Narrow, Integers])
 @pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
-def test_other_observations_are_put_together_as_the_vector_does(kind: Any, mode: Any) -> None:
+@pytest.mark.parametrize("into", [False, True])
+def test_other_observations_are_put_together_as_the_vector_does(
+    kind: Any, mode: Any, into: bool
+) -> None:
     ours, theirs = (vector((1, 3), mode, made=kind, dtype=np.float64) for _ in range(2))
     turns = started(ours)
     theirs.reset(seed=3)
     wanted = theirs.step(np.array([1, 4]))
-    np.testing.assert_array_equal(step(turns, [1, 4])[0], wanted[0])
+    by_slot = into and turns.fills_slots
+    found = step_into(turns, [1, 4], "f4", False) if by_slot else step(turns, [1, 4])
+    np.testing.assert_array_equal(found[0], wanted[0])
     if mode is AutoresetMode.SAME_STEP:
         assert turns.final.dtype == np.float64
         np.testing.assert_array_equal(turns.final[0], wanted[4]["final_obs"][0])
