@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,11 @@ class _ReaderStorage(DiskStorage):
         AsTensorStorage.__init__(self)
         self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
         self._fit_ring()
+        self._reopening = {"path": os.path.abspath(reader.path)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, (_, state) = super().__reduce__()
+        return function, (partial(open_storage, **self._reopening), state)
 
 
 FORMATS: Mapping[str, type[DiskStorage]] = {

@@ -78,6 +78,8 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     _default_checkpointer = DiskStorageCheckpointer
 
+    _reopening: Mapping[str, Any]
+    """The path, absolute, and other arguments with which a reader is opened again."""
     _leave_folder: Callable[[], Any] | None = None
     """Removes the folder of a temporary storage."""
 
@@ -101,6 +103,7 @@ class DiskStorage(RowStore, AsTensorStorage):
                 temporary.remove()
             raise
         self._fit_ring()
+        self._reopening = {"path": os.path.abspath(self.path), "accept_copy": accept_copy}
         if temporary is not None:
             assert isinstance(self.writer, RowWriter)
             self.writer.temporary = True
@@ -309,11 +312,38 @@ class DiskStorage(RowStore, AsTensorStorage):
     stage_record = Moved("writer.stage_record")
     withdraw_run = Moved("writer.runs.withdraw")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle one opened with ``mode="read"`` as its path: it is opened again, and compared.
+
+        So workers of a data loader get it, however they are started. Replay buffers that it joined
+        are left behind.
+
+        Raises:
+            NotPicklable: it writes, or is closed.
+        """
+        if self.mode != "read":
+            self.__getstate__()
+        if self.closed:
+            raise NotPicklable(f"{self.path} is closed, and only an open storage is sent. Open it.")
+        return _reopened, (partial(type(self), mode="read", **self._reopening), self.state_dict())
+
     def __getstate__(self) -> NoReturn:
         raise NotPicklable(
             f"{self.path} cannot be sent to another process or copied: the files would have two "
-            'owners. Open it there with tallyroll.storage.open_storage(path, mode="read").'
+            'owners. Open it there with tallyroll.storage.open_storage(path, mode="read"), or send '
+            "one that was opened so."
         )
+
+
+def _reopened(make: Callable[[], DiskStorage], state: dict[str, Any]) -> DiskStorage:
+    """Open the storage of a pickle; raise `StateMismatch` if it has other rows now."""
+    storage = make()
+    try:
+        storage.load_state_dict(state)
+    except BaseException:
+        storage.close()
+        raise
+    return storage
 
 
 def _tell_buffers(storage: weakref.ref[DiskStorage], rows: range) -> None:

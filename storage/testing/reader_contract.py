@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,6 +119,11 @@ class ReaderContract:
             before = once.copy()
             once[...] = 0
             _assert_same(reader.column(key).take(rows), before)
+
+    def test_it_travels_as_its_path(self, both: _Both) -> None:
+        with pickle.loads(pickle.dumps(both.other)) as there:
+            assert type(there) is type(both.other)
+            assert_same_rows(there.get(slice(None)), both.file.get(slice(None)))
 
     def test_a_column_that_is_not_there(self, both: _Both) -> None:
         with pytest.raises(KeyError):

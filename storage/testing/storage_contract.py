@@ -6,12 +6,14 @@ A fork server, which has imported torch once, starts other processes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import hashlib
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import threading
@@ -596,12 +598,50 @@ class StorageContract:
         with self.make(five, mode="append") as storage:
             assert_rows(storage, 6)
 
-    def test_a_storage_does_not_travel(self, five: Path) -> None:
-        with (
-            self.make(five, mode="read") as storage,
-            pytest.raises(NotPicklable, match=r"two owners. Open it there .*mode=.read"),
-        ):
+    @pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy])
+    def test_a_reader_travels_as_its_path(
+        self, five: Path, monkeypatch: pytest.MonkeyPatch, copied: Callable[[Any], Any]
+    ) -> None:
+        monkeypatch.chdir(five.parent)
+        with self.make(Path(five.name), mode="read") as storage:
+            sent = pickle.dumps(storage)
+            assert len(sent) < 1000, "no rows, no maps"
+            monkeypatch.chdir("/")
+            with copied(storage) as other:
+                assert (type(other), other.mode, other.path) == (type(storage), "read", five)
+                assert_rows(other, 5)
+        assert other.closed
+        with self.make(five, mode="append") as writer:
+            writer.extend(rows(5, 1))  # later rows are no other storage
+            with pickle.loads(sent) as other:
+                assert_rows(other, 6)
+
+    def test_a_writer_and_a_closed_storage_do_not_travel(self, five: Path) -> None:
+        for mode in ("append", "create"):
+            path = five if mode == "append" else five.with_name(f"new{five.suffix}")
+            with (
+                self.make(path, mode=mode) as storage,
+                pytest.raises(NotPicklable, match=r"two owners. Open it there .*mode=.read"),
+            ):
+                pickle.dumps(storage)
+        with self.make(five, mode="read") as storage:
+            pass
+        with pytest.raises(NotPicklable, match="is closed"):
             pickle.dumps(storage)
+
+    def test_a_reader_that_arrives_elsewhere_says_so(self, five: Path) -> None:
+        with self.make(five, mode="read") as storage:
+            sent = pickle.dumps(storage)
+        moved = five.with_name(f"moved{five.suffix}")
+        five.rename(moved)
+        with pytest.raises(StorageMissing, match=re.escape(str(five))):
+            pickle.loads(sent)
+        with self.make(five) as other:
+            other.extend(rows(0, 9))
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(StateMismatch, match="is another one"):
+            pickle.loads(sent)
+        assert len(os.listdir("/proc/self/fd")) == descriptors, "it was closed again"
 
     # -- schema, rows and provenance
 
