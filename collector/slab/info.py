@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Info:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "fill", found.item())
 
-    @property
+    @cached_property
     def key(self) -> Key:
         """The names from the root of ``info`` on."""
         return split(self.name)

@@ -71,7 +71,7 @@ def lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | Non
     mask: Mask | None = None
     value: Any = info
     for name in path:
-        if not isinstance(value, Mapping) or name not in value:
+        if not (type(value) is dict or isinstance(value, Mapping)) or name not in value:
             return None
         given = value.get(f"_{name}")
         if isinstance(given, np.ndarray) and given.dtype == np.bool_ and given.ndim == 1:

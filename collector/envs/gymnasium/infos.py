@@ -11,6 +11,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
+from tallyroll.collector.compat import count_true
 from tallyroll.collector.envs.gymnasium.info_entries import (
     absent_entry,
     as_array,
@@ -51,6 +52,7 @@ class InfoColumns:
     def __init__(self, infos: Sequence[Info], lanes: int) -> None:
         self.infos = tuple(infos)
         self._lanes = lanes
+        self._step: list[Array] = []
         self.first_lane = 0
         """The number of the first lane in the run: for messages."""
         self.steps = np.zeros(lanes, np.int64)
@@ -70,6 +72,7 @@ class InfoColumns:
         Raises:
             ArgumentError: they lack it, or it is no number.
         """
+        self._step = []
         self.infos = tuple(
             each if each.dtype is not None else found_in(each, info, self._lanes)
             for each in self.infos
@@ -104,13 +107,18 @@ class InfoColumns:
                 found.append(np.zeros(self._lanes, np.bool_))
         return found
 
+    def rows_of_step(self) -> list[Array]:
+        """Return the arrays for the infos of a step, which are the same each time."""
+        if not self._step:
+            self._step = self.new_rows()
+        return list(self._step)
+
     def fill(self, rows: Sequence[Array]) -> None:
         """Fill the rows of entries that may be absent as where they are."""
         at = 0
         for info in self.infos:
             if info.fill is not None:
-                rows[at].fill(info.fill)
-                rows[at + 1].fill(False)
+                self._leave_out(rows[at], rows[at + 1], info.fill, None)
             at += 1 if info.fill is None else 2
 
     # --- vector infos ---------------------------------------------------------------------------
@@ -151,7 +159,7 @@ class InfoColumns:
     def count(self, ended: Mask, then: int = 0) -> None:
         """Count a step call; the count of lanes that ``ended`` becomes ``then``."""
         self.steps += 1
-        self.steps[ended] = then
+        np.putmask(self.steps, ended, then)
 
     def _put(
         self,
@@ -165,6 +173,9 @@ class InfoColumns:
             row, given = rows[at], rows[at + 1] if info.fill is not None else None
             at += 1 if given is None else 2
             found = look(info.key)
+            if found is None and given is not None:
+                self._leave_out(row, given, info.fill, lanes)
+                continue
             have = self._write(info, row, found, lanes, reset)
             if have is None:  # all of them
                 if given is not None:
@@ -176,8 +187,17 @@ class InfoColumns:
                     raise absent_entry(info, self._where(int(np.argmax(absent)), reset))
                 continue
             row[absent] = info.fill
-            given[have] = True
-            given[absent] = False
+            np.copyto(given, have, where=True if lanes is None else lanes)
+
+    @staticmethod
+    def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:
+        """Fill the rows of ``lanes`` (None: all) as those without the entry."""
+        if lanes is None:
+            row.fill(fill)
+            given.fill(False)
+        else:
+            row[lanes] = fill
+            given[lanes] = False
 
     def _write(
         self,
@@ -197,12 +217,14 @@ class InfoColumns:
                 f"{name_of(info)}: expected an array with an entry for each of {self._lanes} "
                 f"lanes, got {shown(value)} {self._where(0, reset)}"
             )
-        have = None if mask is None or mask.all() else mask if lanes is None else mask & lanes
+        have = None
+        if mask is not None and count_true(mask) < self._lanes:
+            have = mask if lanes is None else mask & lanes
         if array.dtype.kind not in "biufc":
             whole = have if have is not None else lanes
             return self._write_each(info, row, array, whole, reset)
         chosen = have if have is not None else lanes
-        if chosen is not None and not chosen.any():
+        if chosen is not None and not count_true(chosen):
             return have
         if array.shape != row.shape:
             lane = 0 if chosen is None else int(np.argmax(chosen))
@@ -210,6 +232,8 @@ class InfoColumns:
         if array.dtype == row.dtype:
             if chosen is None:
                 row[...] = array
+            elif row.ndim == 1:
+                np.putmask(row, chosen, array)
             else:
                 row[chosen] = array[chosen]
             return have
